@@ -1,0 +1,1 @@
+"""RL post-training for language models on Ray."""
