@@ -1,0 +1,283 @@
+"""The run record: an append-only file of checksummed, numbered, versioned JSON lines, one writer per file.
+
+Everything that happened in a run can be read back from here, so a line once written is never changed, and what follows a damaged line is never
+trusted. A line is one JSON object: `{"crc":"...", "v":schema, "n":line number, "t":seconds, "src":source, "kind":..., fields}`, the checksum being
+CRC-32 of everything behind its own comma. The events are in `record_events`; what they mean together is for checkers and pictures to say.
+"""
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, shape_of
+
+logger = logging.getLogger(__name__)
+
+_ENVELOPE = ("crc", "v", "n", "t", "src", "kind")
+_PREFIX_BYTES = len('{"crc":"00000000",')
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+class RecordError(Exception):
+    """A run record cannot be read or written as asked."""
+
+
+class RecordDamaged(RecordError):
+    """A line is torn, altered, missing or out of order; `line` counts from 1, `intact` lines before it are good."""
+
+    def __init__(self, path: Path, line: int, offset: int, reason: str) -> None:
+        super().__init__(
+            f"{path}: line {line} (byte {offset}) {reason}; the {line - 1} lines before it are intact: read_record(path, recover=True) reads them, "
+            f"RecordWriter(path, resume=True) goes on behind them"
+        )
+        self.path, self.line, self.offset, self.reason = path, line, offset, reason
+
+    @property
+    def intact(self) -> int:
+        return self.line - 1
+
+
+class RecordTooNew(RecordError):
+    """A line was written by a newer schema than this reader knows."""
+
+    def __init__(self, path: Path, line: int, version: int) -> None:
+        super().__init__(f"{path}: line {line} has schema {version}, this nemo_rl reads up to {SCHEMA_VERSION}; read it with the version that wrote it, or a newer one")
+        self.path, self.line, self.version = path, line, version
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a record: `seq` counts from 0 in its file, `time` in seconds on the writer's clock, `source` is `<pipeline>/<part>` or `scheduler`."""
+
+    seq: int
+    time: float
+    source: str
+    event: object
+
+
+class Record(Protocol):
+    """What a part of the run needs of a record: somewhere to put events."""
+
+    def emit(self, event: object) -> None: ...
+
+    def bind(self, source: str) -> Record: ...
+
+    def flush(self) -> None: ...
+
+
+class NullRecord:
+    """Forgets everything; for callers that keep no record."""
+
+    def emit(self, event: object) -> None:
+        pass
+
+    def bind(self, source: str) -> Record:
+        return self
+
+    def flush(self) -> None:
+        pass
+
+
+class MemoryRecord:
+    """Keeps entries in a list, in the order in which they were emitted, whichever of the bound sources emitted them."""
+
+    def __init__(self, *, source: str = "memory", clock: Callable[[], float] = time.time, entries: list[Entry] | None = None) -> None:
+        self.entries: list[Entry] = [] if entries is None else entries
+        self._source, self._clock = source, clock
+
+    def emit(self, event: object) -> None:
+        self.entries.append(Entry(len(self.entries), self._clock(), self._source, event))
+
+    def bind(self, source: str) -> MemoryRecord:
+        return MemoryRecord(source=source, clock=self._clock, entries=self.entries)
+
+    def flush(self) -> None:
+        pass
+
+
+class RecordWriter:
+    """Appends events to one file that nobody else writes.
+
+    Arguments: `path`, whose folder must exist; `source`, who speaks (`<pipeline>/<part>`); `clock`, seconds; `flush_interval_s`, how much a killed
+    process may lose (0 hands each event to the operating system at once; `flush()` does so on demand); `resume`, go on with an existing
+    file: a damaged tail is cut off first. `emit` costs a few microseconds and may be called from several threads.
+    Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is of a newer schema.
+    """
+
+    def __init__(self, path: str | Path, *, source: str, clock: Callable[[], float] = time.time, flush_interval_s: float = 1.0, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
+        self._lock = threading.Lock()
+        self._next, self._last_flush = 0, time.monotonic()
+        existing = self.path.exists() and self.path.stat().st_size > 0
+        if existing and not resume:
+            raise RecordError(f"{self.path}: already holds a record; choose another path, or pass resume=True to go on with it")
+        if existing:
+            self._next = _cut_damaged_tail(self.path)
+        self._file: BinaryIO = self.path.open("ab", buffering=1 << 16)
+        self.emit(RecordOpened(source, resumed=existing))
+        self.flush()
+
+    def emit(self, event: object) -> None:
+        self._write(self.source, event)
+
+    def bind(self, source: str) -> BoundRecord:
+        """The same file under another source name."""
+        return BoundRecord(self, source)
+
+    def _write(self, source: str, event: object) -> None:
+        with self._lock:
+            line = encode_entry(Entry(self._next, self._clock(), source, event))
+            self._file.write(line)
+            self._next += 1
+            now = time.monotonic()
+            if now - self._last_flush >= self._flush_interval_s:
+                self._file.flush()
+                self._last_flush = now
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives the machine)."""
+        with self._lock:
+            self._file.flush()
+            self._last_flush = time.monotonic()
+            if durable:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class BoundRecord:
+    """A view of a RecordWriter that speaks under another source name."""
+
+    def __init__(self, writer: RecordWriter, source: str) -> None:
+        self._writer, self._source = writer, source
+
+    def emit(self, event: object) -> None:
+        self._writer._write(self._source, event)
+
+    def bind(self, source: str) -> BoundRecord:
+        return BoundRecord(self._writer, source)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """One line, newline included. Raises EventDefinitionError for an event that is not registered."""
+    shape = shape_of(type(entry.event))
+    body: dict[str, object] = {"v": SCHEMA_VERSION, "n": entry.seq, "t": entry.time, "src": entry.source, "kind": shape.kind}
+    for name in shape.names:
+        body[name] = getattr(entry.event, name)
+    rest = _encode(body)[1:].encode()
+    return b'{"crc":"%08x",%b\n' % (zlib.crc32(rest), rest)
+
+
+def read_record(path: str | Path, *, recover: bool = False) -> Iterator[Entry]:
+    """The entries of a record, in order.
+
+    A line that does not end, whose checksum is wrong or whose number is not the next one raises RecordDamaged; with `recover` the entries before it
+    are all there is, and a warning says what was left out. A newer schema raises RecordTooNew in both modes. Kinds that are not
+    registered in this process come as UnknownEvent.
+    """
+    path = Path(path)
+    offset = 0
+    with open(path, "rb") as file:
+        for index, line in enumerate(file):
+            entry = _decode(path, index, offset, line, recover=recover)
+            if entry is None:
+                return
+            offset += len(line)
+            yield entry
+
+
+def merge_records(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
+    """Entries of several records of one run, by time; entries of one file keep their order whatever its clock did."""
+
+    def keyed(index: int, path: str | Path) -> Iterator[tuple[float, int, int, Entry]]:
+        latest = float("-inf")
+        for entry in read_record(path, recover=recover):
+            latest = max(latest, entry.time)
+            yield latest, index, entry.seq, entry
+
+    for _, _, _, entry in heapq.merge(*(keyed(i, path) for i, path in enumerate(paths))):
+        yield entry
+
+
+def _decode(path: Path, index: int, offset: int, line: bytes, *, recover: bool) -> Entry | None:
+    try:
+        return decode_line(line, index)
+    except _NewerSchema as newer:
+        raise RecordTooNew(path, index + 1, newer.version) from newer
+    except (ValueError, TypeError, KeyError) as error:
+        damage = RecordDamaged(path, index + 1, offset, str(error))
+        if not recover:
+            raise damage from error
+        logger.warning("record=%s damaged_line=%d byte=%d reason=%s intact=%d", path, damage.line, offset, error, damage.intact)
+        return None
+
+
+class _NewerSchema(ValueError):
+    def __init__(self, version: int) -> None:
+        super().__init__(f"schema {version}")
+        self.version = version
+
+
+def decode_line(line: bytes, expected_seq: int) -> Entry:
+    """One line as an entry; ValueError says what is wrong with it."""
+    if not line.endswith(b"\n"):
+        raise ValueError("is torn: it has no end")
+    rest = line[_PREFIX_BYTES:-1]
+    if line[:_PREFIX_BYTES] != b'{"crc":"%08x",' % zlib.crc32(rest):
+        raise ValueError("has a wrong checksum")
+    body = json.loads(b"{" + rest)
+    version = body.get("v")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise _NewerSchema(version if isinstance(version, int) else -1)
+    if body["n"] != expected_seq:
+        raise ValueError(f"is number {body['n']} where {expected_seq} was expected: lines are missing or repeated")
+    return Entry(body["n"], float(body["t"]), body["src"], _decode_event(body))
+
+
+def _decode_event(body: dict[str, object]) -> object:
+    kind = str(body["kind"])
+    cls = event_class(kind)
+    given = {name: value for name, value in body.items() if name not in _ENVELOPE}
+    if cls is None:
+        return UnknownEvent(kind, given)
+    shape = shape_of(cls)
+    wrong = given.keys() ^ (given.keys() & shape.decoders.keys()) | (shape.required - given.keys())
+    if wrong:
+        raise ValueError(f"of kind {kind!r} has unknown or missing fields: {', '.join(sorted(wrong))}")
+    return cls(**{name: shape.decoders[name](value) for name, value in given.items()})
+
+
+def _cut_damaged_tail(path: Path) -> int:
+    """Truncates `path` behind its last good line and returns how many lines stay."""
+    intact, good_bytes = 0, 0
+    with open(path, "rb") as file:
+        for line in file:
+            entry = _decode(path, intact, good_bytes, line, recover=True)
+            if entry is None:
+                break
+            intact, good_bytes = intact + 1, good_bytes + len(line)
+    if good_bytes < path.stat().st_size:
+        os.truncate(path, good_bytes)
+    return intact

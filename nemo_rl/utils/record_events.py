@@ -1,0 +1,328 @@
+"""The events of the run record that every part of a run shares, and the registry that gives each event its name on disk.
+
+An event is a frozen dataclass of plain values. Its kind, registered once with `@event_kind`, is what a line says; a field that is added later
+needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Rooms above add kinds of their own in the same way (the
+scheduler does). Nothing here knows files, clocks or who writes.
+"""
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import TypeVar
+
+SCHEMA_VERSION = 1
+
+Decoder = Callable[[object], object]
+EventClass = TypeVar("EventClass", bound=type)
+Value = TypeVar("Value")
+
+_KINDS: dict[str, type] = {}
+_SHAPES: dict[type, EventShape] = {}
+
+
+class EventDefinitionError(TypeError):
+    """An event class cannot be registered: its kind is taken, or one of its fields has a type that JSON lines cannot carry."""
+
+
+@dataclass(frozen=True)
+class EventShape:
+    """How one event class is written: its kind, its field names in order and one decoder per field."""
+
+    kind: str
+    names: tuple[str, ...]
+    required: frozenset[str]
+    decoders: Mapping[str, Decoder]
+
+
+def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
+    """Registers a frozen dataclass as the event `kind`.
+
+    Fields may be str, int, float, bool, enums of those, NamedTuples, `tuple[X, ...]`, `Mapping[str, X]` and `X | None`.
+    Raises EventDefinitionError when the kind is taken by another class or a field cannot be carried.
+    """
+
+    def register(cls: EventClass) -> EventClass:
+        taken = _KINDS.get(kind)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise EventDefinitionError(f"event kind {kind!r} is already {taken.__module__}.{taken.__qualname__}; give {cls.__qualname__} another kind")
+        _KINDS[kind] = cls
+        return cls
+
+    return register
+
+
+def event_class(kind: str) -> type | None:
+    """The class registered as `kind`, or None."""
+    return _KINDS.get(kind)
+
+
+def shape_of(cls: type) -> EventShape:
+    """The written shape of an event class. Raises EventDefinitionError for a class that is not a registered event."""
+    shape = _SHAPES.get(cls)
+    if shape is None:
+        shape = _SHAPES[cls] = _build_shape(cls)
+    return shape
+
+
+def _build_shape(cls: type) -> EventShape:
+    kind = next((name for name, known in _KINDS.items() if known is cls), None)
+    if kind is None:
+        raise EventDefinitionError(f"{cls.__module__}.{cls.__qualname__} is not an event; decorate it with @event_kind('...')")
+    hints = typing.get_type_hints(cls)
+    members = fields(cls)
+    decoders = {member.name: _decoder(hints[member.name], f"{cls.__qualname__}.{member.name}") for member in members}
+    required = frozenset(m.name for m in members if m.default is MISSING and m.default_factory is MISSING)
+    return EventShape(kind, tuple(m.name for m in members), required, decoders)
+
+
+def _decoder(hint: object, where: str) -> Decoder:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [a for a in arguments if a is not type(None)]
+        if len(inner) != 1:
+            raise EventDefinitionError(f"{where}: a union of several types cannot be told apart on disk; allowed is `X | None`")
+        decode = _decoder(inner[0], where)
+        return lambda value: None if value is None else decode(value)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        element = _decoder(arguments[0], where)
+        return lambda value: tuple(element(v) for v in _as(list, value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        member = _decoder(arguments[1], where)
+        return lambda value: {str(k): member(v) for k, v in _as(dict, value).items()}
+    if isinstance(hint, type):
+        return _plain_decoder(hint, where)
+    raise EventDefinitionError(f"{where}: type {hint} cannot be written to a run record")
+
+
+def _plain_decoder(hint: type, where: str) -> Decoder:
+    if hint is float:
+        return lambda value: float(_as((int, float), value))
+    if hint in (str, bool):
+        return lambda value: _as(hint, value)
+    if hint is int:
+        return _as_int
+    if issubclass(hint, Enum):
+        return lambda value: hint(value)
+    if issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint)
+        members = [_decoder(hints[name], f"{where}.{name}") for name in hint._fields]
+        build: Callable[..., object] = hint
+        return lambda value: build(*(decode(v) for decode, v in zip(members, _as(list, value), strict=True)))
+    raise EventDefinitionError(f"{where}: type {hint.__name__} cannot be written to a run record")
+
+
+def _as_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected int, found {value!r}")
+    return value
+
+
+def _as(expected: type[Value] | tuple[type[Value], ...], value: object) -> Value:
+    if not isinstance(value, expected):
+        raise TypeError(f"expected {expected}, found {value!r}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """A line whose kind nobody has registered in this process (its room is not imported); kept so that a reader can count and show it."""
+
+    kind: str
+    fields: Mapping[str, object]
+
+
+@event_kind("record_opened")
+@dataclass(frozen=True, slots=True)
+class RecordOpened:
+    """A writer took the file: the first line, and one more after each resume."""
+
+    source: str
+    resumed: bool = False
+
+
+@event_kind("group_admitted")
+@dataclass(frozen=True, slots=True)
+class GroupAdmitted:
+    """A prompt group entered the run: from here it must end up trained or dropped, exactly once."""
+
+    group_id: str
+    prompt_id: str
+    samples: int
+    target_step: int | None = None
+
+
+@event_kind("group_committed")
+@dataclass(frozen=True, slots=True)
+class GroupCommitted:
+    """All samples of a group are written and scored, with the newest weight version among their tokens."""
+
+    group_id: str
+    version: int
+    tokens: int = 0
+
+
+@event_kind("group_trained")
+@dataclass(frozen=True, slots=True)
+class GroupTrained:
+    """A group was part of the optimizer step `step` (the step that makes version `step + 1`)."""
+
+    group_id: str
+    step: int
+
+
+@event_kind("group_dropped")
+@dataclass(frozen=True, slots=True)
+class GroupDropped:
+    """A group left the run untrained; `reason` is a short stable word such as `zero_variance`, `stale`, `overlong` or `end_of_run`."""
+
+    group_id: str
+    reason: str
+
+
+class VersionSpan(typing.NamedTuple):
+    """Tokens [start, end) of a sample, counted over prompt and completion, came from weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@event_kind("tokens_generated")
+@dataclass(frozen=True, slots=True)
+class TokensGenerated:
+    """Which weights produced each generated token of a sample; `mixed_kv` when later tokens attended to KV entries of older weights."""
+
+    sample_id: str
+    group_id: str
+    spans: tuple[VersionSpan, ...]
+    mixed_kv: bool = False
+
+
+@event_kind("version_published")
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """Weight version `version` is what new tokens of these shards are stamped with from now on; no shards named means all that are awake."""
+
+    version: int
+    shards: tuple[int, ...] = ()
+
+
+@event_kind("shard_slept")
+@dataclass(frozen=True, slots=True)
+class ShardSlept:
+    """A generation shard gave its memory back; `freed_bytes` as measured, `level` as the engine counts it."""
+
+    shard: int
+    level: int = 2
+    freed_bytes: int = 0
+
+
+@event_kind("shard_woken")
+@dataclass(frozen=True, slots=True)
+class ShardWoken:
+    """A shard has its memory again. It may not be routed before its weights are synced and published."""
+
+    shard: int
+
+
+@event_kind("shard_routed")
+@dataclass(frozen=True, slots=True)
+class ShardRouted:
+    """A shard takes requests from now on; `generation` is the router's number of the active set, `version` the weights it serves."""
+
+    shard: int
+    generation: int
+    version: int = 0
+
+
+@event_kind("shard_unrouted")
+@dataclass(frozen=True, slots=True)
+class ShardUnrouted:
+    """A shard takes no new request from now on."""
+
+    shard: int
+    generation: int
+
+
+@event_kind("request_submitted")
+@dataclass(frozen=True, slots=True)
+class RequestSubmitted:
+    """A generation request was handed to a shard."""
+
+    request_id: str
+    shard: int
+    sample_id: str = ""
+
+
+@event_kind("request_finished")
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A request left its shard; `outcome` is `done`, `preempted`, `aborted` or `failed`."""
+
+    request_id: str
+    shard: int
+    outcome: str = "done"
+    tokens: int = 0
+
+
+@event_kind("wait_begun")
+@dataclass(frozen=True, slots=True)
+class WaitBegun:
+    """Somebody waits for `what`, at most until `deadline` (seconds on the record's clock)."""
+
+    wait_id: str
+    what: str
+    deadline: float
+
+
+@event_kind("wait_ended")
+@dataclass(frozen=True, slots=True)
+class WaitEnded:
+    """A wait is over; `outcome` is `done`, `expired` (its handler ran) or `cancelled`."""
+
+    wait_id: str
+    outcome: str = "done"
+
+
+@event_kind("step_begun")
+@dataclass(frozen=True, slots=True)
+class StepBegun:
+    """Optimizer step `step` (from 0) begins; it starts from weight version `step`."""
+
+    step: int
+
+
+@event_kind("step_finished")
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """Optimizer step `step` is done and made weight version `version`."""
+
+    step: int
+    version: int
+    groups: int = 0
+
+
+@event_kind("sync_started")
+@dataclass(frozen=True, slots=True)
+class SyncStarted:
+    """A weight sync of `version` to the shards `targets` begins."""
+
+    sync_id: str
+    version: int
+    targets: tuple[int, ...]
+    transport: str = ""
+
+
+@event_kind("sync_finished")
+@dataclass(frozen=True, slots=True)
+class SyncFinished:
+    """A weight sync ended; `checksums` by target when verification is on, `outcome` is `done`, `failed` or `expired`."""
+
+    sync_id: str
+    version: int
+    outcome: str = "done"
+    bytes_sent: int = 0
+    checksums: Mapping[str, str] = field(default_factory=dict)

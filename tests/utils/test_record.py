@@ -1,0 +1,175 @@
+"""The run record: what is written comes back, and damage is found where it is and believed nowhere else."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.utils.record import (
+    Entry,
+    MemoryRecord,
+    NullRecord,
+    RecordDamaged,
+    RecordError,
+    RecordTooNew,
+    RecordWriter,
+    decode_line,
+    encode_entry,
+    merge_records,
+    read_record,
+)
+from nemo_rl.utils.record_events import (
+    EventDefinitionError,
+    GroupAdmitted,
+    GroupDropped,
+    GroupTrained,
+    RecordOpened,
+    StepFinished,
+    SyncFinished,
+    TokensGenerated,
+    UnknownEvent,
+    VersionSpan,
+    WaitBegun,
+    event_kind,
+)
+
+EVENTS = [
+    GroupAdmitted("g1", "p1", 8),
+    GroupAdmitted("g2", "p2", 8, target_step=3),
+    TokensGenerated("g1/0", "g1", (VersionSpan(0, 12, 40), VersionSpan(1, 40, 64)), mixed_kv=True),
+    SyncFinished("s1", 1, checksums={"0": "ab", "1": "cd"}),
+    WaitBegun("w", "rollouts of step 3", 12.5),
+    GroupTrained("g1", 0),
+    GroupDropped("g2", "zero_variance"),
+    StepFinished(0, 1, 1),
+]
+
+
+def write(path: Path, events: list[object] = EVENTS) -> list[Entry]:
+    ticks = iter(range(1000))
+    with RecordWriter(path, source="p/driver", clock=lambda: float(next(ticks))) as writer:
+        for event in events:
+            writer.emit(event)
+    return list(read_record(path))
+
+
+def test_what_is_written_comes_back_with_its_types(tmp_path: Path) -> None:
+    entries = write(tmp_path / "r.jsonl")
+    assert [e.event for e in entries] == [RecordOpened("p/driver"), *EVENTS]
+    assert [e.seq for e in entries] == list(range(9)) and entries[4].time == 4.0
+    spans = entries[3].event
+    assert isinstance(spans, TokensGenerated) and spans.spans[1].version == 1
+
+
+def test_a_file_that_holds_a_record_is_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "r.jsonl")
+    with pytest.raises(RecordError, match="resume=True"):
+        RecordWriter(tmp_path / "r.jsonl", source="p/driver")
+
+
+@given(cut=st.integers(0, 2000))
+@settings(max_examples=60, deadline=None)
+def test_after_a_cut_at_any_byte_the_whole_lines_survive_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("cut") / "r.jsonl"
+    entries = write(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: min(cut, len(data))])
+    whole = data[: min(cut, len(data))].count(b"\n")
+    assert list(read_record(path, recover=True)) == entries[:whole]
+    with RecordWriter(path, source="p/driver", resume=True) as writer:
+        writer.emit(GroupTrained("g9", 1))
+    again = list(read_record(path))
+    assert [e.event for e in again[:whole]] == [e.event for e in entries[:whole]]
+    assert again[-1].event == GroupTrained("g9", 1) and len(again) == whole + 2
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_bit_is_found_in_its_line_and_nothing_behind_it_is_believed(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+    path = tmp_path_factory.mktemp("flip") / "r.jsonl"
+    entries = write(path)
+    data = bytearray(path.read_bytes())
+    at %= len(data)
+    data[at] ^= 1 << bit
+    path.write_bytes(bytes(data))
+    line = bytes(path.read_bytes()[:at]).count(b"\n")
+    with pytest.raises(RecordDamaged, match=f"line {line + 1} .*{line} lines before it are intact"):
+        list(read_record(path))
+    assert list(read_record(path, recover=True)) == entries[:line]
+
+
+def test_a_missing_line_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3] + lines[4:]))
+    with pytest.raises(RecordDamaged, match="line 4 .* is number 4 where 3 was expected"):
+        list(read_record(path))
+
+
+def test_a_newer_schema_is_refused_in_both_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    monkeypatch.setattr("nemo_rl.utils.record.SCHEMA_VERSION", 7)
+    write_only = RecordWriter(path, source="p/driver")
+    write_only.close()
+    monkeypatch.undo()
+    for recover in (False, True):
+        with pytest.raises(RecordTooNew, match="line 1 has schema 7, this nemo_rl reads up to 1"):
+            list(read_record(path, recover=recover))
+
+
+def test_an_unregistered_event_is_refused_at_the_writer() -> None:
+    with pytest.raises(EventDefinitionError, match="is not an event"):
+        encode_entry(Entry(0, 0.0, "p", object()))
+
+
+def test_a_room_adds_its_own_kinds_and_a_reader_without_them_still_sees_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @event_kind("test_lease")
+    @dataclass(frozen=True, slots=True)
+    class Lease:
+        gpus: tuple[int, ...]
+        holder: str | None = None
+
+    globals()["Lease"] = Lease
+    write(tmp_path / "r.jsonl", [Lease((1, 2))])
+    assert list(read_record(tmp_path / "r.jsonl"))[1].event == Lease((1, 2))
+    monkeypatch.setattr("nemo_rl.utils.record_events._KINDS", {})
+    assert list(read_record(tmp_path / "r.jsonl"))[1].event == UnknownEvent("test_lease", {"gpus": [1, 2], "holder": None})
+
+
+def test_a_kind_cannot_be_taken_twice() -> None:
+    with pytest.raises(EventDefinitionError, match="already"):
+
+        @event_kind("group_admitted")
+        @dataclass(frozen=True, slots=True)
+        class Other:
+            x: int
+
+
+def test_a_field_of_the_wrong_type_is_damage() -> None:
+    line = encode_entry(Entry(0, 0.0, "p", GroupTrained("g", "seven")))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected int"):
+        decode_line(line, 0)
+
+
+def test_records_of_one_run_merge_by_time_and_bound_sources_share_a_file(tmp_path: Path) -> None:
+    now = [0.0]
+    with RecordWriter(tmp_path / "a", source="a/driver", clock=lambda: now[0]) as a, RecordWriter(tmp_path / "b", source="b/driver", clock=lambda: now[0]) as b:
+        for step, writer in enumerate([a, b, b, a]):
+            now[0] = float(step)
+            writer.bind("x/router").emit(GroupTrained("g", step))
+    merged = [e for e in merge_records([tmp_path / "a", tmp_path / "b"]) if isinstance(e.event, GroupTrained)]
+    assert [e.event for e in merged] == [GroupTrained("g", s) for s in range(4)]
+    assert {e.source for e in merged} == {"x/router"}
+
+
+def test_memory_and_null_records_speak_the_same_protocol() -> None:
+    memory = MemoryRecord(source="a", clock=lambda: 1.0)
+    for record in (memory, NullRecord()):
+        record.emit(EVENTS[0])
+        record.bind("b").emit(EVENTS[1])
+        record.flush()
+    assert [(e.seq, e.source) for e in memory.entries] == [(0, "a"), (1, "b")]
