@@ -1,0 +1,40 @@
+"""Keys of `checkpointing.*`: where and when checkpoints are written, in which format, and which are kept.
+
+Retention is decided by `nemo_rl.utils.checkpoint`; this file names its switches.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from nemo_rl.config.section import NotYet, Section
+
+
+class CheckpointingConfig(Section):
+    """`checkpointing.*`."""
+
+    enabled: bool = Field(True, description="Write checkpoints.")
+    checkpoint_dir: str = Field("results/grpo", description="Directory of the step_N checkpoints; a run continues from the highest one there.")
+    metric_name: str | None = Field(
+        "val:accuracy", pattern=r"^(val|train):.+$", description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: age."
+    )
+    higher_is_better: bool = Field(True, description="Whether a higher metric is better.")
+    keep_top_k: PositiveInt | None = Field(3, description="Best checkpoints kept; null keeps all.")
+    save_period: PositiveInt = Field(10, description="RL steps between checkpoints.")
+    checkpoint_must_save_by: str | None = Field(
+        None, pattern=r"^\d+:\d+:\d+:\d+$", description="Run time (DD:HH:MM:SS) by which a checkpoint must be written; the run then ends."
+    )
+    model_save_format: Literal["safetensors", "torch_save"] | None = Field("safetensors", description="Format of the weights; null: the backend's own.")
+    save_consolidated: bool = Field(False, description="Also write one Hugging Face directory of whole weights.")
+    save_optimizer: bool = Field(True, description="Write the optimizer's state.")
+    ft_save_period: PositiveInt | None = Field(None, description="RL steps between extra checkpoints for restarts; null writes none.")
+    ft_keep_latest_k: PositiveInt | None = Field(None, description="Newest extra checkpoints kept.")
+    model_cache_dir: str | None = Field(None, description="Cache of downloaded weights.")
+    model_repo_id: str | None = Field(None, description="Hugging Face id recorded in the checkpoint; null: policy.model_name.")
+    is_peft: Annotated[bool, NotYet("LoRA")] = Field(False, description="The checkpoint holds adapters.")
+    is_async: bool = Field(False, description="Accepted from older recipes; checkpoints never block the step here.")
+    pretrained_checkpoint: Annotated[dict[str, Any] | None, NotYet("Megatron checkpoints as a start")] = Field(
+        None, description="Megatron checkpoint to start from: path, and format megatron_bridge or megatron_lm."
+    )

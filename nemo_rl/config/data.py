@@ -1,0 +1,97 @@
+"""Keys of `data.*`: which datasets feed the run, and how their rows become prompts.
+
+`train` and `validation` may be one mapping or a list in YAML; here they are lists. Keys that an entry omits come from `data.default`.
+Knows the keys, not the datasets: names are looked up by `nemo_rl.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from nemo_rl.config.section import DefaultFrom, Section
+
+
+class DatasetDefaults(Section):
+    """`data.default`: values for the keys that an entry of train or validation omits."""
+
+    prompt_file: str | None = Field("examples/prompts/cot.txt", description="Text file with one {} for the problem; null uses the problem as it is.")
+    system_prompt_file: str | None = Field(None, description="Text file with the system message; null has none.")
+    processor: str = Field("math_hf_data_processor", description="Name of the function that turns a row into a prompt.")
+    env_name: str = Field("math", description="Which env.<name> judges the responses.")
+    input_key: str | None = Field(None, description="Column of the problem; null: the dataset's own.")
+    output_key: str | None = Field(None, description="Column of the expected answer; null: the dataset's own.")
+    subset: str | None = Field(None, description="Subset (configuration) of a Hugging Face dataset.")
+    split: str | None = Field(None, description="Split to read; null: the dataset's own.")
+    split_validation_size: float | int = Field(0, ge=0, description="Rows taken out of train for validation: a share below 1, a count otherwise; 0 takes none.")
+    seed: int = Field(42, description="Seed of the train and validation split, and of generated data.")
+    download_dir: str | None = Field(None, description="Where downloads go; null: the usual cache.")
+    repeat: PositiveInt = Field(1, description="How many times the rows are repeated, e.g. for small validation sets.")
+
+
+class DatasetConfig(DatasetDefaults):
+    """One entry of `data.train` or `data.validation`; a dataset_name with a dot is an importable class that gets every key of the entry."""
+
+    model_config = ConfigDict(extra="allow")
+
+    dataset_name: str = Field(description="Name in the registry, or the dotted path of a class.")
+    data_path: str | None = Field(
+        None, description="JSONL file, Hugging Face dataset directory, arrow file, or Hugging Face id; for ResponseDataset and the like."
+    )
+    num_problems: PositiveInt = Field(10_000, description="arithmetic: distinct problems of this split.")
+    held_out: NonNegativeInt = Field(512, description="arithmetic: distinct problems kept for split `validation`, never in `train`.")
+    max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")
+    operators: list[str] = Field(["+", "-"], description="arithmetic: operators among + - *.")
+
+    @model_validator(mode="after")
+    def _only_classes_take_further_keys(self) -> DatasetConfig:
+        if self.model_extra and "." not in self.dataset_name:
+            raise UnknownKeys(sorted(self.model_extra))
+        return self
+
+
+class UnknownKeys(ValueError):
+    """Keys that a section does not have, where pydantic could not tell by itself."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(f"unknown keys: {', '.join(keys)}")
+        self.keys = keys
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, (Mapping, DatasetConfig)) else value
+
+
+Datasets = Annotated[list[DatasetConfig], BeforeValidator(_as_list)]
+
+
+class DataConfig(Section):
+    """`data.*`."""
+
+    max_input_seq_length: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(512, description="Longest prompt, in tokens.")
+    shuffle: bool = Field(True, description="Shuffle the training data each epoch.")
+    num_workers: NonNegativeInt = Field(1, description="Processes that prepare prompts; 0 prepares them in the driver.")
+    use_multiple_dataloader: bool = Field(False, description="One loader per training dataset.")
+    num_prompts_per_dataloader: PositiveInt | None = Field(None, description="Prompts per step from each loader.")
+    custom_dataloader: str | None = Field(None, description="Dotted path of a function that mixes several loaders.")
+    train: Datasets = Field(
+        [DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=0.05)], description="Training data: a dataset or a list of them."
+    )
+    validation: Datasets | None = Field(None, description="Validation data: a dataset, a list of them, or null.")
+    default: DatasetDefaults = Field(DatasetDefaults(), description="Values for keys that an entry omits.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_entries(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("default"), Mapping):
+            return raw
+        filled = dict(raw)
+        for split in ("train", "validation"):
+            entries = raw.get(split)
+            if isinstance(entries, Mapping):
+                filled[split] = [{**raw["default"], **entries}]
+            elif isinstance(entries, list):
+                filled[split] = [{**raw["default"], **entry} if isinstance(entry, Mapping) else entry for entry in entries]
+        return filled

@@ -1,0 +1,73 @@
+"""Keys of `env.*`: one mapping per environment name, handed to the environment.
+
+The built-in ones have a schema; any other name is a user's environment, whose mapping holds `class` (a dotted path) and its own keys.
+Knows no environment's code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PositiveInt
+
+from nemo_rl.config.section import NotYet, Section
+
+
+class EnvironmentConfig(Section):
+    """Keys that every environment has."""
+
+    env_class: str | None = Field(None, alias="class", description="Dotted path of the environment's class; null: the built-in of this name.")
+    step_timeout_s: float = Field(600.0, gt=0, description="Seconds that one call of the environment may take before the step fails.")
+
+
+class UserEnvironmentConfig(EnvironmentConfig):
+    """A user's `env.<name>`: keys other than these reach the class as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class MathEnvConfig(EnvironmentConfig):
+    """`env.math` and its relatives."""
+
+    num_workers: PositiveInt = Field(8, description="Verifier processes.")
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = Field("hf_math_verify", description="Verifier of mathematical answers.")
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = Field("math", description="Kind of answer that is expected.")
+    stop_strings: list[str] | None = Field(None, description="Strings that end a response in this environment.")
+    verify_timeout_s: float = Field(10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0.")
+
+
+class CodeEnvConfig(EnvironmentConfig):
+    """`env.code`."""
+
+    num_workers: PositiveInt = Field(8, description="Processes that run code.")
+    terminate_on_evaluation: bool = Field(True, description="End the episode once code has run.")
+
+
+class CodeJaccardEnvConfig(EnvironmentConfig):
+    """`env.code_jaccard`."""
+
+    num_workers: PositiveInt = Field(8, description="Processes that compare code.")
+    stop_strings: list[str] | None = Field(None, description="Strings that end a response in this environment.")
+
+
+class EnvConfig(Section):
+    """`env.*`; names besides these are users' environments."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, UserEnvironmentConfig]
+
+    math: MathEnvConfig = Field(MathEnvConfig(), description="Answers checked by math-verify.")
+    math_default: MathEnvConfig | None = Field(None, description="The same under the name some recipes use.")
+    math_multi_reward: MathEnvConfig | None = Field(None, description="Several reward components per answer.")
+    code: CodeEnvConfig | None = Field(None, description="Runs generated Python and returns its output.")
+    code_jaccard: CodeJaccardEnvConfig | None = Field(None, description="Token overlap with reference code.")
+    reward_model: Annotated[dict[str, Any] | None, NotYet("reward models")] = Field(None, description="A reward model as judge.")
+    vlm: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Answers about images.")
+    nemo_gym: Annotated[dict[str, Any] | None, NotYet("NeMo-Gym")] = Field(None, description="NeMo-Gym.")
+    should_use_nemo_gym: Annotated[bool, NotYet("NeMo-Gym")] = Field(False, description="Roll out through NeMo-Gym.")
+    should_log_nemo_gym_responses: Annotated[bool, NotYet("NeMo-Gym")] = Field(False, description="Log NeMo-Gym's responses.")
+
+    def of(self, name: str) -> EnvironmentConfig | None:
+        """The section of environment `name`, a user's or a built-in one; None when there is none."""
+        value = getattr(self, name, None)
+        return value if isinstance(value, EnvironmentConfig) else None

@@ -1,0 +1,137 @@
+"""Keys of `policy.megatron_cfg.*`: the Megatron-Core backend, under the names of its own options.
+
+Inert unless `enabled`; names and defaults are those a NeMo-RL recipe carries, so that every recipe loads.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from nemo_rl.config.section import DefaultFrom, Section
+
+
+class MegatronOptimizerConfig(Section):
+    """`policy.megatron_cfg.optimizer`."""
+
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="Kind of optimizer.")
+    lr: float = Field(5.0e-6, description="Learning rate.")
+    min_lr: float = Field(5.0e-7, description="Lowest learning rate of the decay.")
+    weight_decay: float = Field(0.01, description="Weight decay.")
+    bf16: bool = Field(True, description="bfloat16 parameters.")
+    fp16: bool = Field(False, description="float16 parameters.")
+    params_dtype: str = Field("float32", description="Precision of the master parameters.")
+    adam_beta1: float = Field(0.9, description="First moment's decay.")
+    adam_beta2: float = Field(0.999, description="Second moment's decay.")
+    adam_eps: float = Field(1.0e-8, description="Adam's epsilon.")
+    sgd_momentum: float = Field(0.9, description="Momentum of sgd.")
+    use_distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
+    use_precision_aware_optimizer: bool = Field(True, description="Keep optimizer state in lower precision where possible.")
+    clip_grad: Annotated[float | None, DefaultFrom("${policy.max_grad_norm}")] = Field(1.0, description="Global gradient norm is clipped to this.")
+    optimizer_cpu_offload: bool = Field(False, description="Keep optimizer state on the host.")
+    optimizer_offload_fraction: float = Field(0.0, ge=0, le=1, description="Share of the optimizer state kept on the host.")
+
+
+class MegatronSchedulerConfig(Section):
+    """`policy.megatron_cfg.scheduler`."""
+
+    start_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(0.01, description="Weight decay at first.")
+    end_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(0.01, description="Weight decay at last.")
+    weight_decay_incr_style: str = Field("constant", description="How weight decay changes.")
+    lr_decay_style: str = Field("constant", description="How the learning rate decays.")
+    lr_decay_iters: PositiveInt | None = Field(1000, description="RL steps of the decay.")
+    lr_warmup_iters: NonNegativeInt = Field(13, description="RL steps of the warm-up.")
+    lr_warmup_init: float = Field(5.0e-7, description="Learning rate at the start of the warm-up.")
+
+
+class MegatronDDPConfig(Section):
+    """`policy.megatron_cfg.distributed_data_parallel_config`."""
+
+    grad_reduce_in_fp32: bool = Field(False, description="Reduce gradients in float32.")
+    overlap_grad_reduce: bool = Field(True, description="Overlap gradient reduction with the backward pass.")
+    overlap_param_gather: bool = Field(True, description="Overlap the gathering of parameters with the forward pass.")
+    use_custom_fsdp: bool = Field(False, description="Use Megatron's own FSDP.")
+    data_parallel_sharding_strategy: str = Field("optim_grads_params", description="What Megatron's own FSDP shards.")
+
+
+class MegatronFp8Config(Section):
+    """`policy.megatron_cfg.fp8_cfg`."""
+
+    enabled: bool = Field(False, description="Train in fp8.")
+    fp8: str = Field("e4m3", description="fp8 format.")
+    fp8_recipe: str = Field("blockwise", description="Scaling recipe.")
+    fp8_param: bool = Field(False, description="Keep parameters in fp8.")
+
+
+class MegatronPeftConfig(Section):
+    """`policy.megatron_cfg.peft`; further keys pass through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = Field(False, description="Train low-rank adapters.")
+    dim: PositiveInt = Field(8, description="Rank.")
+    alpha: PositiveInt = Field(32, description="Scale.")
+    lora_A_init_method: str = Field("xavier", description="Initialisation of the first factor.")
+    lora_B_init_method: str = Field("zero", description="Initialisation of the second factor.")
+
+
+class MegatronCheckpointConfig(Section):
+    """`policy.megatron_cfg.checkpoint`."""
+
+    async_save: bool = Field(True, description="Write checkpoints without blocking the step.")
+    ckpt_assume_constant_structure: bool = Field(True, description="Reuse the checkpoint's plan from save to save.")
+
+
+class MegatronConfig(Section):
+    """`policy.megatron_cfg`."""
+
+    enabled: bool = Field(False, description="Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled.")
+    tensor_model_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer.")
+    pipeline_model_parallel_size: PositiveInt = Field(1, description="Pipeline stages.")
+    context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
+    expert_model_parallel_size: PositiveInt = Field(1, description="Ranks that share the experts.")
+    expert_tensor_parallel_size: PositiveInt = Field(1, description="Ranks that share each expert.")
+    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(None, description="Layers of the first stage; null divides evenly.")
+    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(None, description="Layers of the last stage; null divides evenly.")
+    sequence_parallel: bool = Field(False, description="Shard activations along the sequence.")
+    pipeline_dtype: Annotated[str, DefaultFrom("${policy.precision}")] = Field("bfloat16", description="Precision between stages.")
+    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    recompute_granularity: Literal["full", "selective"] = Field("full", description="What is recomputed.")
+    recompute_modules: list[str] | None = Field(None, description="Modules recomputed selectively.")
+    empty_unused_memory_level: Literal[0, 1, 2] = Field(1, description="How often the accelerator's cache is emptied.")
+    force_reconvert_from_hf: bool = Field(False, description="Convert the Hugging Face weights anew.")
+    model_overrides: dict[str, Any] = Field({}, description="Changes to the Megatron model's config.")
+    use_fused_linear_logprobs: bool = Field(False, description="Fuse the output layer with the log-probabilities.")
+    fused_linear_logprobs_chunk_size: PositiveInt = Field(256, description="Tokens per chunk of the fused output layer.")
+    defer_fp32_logits: bool = Field(False, description="Turn logits to float32 late.")
+    cuda_graph_impl: str = Field("none", description="CUDA graphs in training.")
+    cuda_graph_modules: list[str] = Field([], description="Modules captured.")
+    cuda_graph_warmup_steps: NonNegativeInt = Field(3, description="Steps before capture.")
+    fine_grained_activation_offloading: bool = Field(False, description="Offload activations by module.")
+    offload_modules: list[str] | None = Field(None, description="Modules whose activations are offloaded.")
+    freeze_moe_router: bool = Field(True, description="Do not train the router.")
+    moe_router_dtype: str | None = Field("fp64", description="Precision of the router.")
+    moe_router_load_balancing_type: str = Field("none", description="Load balancing of the router.")
+    moe_router_bias_update_rate: float = Field(0.0, description="Update rate of the router's bias.")
+    moe_permute_fusion: bool = Field(True, description="Fuse token permutation.")
+    moe_enable_deepep: bool = Field(False, description="Use DeepEP.")
+    moe_token_dispatcher_type: str = Field("alltoall", description="How tokens reach experts.")
+    moe_shared_expert_overlap: bool = Field(False, description="Overlap the shared expert with communication.")
+    moe_per_layer_logging: bool = Field(False, description="Log router metrics per layer.")
+    apply_rope_fusion: bool = Field(True, description="Fuse rotary embeddings.")
+    bias_activation_fusion: bool = Field(True, description="Fuse bias and activation.")
+    mtp_num_layers: NonNegativeInt = Field(0, description="Multi-token prediction layers.")
+    mtp_loss_scaling_factor: float = Field(0.0, description="Weight of the multi-token prediction loss.")
+    mtp_use_repeated_layer: bool = Field(False, description="Share one multi-token prediction layer.")
+    mtp_detach_heads: bool = Field(False, description="Detach the multi-token prediction heads.")
+    use_gloo_process_groups: bool = Field(False, description="Also create gloo groups.")
+    gradient_accumulation_fusion: bool = Field(False, description="Accumulate weight gradients in the matrix product.")
+    use_fused_weighted_squared_relu: bool = Field(False, description="Fused weighted squared ReLU.")
+    env_vars: dict[str, str] | None = Field(None, description="Environment variables of the workers.")
+    checkpoint: MegatronCheckpointConfig = Field(MegatronCheckpointConfig(), description="Checkpoint options.")
+    peft: MegatronPeftConfig = Field(MegatronPeftConfig(), description="Low-rank adapters.")
+    optimizer: MegatronOptimizerConfig = Field(MegatronOptimizerConfig(), description="Optimizer.")
+    scheduler: MegatronSchedulerConfig = Field(MegatronSchedulerConfig(), description="Scheduler.")
+    distributed_data_parallel_config: MegatronDDPConfig = Field(MegatronDDPConfig(), description="Data parallelism.")
+    fp8_cfg: MegatronFp8Config = Field(MegatronFp8Config(), description="fp8 training.")
