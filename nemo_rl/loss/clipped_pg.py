@@ -1,0 +1,275 @@
+"""The clipped policy-gradient loss: GRPO, DAPO, GSPO, CISPO, RLOO and REINFORCE by switches of one config section.
+
+Turns log-probabilities and advantages into a scalar; knows nothing of how advantages were made or of any model.
+Invariant: values and gradients of the parts of a global batch add up to those of the whole, and positions that are masked out never matter.
+
+Log-probabilities: c current policy, o training engine before this step, g generating engine, f reference policy.
+Shapes: B rows, S tokens of a padded row, T = S-1 next-token positions.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_rl.config import ClippedPGLossConfig
+from nemo_rl.loss.importance import Truncation, importance_weights
+from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
+from nemo_rl.loss.kl import calculate_kl
+from nemo_rl.loss.metrics import agreement_metrics, ratio_metrics
+from nemo_rl.loss.normalization import EPSILON, masked_mean, sequence_mean
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """One microbatch, shifted to next-token positions, with zeros wherever it is masked."""
+
+    current_BT: torch.Tensor
+    current_unfiltered_BT: torch.Tensor
+    previous_BT: torch.Tensor
+    generation_BT: torch.Tensor
+    reference_BT: torch.Tensor | None
+    advantages_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    sample_mask_B: torch.Tensor
+
+
+class ClippedPGLossFn:
+    """Clipped policy-gradient loss with KL penalty and importance correction.
+
+    Per token, with ratio r = exp(c - o) and advantage A, times the importance weight w (see `importance`):
+    - default (https://arxiv.org/abs/1707.06347, DAPO's two bounds https://arxiv.org/abs/2503.14476): max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max));
+    - `ratio_clip_c` (dual clip, https://arxiv.org/abs/1912.09729): for A < 0 at most -A * ratio_clip_c;
+    - `sequence_level_importance_ratios` (GSPO, https://arxiv.org/abs/2507.18071): r is the sequence's exp(mean(c - o)), while w is exp(sum(o - g)), a sum;
+    - `use_cispo` (https://arxiv.org/abs/2506.13585): -A clip(r) c with the clipped ratio detached;
+    - `disable_ppo_ratio` (REINFORCE): -A c;
+    - `force_on_policy_ratio`: o is c detached, everywhere in this loss, whatever `prev_logprobs` holds.
+
+    Plus `reference_policy_kl_penalty` times the KL to the reference (see `calculate_kl`), weighted by exp(c - c detached), which is 1 and adds the
+    score-function gradient, or by exp(c - g) with `use_on_policy_kl_approximation`; left out with `use_kl_in_reward`. Plus
+    `positive_example_nll_weight` times the mean of -c over tokens of samples with positive reward (VAPO, https://arxiv.org/abs/2504.05118).
+
+    `token_level_loss` averages over all tokens of the global batch; otherwise over each sequence's tokens, then over sequences.
+
+    Raises:
+        ValueError: switches that exclude each other.
+    """
+
+    input_type = LossInputType.LOGPROB
+
+    def __init__(self, cfg: ClippedPGLossConfig) -> None:
+        _check_switches(cfg)
+        self.cfg = cfg
+        self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
+        self.truncation = _truncation(cfg)
+        by_tokens = ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "approx_entropy")
+        sequence_masked = self.truncation is not None and self.truncation.kind == "seq-mask-tis"
+        self.metric_normalizations: Mapping[str, MetricNormalizer] = {
+            **dict.fromkeys(by_tokens, MetricNormalizer.TOKENS),
+            "sampling_importance_ratio": MetricNormalizer.SEQUENCES if cfg.sequence_level_importance_ratios else MetricNormalizer.TOKENS,
+            "is_oob_ratio": MetricNormalizer.SEQUENCES if sequence_masked else MetricNormalizer.TOKENS,
+            "num_valid_samples": MetricNormalizer.NONE,
+        }
+
+    def __call__(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        *,
+        next_token_logprobs: torch.Tensor,
+        next_token_logprobs_unfiltered: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, LossMetrics]:
+        """The loss of a microbatch, to be summed with its siblings.
+
+        Args:
+            data: per-token columns [B, S] `advantages`, `generation_logprobs`, `token_mask`, `prev_logprobs` (not read with `force_on_policy_ratio`) and
+                `reference_policy_logprobs` (with a KL penalty), and per-row [B] `sample_mask` and, for the positive-example term, `rewards`
+                and optionally `positive_nll_scale` (see `positive_nll_scale` in `nemo_rl.algorithms.grpo.advantages`).
+            global_valid_seqs: sequences of the global batch; 1 for plain sums.
+            global_valid_toks: trained tokens of the global batch; 1 for plain sums.
+            next_token_logprobs: c [B, T], after the sampling filters (top-k, top-p), if any.
+            next_token_logprobs_unfiltered: c before the sampling filters, which the KL is taken of; None where nothing is filtered.
+
+        Returns:
+            The loss, and the metrics named in the class's tables.
+
+        Raises:
+            KeyError: a column is missing.
+        """
+        tokens = self._shift(data, next_token_logprobs, next_token_logprobs_unfiltered)
+        ratio_BT, clamped_BT = self._ratios(tokens)
+        correction = importance_weights(
+            tokens.previous_BT,
+            tokens.generation_BT,
+            tokens.mask_BT,
+            sequence_level=self.cfg.sequence_level_importance_ratios,
+            truncation=self.truncation,
+        )
+        policy_BT = self._policy_loss(tokens, ratio_BT, clamped_BT)
+        if self.cfg.use_importance_sampling_correction:
+            policy_BT = policy_BT * correction.weights_BT
+        counts = (global_valid_seqs, global_valid_toks)
+        kl_penalty = self._kl_penalty(tokens, counts)
+        positive_nll = self._positive_nll(data, tokens, counts)
+        loss = self._reduce(policy_BT, tokens, counts) + self.cfg.reference_policy_kl_penalty * kl_penalty + self.cfg.positive_example_nll_weight * positive_nll
+        metrics: LossMetrics = {
+            "loss": loss.detach(),
+            "kl_penalty": kl_penalty.detach(),
+            "positive_nll_loss": positive_nll.detach(),
+            "num_valid_samples": tokens.sample_mask_B.sum(),
+            **self._importance_metrics(correction.weights_BT, correction.out_of_bounds, tokens, counts),
+            **ratio_metrics(ratio_BT, clamped_BT, tokens.mask_BT, global_valid_toks),
+            **agreement_metrics(tokens.current_BT, tokens.previous_BT, tokens.generation_BT, tokens.mask_BT, global_valid_toks),
+        }
+        return loss, metrics
+
+    def _shift(self, data: Mapping[str, Any], current_BT: torch.Tensor, unfiltered_BT: torch.Tensor | None) -> _Tokens:
+        dtype = torch.promote_types(current_BT.dtype, torch.float32)
+
+        def column(name: str) -> torch.Tensor:
+            if name not in data:
+                raise KeyError(f"the policy-gradient loss needs the column {name!r}; the batch has {sorted(data)}")
+            return data[name].to(dtype)
+
+        def next_tokens(name: str) -> torch.Tensor:
+            return column(name)[:, 1:]
+
+        current_BT = current_BT.to(dtype)
+        previous_BT = current_BT.detach() if self.cfg.force_on_policy_ratio else next_tokens("prev_logprobs")
+        sample_mask_B = column("sample_mask")
+        mask_BT = next_tokens("token_mask") * sample_mask_B[:, None]
+        if unfiltered_BT is None:
+            unfiltered_BT = current_BT
+        else:
+            mask_BT = _drop_filtered_out(mask_BT, current_BT, previous_BT)
+        trained_BT = mask_BT != 0
+
+        def masked(values_BT: torch.Tensor) -> torch.Tensor:
+            # Prompt and padding hold anything; exp of it may overflow, and 0 * inf is NaN in the backward pass too.
+            return torch.where(trained_BT, values_BT, 0)
+
+        return _Tokens(
+            current_BT=masked(current_BT),
+            current_unfiltered_BT=masked(unfiltered_BT.to(dtype)),
+            previous_BT=masked(previous_BT),
+            generation_BT=masked(next_tokens("generation_logprobs")),
+            reference_BT=masked(next_tokens("reference_policy_logprobs")) if self._has_kl_penalty else None,
+            advantages_BT=masked(next_tokens("advantages")),
+            mask_BT=mask_BT,
+            sample_mask_B=sample_mask_B,
+        )
+
+    @property
+    def _has_kl_penalty(self) -> bool:
+        return self.cfg.reference_policy_kl_penalty != 0 and not self.cfg.use_kl_in_reward
+
+    def _ratios(self, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        log_ratio_BT = tokens.current_BT - tokens.previous_BT
+        if self.cfg.sequence_level_importance_ratios:
+            log_ratio_BT = masked_mean(log_ratio_BT, tokens.mask_BT, dim=-1)[:, None].expand_as(log_ratio_BT)
+        ratio_BT = log_ratio_BT.exp()
+        return ratio_BT, ratio_BT.clamp(1 - self.cfg.ratio_clip_min, 1 + self.cfg.ratio_clip_max)
+
+    def _policy_loss(self, tokens: _Tokens, ratio_BT: torch.Tensor, clamped_BT: torch.Tensor) -> torch.Tensor:
+        advantages_BT = tokens.advantages_BT
+        if self.cfg.disable_ppo_ratio:
+            return -advantages_BT * tokens.current_BT
+        if self.cfg.use_cispo:
+            return -advantages_BT * clamped_BT.detach() * tokens.current_BT
+        clipped_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clamped_BT)
+        if self.cfg.ratio_clip_c is None:
+            return clipped_BT
+        return torch.where(advantages_BT < 0, torch.minimum(clipped_BT, -advantages_BT * self.cfg.ratio_clip_c), clipped_BT)
+
+    def _kl_penalty(self, tokens: _Tokens, counts: tuple[Count, Count]) -> torch.Tensor:
+        if tokens.reference_BT is None:
+            return tokens.current_BT.new_zeros(())
+        current_BT = tokens.current_unfiltered_BT
+        weight_BT = (current_BT - (tokens.generation_BT if self.cfg.use_on_policy_kl_approximation else current_BT.detach())).exp()
+        kl_BT = calculate_kl(
+            current_BT,
+            tokens.reference_BT,
+            self.cfg.reference_policy_kl_type,
+            self.cfg.kl_input_clamp_value,
+            self.cfg.kl_output_clamp_value,
+            weight=weight_BT,
+        )
+        return self._reduce(kl_BT, tokens, counts)
+
+    def _positive_nll(self, data: Mapping[str, Any], tokens: _Tokens, counts: tuple[Count, Count]) -> torch.Tensor:
+        """Mean of -c over positive samples' tokens.
+
+        Divided by the gradient's own count, so that a split step can scale it like the rest: rows are scaled by that count over the positive tokens. The
+        scale comes from the whole batch where the driver wrote it, else from this microbatch, whose mean then counts by its share of the batch.
+        """
+        if self.cfg.positive_example_nll_weight == 0 or "rewards" not in data:
+            return tokens.current_BT.new_zeros(())
+        positive_BT = tokens.mask_BT * (data["rewards"] > 0).to(tokens.mask_BT.dtype)[:, None]
+        own_count = tokens.mask_BT.sum() if self.cfg.token_level_loss else tokens.sample_mask_B.sum()
+        scale_BT = own_count / (positive_BT.sum() + EPSILON)
+        if "positive_nll_scale" in data:
+            scale_BT = data["positive_nll_scale"].to(tokens.mask_BT.dtype)[:, None]
+        count = counts[1] if self.cfg.token_level_loss else counts[0]
+        return masked_mean(-tokens.current_BT * scale_BT, positive_BT, global_normalization_factor=count)
+
+    def _reduce(self, values_BT: torch.Tensor, tokens: _Tokens, counts: tuple[Count, Count]) -> torch.Tensor:
+        if self.cfg.token_level_loss:
+            return masked_mean(values_BT, tokens.mask_BT, global_normalization_factor=counts[1])
+        return sequence_mean(values_BT, tokens.mask_BT, tokens.sample_mask_B, counts[0])
+
+    @torch.no_grad()
+    def _importance_metrics(self, weights_BT: torch.Tensor, outside: torch.Tensor, tokens: _Tokens, counts: tuple[Count, Count]) -> LossMetrics:
+        def mean(values: torch.Tensor, normalizer: MetricNormalizer) -> torch.Tensor:
+            if normalizer is MetricNormalizer.TOKENS:
+                return masked_mean(values, tokens.mask_BT, global_normalization_factor=counts[1])
+            per_row_B = values[:, 0] if values.ndim == 2 else values
+            return masked_mean(per_row_B, tokens.sample_mask_B, global_normalization_factor=counts[0])
+
+        values = {"sampling_importance_ratio": weights_BT, "is_oob_ratio": outside}
+        return {name: mean(value, self.metric_normalizations[name]) for name, value in values.items()}
+
+
+def _drop_filtered_out(mask_BT: torch.Tensor, current_BT: torch.Tensor, previous_BT: torch.Tensor) -> torch.Tensor:
+    """Without tokens that the sampling filters now rule out: their log-probability is minus infinity and says nothing of the policy."""
+    kept_BT = torch.isfinite(current_BT) & torch.isfinite(previous_BT)
+    dropped = int((~kept_BT & (mask_BT != 0)).sum())
+    if dropped:
+        logger.warning("tokens_outside_sampling_filter=%d: masked out of the loss (the training engine's top-k/top-p excludes what was sampled)", dropped)
+    return mask_BT * kept_BT
+
+
+def _truncation(cfg: ClippedPGLossConfig) -> Truncation | None:
+    kind, upper, lower = cfg.truncated_importance_sampling_type, cfg.truncated_importance_sampling_ratio, cfg.truncated_importance_sampling_ratio_min
+    if kind is None and upper is None:
+        return None
+    if not cfg.use_importance_sampling_correction:
+        raise ValueError("loss_fn.truncated_importance_sampling_*: truncation needs loss_fn.use_importance_sampling_correction=true")
+    if upper is None:
+        raise ValueError(f"loss_fn.truncated_importance_sampling_ratio: an upper bound is needed with truncated_importance_sampling_type={kind}")
+    kind = kind or "tis"
+    if kind != "tis" and lower is None:
+        raise ValueError(f"loss_fn.truncated_importance_sampling_ratio_min: a lower bound is needed with truncated_importance_sampling_type={kind}")
+    if lower is not None and lower > upper:
+        raise ValueError(f"loss_fn.truncated_importance_sampling_ratio_min={lower} is above truncated_importance_sampling_ratio={upper}")
+    if kind == "seq-mask-tis" and cfg.sequence_level_importance_ratios:
+        raise ValueError("loss_fn.truncated_importance_sampling_type=seq-mask-tis keeps token weights; it excludes sequence_level_importance_ratios=true")
+    return Truncation(kind, upper, lower)
+
+
+def _check_switches(cfg: ClippedPGLossConfig) -> None:
+    if cfg.sequence_level_importance_ratios and cfg.token_level_loss:
+        raise ValueError("loss_fn.sequence_level_importance_ratios=true needs loss_fn.token_level_loss=false")
+    if cfg.ratio_clip_c is not None and cfg.ratio_clip_c <= 1:
+        raise ValueError(f"loss_fn.ratio_clip_c={cfg.ratio_clip_c} must be above 1 (usually 3)")
+    if cfg.use_cispo:
+        if not cfg.token_level_loss:
+            raise ValueError("loss_fn.use_cispo=true needs loss_fn.token_level_loss=true")
+        for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
+            if getattr(cfg, name):
+                raise ValueError(f"loss_fn.use_cispo=true excludes loss_fn.{name}")

@@ -1,0 +1,69 @@
+"""What a loss is to the training step: how it is called, which tensors it takes, and which denominators its results need.
+
+Knows nothing of any particular loss or model. Invariant every loss keeps: called on the parts of a global batch with that batch's
+counts, its values and gradients add up to those of the whole, whatever the split; called with both counts 1 it gives plain sums,
+which `metric_normalizations` says how to divide afterwards.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+Count: TypeAlias = torch.Tensor | float
+LossMetrics: TypeAlias = dict[str, torch.Tensor]  # detached scalars; left on the device so that no microbatch waits for a copy
+
+
+class LossType(str, Enum):
+    """Which count divides the gradient."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossInputType(str, Enum):
+    """What the model's output is turned into before the loss is called."""
+
+    LOGIT = "logit"
+    LOGPROB = "logprob"
+    DISTILLATION = "distillation"
+    DISTILLATION_CROSS_TOKENIZER = "distillation_cross_tokenizer"
+    DRAFT = "draft"
+
+
+class MetricNormalizer(str, Enum):
+    """Which global count divides a metric that was summed without one."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+@runtime_checkable
+class LossFunction(Protocol):
+    """A loss the training step can call.
+
+    Attributes:
+        loss_type: which count divides the gradient.
+        input_type: `LOGPROB` losses are called with `next_token_logprobs` [B, S-1], `LOGIT` losses with `logits` [B, S, V].
+        metric_normalizations: denominator of each metric; one not listed is divided like the gradient. Names with `_min` or `_max` are never divided.
+    """
+
+    loss_type: LossType
+    input_type: LossInputType
+    metric_normalizations: Mapping[str, MetricNormalizer]
+
+    def __call__(self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **model_output: Any) -> tuple[torch.Tensor, LossMetrics]:
+        """The loss of a microbatch, to be summed with its siblings.
+
+        Args:
+            data: columns of the microbatch; `sample_mask` [B] and `token_mask` [B, S] among them.
+            global_valid_seqs: sequences with a nonzero sample mask in the global batch, over all ranks; 1 to get plain sums.
+            global_valid_toks: trained tokens in the global batch, over all ranks; 1 to get plain sums.
+            model_output: by `input_type`.
+
+        Returns:
+            The loss, a scalar with gradient, and detached scalar metrics, `num_valid_samples` among them.
+        """
+        ...
