@@ -1,0 +1,93 @@
+"""Makes a small Qwen3-shaped language model and its tokenizer from nothing.
+
+Byte-level tokenizer (every text can be encoded, no merges), random weights drawn from a fixed seed, saved as an
+ordinary Hugging Face directory: the same arguments give the same bytes. It exists so that the whole loop can be run
+and tested where nothing can be downloaded.
+
+    python examples/make_tiny_model.py OUT_DIR [--layers 2] [--hidden 128] [--heads 4] [--kv-heads 2] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 256 byte symbols and three special tokens; end of text is `<|im_end|>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+    )
+
+
+def make_model(vocab_size: int, *, layers: int, hidden: int, heads: int, kv_heads: int, seed: int, eos: int, pad: int) -> Qwen3ForCausalLM:
+    """Random float32 weights of a Qwen3 causal language model with tied embeddings, drawn from `seed`."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config).to(torch.float32)
+
+
+def main() -> None:
+    """Writes the model directory and says where it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    tokenizer = make_tokenizer()
+    # Rounded up so that the vocabulary divides over any small tensor-parallel size.
+    vocab_size = (len(tokenizer) + 63) // 64 * 64
+    model = make_model(
+        vocab_size,
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        seed=args.seed,
+        eos=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    model.save_pretrained(args.out_dir)
+    tokenizer.save_pretrained(args.out_dir)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{args.out_dir}: {parameters / 1e6:.2f} M parameters, vocabulary {vocab_size}")
+
+
+if __name__ == "__main__":
+    main()

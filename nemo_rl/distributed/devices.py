@@ -1,0 +1,131 @@
+"""What an accelerator slot is: a CUDA GPU, or a CPU slot (a Ray custom resource with a memory budget).
+
+Everything that differs between the two is asked here as a value: the Ray resource, the process-group backend, memory
+readings, pinned staging memory and giving cached memory back. Nothing here knows about models or clusters.
+Invariant: code outside this room, the transports and the backends' own rooms never names `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+DeviceKind = Literal["cuda", "cpu"]
+CPU_SLOT_RESOURCE = "cpu_slot"
+
+
+class DeviceUnavailableError(RuntimeError):
+    """The configured device does not exist on this machine."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator slot.
+
+    Attributes:
+        kind: `cuda` or `cpu`, also the torch device type.
+        ray_resource: Name of the Ray resource of which one slot takes 1.0.
+        process_group_backend: torch.distributed backend string for this kind.
+    """
+
+    kind: DeviceKind
+    ray_resource: str
+    process_group_backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether slots are GPUs."""
+        return self.kind == "cuda"
+
+    def torch_device(self) -> torch.device:
+        """The device of this process: its first visible GPU, or the CPU."""
+        return torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+
+
+CUDA = Accelerator("cuda", "GPU", "cpu:gloo,cuda:nccl")
+CPU = Accelerator("cpu", CPU_SLOT_RESOURCE, "gloo")
+
+
+def resolve_accelerator(device: str, *, cluster_gpus: float | None = None) -> Accelerator:
+    """Turns `cluster.device` into an accelerator.
+
+    Args:
+        device: `auto`, `cuda` or `cpu`.
+        cluster_gpus: GPUs of a Ray cluster that is already joined; without one, this machine's GPUs decide.
+
+    Raises:
+        DeviceUnavailableError: `cuda` was asked for and there is no GPU.
+    """
+    gpus = cluster_gpus if cluster_gpus is not None else (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if device == "cpu" or (device == "auto" and not gpus):
+        return CPU
+    if not gpus:
+        raise DeviceUnavailableError(
+            "cluster.device=cuda, but no GPU is visible here; set cluster.device=cpu "
+            "(examples/configs/grpo_arithmetic_cpu.yaml is a run made for it) or join a cluster with GPUs"
+        )
+    return CUDA
+
+
+def device_of_process() -> torch.device:
+    """The accelerator device that this process may use: `cuda:0` when a GPU is visible, else the CPU."""
+    return CUDA.torch_device() if torch.cuda.is_available() else CPU.torch_device()
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use on the device: of the whole GPU, or resident memory of this process on a CPU slot."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return resident_bytes()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: free on the GPU, or available on the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable line; host memory cannot be read")
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Gives memory that nothing uses any more back to the device or, on a CPU slot, to the operating system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform.startswith("linux"):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until work queued on the device is done; a CPU slot has nothing queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_uuid(device: torch.device) -> str:
+    """An identity of the physical device that is equal in every process on it; the host's boot id for a CPU slot."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"host-{boot_id.read().strip()}"
+
+
+def device_name(device: torch.device) -> str:
+    """The marketing name of the GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

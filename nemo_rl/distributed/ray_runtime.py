@@ -1,0 +1,84 @@
+"""Joins or starts Ray, and ends it.
+
+Decides whether a running cluster is joined or a local one is started, and with which accelerator slots. Knows nothing
+about what runs on the cluster. Invariant: a cluster that this process started is ended by this process, one that it
+joined is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ray
+
+from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
+
+logger = logging.getLogger(__name__)
+
+# Launchers leave variables behind that make libraries inside workers believe they are part of an MPI or Slurm job step.
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_", "SLURM_")
+# Actors here do little Ray work of their own; the default pools cost hundreds of threads per process.
+_RAY_PROCESS_ENV = {"RAY_num_server_call_thread": "4", "TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+class RayStartError(RuntimeError):
+    """Ray could not be started or joined."""
+
+
+def init_ray(
+    *,
+    device: str = "auto",
+    cpu_slots: int = 2,
+    log_to_driver: bool | None = None,
+    log_dir: str | None = None,
+) -> Accelerator:
+    """Joins the cluster named by RAY_ADDRESS, or starts one on this machine.
+
+    Args:
+        device: `cluster.device`.
+        cpu_slots: Accelerator slots that a local cluster without GPUs offers.
+        log_to_driver: Whether workers' output is echoed here; by default only with NRL_LOG_LEVEL=DEBUG.
+        log_dir: Directory for Ray's session files of a local cluster; Ray's default if None.
+
+    Returns:
+        The accelerator kind of the cluster.
+
+    Raises:
+        RayStartError: The address does not answer.
+        DeviceUnavailableError: `cuda` was asked for and the cluster has none.
+    """
+    echo = log_to_driver if log_to_driver is not None else os.environ.get("NRL_LOG_LEVEL", "").upper() == "DEBUG"
+    worker_env = {k: v for k, v in _RAY_PROCESS_ENV.items()}
+    for key in [k for k in os.environ if k.startswith(_LAUNCHER_PREFIXES)]:
+        worker_env[key] = ""
+    if ray.is_initialized():
+        return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        try:
+            ray.init(address=address, log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False)
+        except ConnectionError as error:
+            raise RayStartError(f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS") from error
+        return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
+    accelerator = resolve_accelerator(device)
+    resources = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
+    ray.init(
+        # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.
+        num_cpus=max(os.cpu_count() or 1, 64),
+        resources=resources,
+        include_dashboard=False,
+        log_to_driver=echo,
+        configure_logging=False,
+        runtime_env={"env_vars": worker_env},
+        object_store_memory=int(os.environ.get("NRL_OBJECT_STORE_BYTES", 0)) or None,
+        _temp_dir=log_dir,
+    )
+    logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")
+    return accelerator
+
+
+def shutdown_ray() -> None:
+    """Leaves the cluster; ends it when this process started it. Safe to call twice."""
+    if ray.is_initialized():
+        ray.shutdown()

@@ -1,0 +1,210 @@
+"""A set of accelerator slots reserved on the Ray cluster, and where each of them is.
+
+`RayVirtualCluster` reserves slots as placement groups (one per node), tells which physical device is behind each slot,
+and hands out rendezvous addresses. It does not know what runs on the slots. Invariants: a slot belongs to one bundle of
+one placement group for as long as the cluster lives; no rendezvous port is handed out twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import time
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl.distributed.devices import CPU, CUDA, Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+class ResourceInsufficientError(RuntimeError):
+    """The Ray cluster does not have the slots that were asked for."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One reserved accelerator slot.
+
+    Attributes:
+        node_rank: Index of the node inside this virtual cluster.
+        bundle_index: Bundle inside the node's placement group.
+        node_id: Ray's id of the node.
+        node_ip: Address of the node.
+        device_index: Physical GPU index on the node; the running slot number on a CPU node.
+    """
+
+    node_rank: int
+    bundle_index: int
+    node_id: str
+    node_ip: str
+    device_index: int
+
+
+@ray.remote(num_cpus=0)
+def _describe_slot() -> tuple[str, str, list[int]]:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), ray.util.get_node_ip_address(), [int(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
+
+
+@ray.remote(num_cpus=0)
+def _free_ports(low: int, high: int, count: int, taken: list[int]) -> list[int]:
+    candidates = [port for port in range(low, high + 1) if port not in set(taken)]
+    random.shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
+class RayVirtualCluster:
+    """Accelerator slots on one or more nodes, reserved when first used.
+
+    Args:
+        bundle_ct_per_node_list: Slots on each node.
+        use_gpus: GPU slots; otherwise CPU slots.
+        max_colocated_worker_groups: Worker groups that take turns on each slot.
+        num_gpus_per_node: Devices of one node, for consistency checks.
+        name: Shown in errors and logs.
+        placement_group_strategy: Ray strategy inside one node's group; nodes are always distinct groups.
+        port_range_low: First rendezvous port.
+        port_range_high: Last rendezvous port.
+        timeout_s: How long a reservation may wait for other jobs to leave.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: list[int],
+        use_gpus: bool = True,
+        max_colocated_worker_groups: int = 1,
+        num_gpus_per_node: int = 8,
+        name: str = "",
+        placement_group_strategy: str = "STRICT_PACK",
+        port_range_low: int = 1400,
+        port_range_high: int = 1999,
+        timeout_s: float = 180.0,
+    ) -> None:
+        if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
+            raise ValueError(f"cluster {name!r}: every node needs at least one slot, got {bundle_ct_per_node_list}")
+        if max(bundle_ct_per_node_list) > num_gpus_per_node:
+            raise ValueError(f"cluster {name!r}: {max(bundle_ct_per_node_list)} slots on one node, but a node has {num_gpus_per_node}")
+        self.name = name
+        self.accelerator: Accelerator = CUDA if use_gpus else CPU
+        self.max_colocated_worker_groups = max_colocated_worker_groups
+        self.num_gpus_per_node = num_gpus_per_node
+        self._bundle_counts = list(bundle_ct_per_node_list)
+        self._strategy = placement_group_strategy
+        self._ports = (port_range_low, port_range_high)
+        self._timeout_s = timeout_s
+        self._groups: list[PlacementGroup] | None = None
+        self._slots: list[Slot] | None = None
+        self._handed_out: set[int] = set()
+
+    def world_size(self) -> int:
+        """Number of slots."""
+        return sum(self._bundle_counts)
+
+    def node_count(self) -> int:
+        """Number of nodes."""
+        return len(self._bundle_counts)
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """One placement group per node, reserved on the first call.
+
+        Raises:
+            ResourceInsufficientError: The cluster lacks the slots, or they did not become free in time.
+        """
+        if self._groups is None:
+            self._check_totals()
+            self._groups = self._reserve()
+        return self._groups
+
+    def _check_totals(self) -> None:
+        resource = self.accelerator.ray_resource
+        have = ray.cluster_resources().get(resource, 0.0)
+        if have < self.world_size():
+            raise ResourceInsufficientError(
+                f"cluster {self.name!r} needs {self.world_size()} x {resource}, the Ray cluster has {have:.0f}; "
+                "lower cluster.gpus_per_node / cluster.num_nodes (or raise cluster.cpu_slots on a machine without GPUs)"
+            )
+
+    def _reserve(self) -> list[PlacementGroup]:
+        bundle: dict[str, float] = {self.accelerator.ray_resource: 1.0, "CPU": float(self.max_colocated_worker_groups)}
+        groups = [placement_group([dict(bundle) for _ in range(count)], strategy=self._strategy, name=f"{self.name}-{index}") for index, count in enumerate(self._bundle_counts)]
+        deadline = time.monotonic() + self._timeout_s
+        for index, group in enumerate(groups):
+            ready, _ = ray.wait([group.ready()], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for other in groups:
+                    remove_placement_group(other)
+                raise ResourceInsufficientError(
+                    f"cluster {self.name!r}: node {index} could not reserve {self._bundle_counts[index]} x {self.accelerator.ray_resource} within "
+                    f"{self._timeout_s:.0f} s; free now: {ray.available_resources().get(self.accelerator.ray_resource, 0.0):.0f}"
+                )
+        return groups
+
+    def slots(self) -> list[Slot]:
+        """Every slot in rank order, with its node and physical device."""
+        if self._slots is None:
+            places = [(node, bundle) for node, count in enumerate(self._bundle_counts) for bundle in range(count)]
+            answers = ray.get([self._on(node, bundle, _describe_slot).remote() for node, bundle in places], timeout=self._timeout_s)
+            running: dict[str, int] = {}
+            slots = []
+            for (node, bundle), (node_id, node_ip, gpus) in zip(places, answers, strict=True):
+                number = running.get(node_id, 0)
+                running[node_id] = number + 1
+                slots.append(Slot(node, bundle, node_id, node_ip, gpus[0] if gpus else number))
+            self._slots = slots
+        return self._slots
+
+    def strategy_for(self, node_rank: int, bundle_index: int) -> PlacementGroupSchedulingStrategy:
+        """Ray scheduling strategy that puts an actor on one slot."""
+        return PlacementGroupSchedulingStrategy(self.get_placement_groups()[node_rank], placement_group_bundle_index=bundle_index)
+
+    def _on(self, node_rank: int, bundle_index: int, task: ray.remote_function.RemoteFunction) -> ray.remote_function.RemoteFunction:
+        gpu = {"num_gpus": 0.01} if self.accelerator.is_cuda else {}
+        return task.options(scheduling_strategy=self.strategy_for(node_rank, bundle_index), **gpu)
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        """Address of the first slot's node and a free port there that this cluster never handed out before."""
+        return self.slots()[0].node_ip, self.free_ports(1)[0]
+
+    def free_ports(self, count: int, *, node_rank: int = 0) -> list[int]:
+        """Free ports on one node, each handed out once.
+
+        Raises:
+            ResourceInsufficientError: Fewer than `count` ports of the range are free.
+        """
+        low, high = self._ports
+        ports = ray.get(self._on(node_rank, 0, _free_ports).remote(low, high, count, sorted(self._handed_out)), timeout=self._timeout_s)
+        if len(ports) < count:
+            raise ResourceInsufficientError(f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen cluster.master_port_range_low/high")
+        self._handed_out.update(ports)
+        return ports
+
+    def shutdown(self) -> None:
+        """Gives the slots back. Safe to call twice."""
+        if self._groups and ray.is_initialized():
+            for group in self._groups:
+                remove_placement_group(group)
+        self._groups, self._slots = None, None
+
+
+def cores_per_slot(slots_on_node: int) -> int:
+    """CPU threads that each of `slots_on_node` slots may use on this kind of node."""
+    return max(1, (os.cpu_count() or 1) // max(1, slots_on_node))

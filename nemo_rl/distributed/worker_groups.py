@@ -1,0 +1,281 @@
+"""Groups of Ray actors on the slots of a virtual cluster, called together.
+
+`RayWorkerGroup` places one actor per slot (or one leader per tied group of slots), gives each its rank environment, and
+dispatches calls: the same data to all, different data to each, or sharded along named axes. It does not know what the
+workers compute. Invariant: a failing worker surfaces as a `WorkerError` within seconds, whatever the others do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
+from nemo_rl.distributed.worker_calls import DEFAULT_TIMEOUT_S, WorkerIdentity, wait_for_workers
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_fqn(fqn: str) -> Any:
+    """Imports the object behind a dotted name such as `package.module.Class`.
+
+    Raises:
+        ImportError: The module or the attribute does not exist.
+    """
+    module_name, _, attribute = fqn.rpartition(".")
+    if not module_name:
+        raise ImportError(f"{fqn!r} is not a dotted name (expected package.module.Name)")
+    module = import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ImportError(f"module {module_name} has no {attribute!r}")
+    return getattr(module, attribute)
+
+
+class RayWorkerBuilder:
+    """What to build on every slot: a class by its dotted name, and its constructor arguments."""
+
+    def __init__(self, fqn: str, *args: Any, **kwargs: Any) -> None:
+        self.fqn = fqn
+        self.args = args
+        self.kwargs = kwargs
+
+
+@dataclass
+class MultiWorkerFuture:
+    """Calls under way on several workers.
+
+    Attributes:
+        futures: One reference per called worker.
+        called_workers: Index of each called worker.
+        return_from: Positions in `futures` whose results are kept, so that replicated outputs are not repeated.
+        what: Name of the call.
+    """
+
+    futures: list[ray.ObjectRef]
+    called_workers: list[int]
+    return_from: list[int] = field(default_factory=list)
+    what: str = ""
+
+
+class RayWorkerGroup:
+    """One actor per slot, or per tied group of slots.
+
+    Args:
+        cluster: Where to place the actors.
+        builder: What to build.
+        workers_per_node: Limits the slots used on each node; all by default.
+        name_prefix: Start of the actors' names in messages.
+        bundle_indices_list: Tied groups `(node_rank, [bundle, ...])`; the group's actor sits on its first slot and sees all devices.
+        sharding_annotations: Rank grid with named axes for sharded calls; a plain data-parallel grid by default.
+        env_vars: Environment of every actor.
+        max_concurrency: Calls an actor may run at once (asynchronous actors).
+        timeout_s: Default deadline of calls, in seconds.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        builder: RayWorkerBuilder,
+        workers_per_node: int | None = None,
+        name_prefix: str = "",
+        bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: dict[str, str] | None = None,
+        max_concurrency: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.cluster = cluster
+        self.name_prefix = name_prefix or builder.fqn.rpartition(".")[2]
+        self.timeout_s = timeout_s
+        self._slots = _group_slots(cluster, bundle_indices_list, workers_per_node)
+        self.sharding_annotations = sharding_annotations or NamedSharding([*range(len(self._slots))], ["data_parallel"])
+        if self.sharding_annotations.size != len(self._slots):
+            raise ValueError(f"{self.name_prefix}: sharding grid has {self.sharding_annotations.size} ranks, there are {len(self._slots)} workers")
+        self.identities = [WorkerIdentity(self.name_prefix, rank, slots[0].node_ip) for rank, slots in enumerate(self._slots)]
+        actor_class = ray.remote(resolve_fqn(builder.fqn))
+        address, port = cluster.get_master_address_and_port()
+        self.workers: list[ActorHandle] = []
+        for rank, slots in enumerate(self._slots):
+            env = self._environment(rank, slots, address, port) | (env_vars or {})
+            options = self._options(slots, env, max_concurrency)
+            self.workers.append(actor_class.options(**options).remote(*builder.args, **builder.kwargs))
+
+    def _environment(self, rank: int, slots: list[Slot], address: str, port: int) -> dict[str, str]:
+        first = slots[0]
+        on_node = [group for group in self._slots if group[0].node_rank == first.node_rank]
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(on_node.index(slots)),
+            "WORLD_SIZE": str(len(self._slots)),
+            "NODE_RANK": str(first.node_rank),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        if self.cluster.accelerator.is_cuda:
+            # The slot's device is fixed by its bundle; two actors of one slot must see the same device, and a leader all of its group.
+            env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot.device_index) for slot in slots)
+        else:
+            env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(group) for group in on_node)))
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        return env
+
+    def _options(self, slots: list[Slot], env: dict[str, str], max_concurrency: int | None) -> dict[str, Any]:
+        # Slightly less than an equal share, so that helper probes on the same bundle still fit.
+        share = 0.9 / self.cluster.max_colocated_worker_groups
+        first = slots[0]
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": self.cluster.strategy_for(first.node_rank, first.bundle_index),
+            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path()), **env}},
+        }
+        if self.cluster.accelerator.is_cuda:
+            options["num_gpus"] = round(share, 3)
+        else:
+            options["resources"] = {self.cluster.accelerator.ray_resource: round(share, 3)}
+        if max_concurrency is not None:
+            options["max_concurrency"] = max_concurrency
+        return options
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    @property
+    def dp_size(self) -> int:
+        """Size of the data-parallel axis."""
+        return self.sharding_annotations.get_axis_size("data_parallel")
+
+    def slots_of(self, worker_idx: int) -> list[Slot]:
+        """The slots that a worker owns."""
+        return self._slots[worker_idx]
+
+    def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
+        """Index of the first worker of a data-parallel shard."""
+        return self.sharding_annotations.get_ranks_by_coord(data_parallel=dp_shard_idx)[0]
+
+    def _call(self, worker_idx: int, method: str, kwargs: dict[str, Any]) -> ray.ObjectRef:
+        return getattr(self.workers[worker_idx], method).remote(**kwargs)
+
+    def run_single_worker_single_data(self, method: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef:
+        """Calls one worker; the reference of its answer."""
+        return self._call(worker_idx, method, kwargs)
+
+    def run_all_workers_single_data(self, method: str, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any) -> MultiWorkerFuture:
+        """Calls every worker (or those at coordinate 0 of the given axes) with the same arguments."""
+        called = [rank for rank in range(self.world_size) if self._is_zero_on(rank, run_rank_0_only_axes or ())]
+        return self._future(method, called, [kwargs] * len(called))
+
+    def run_all_workers_multiple_data(self, method: str, common_kwargs: dict[str, Any] | None = None, **per_worker: Sequence[Any]) -> MultiWorkerFuture:
+        """Calls worker i with the i-th entry of every list.
+
+        Raises:
+            ValueError: A list does not have one entry per worker.
+        """
+        for key, values in per_worker.items():
+            if len(values) != self.world_size:
+                raise ValueError(f"{self.name_prefix}.{method}: {key} has {len(values)} entries for {self.world_size} workers")
+        calls = [{key: values[rank] for key, values in per_worker.items()} | (common_kwargs or {}) for rank in range(self.world_size)]
+        return self._future(method, list(range(self.world_size)), calls)
+
+    def run_all_workers_sharded_data(
+        self,
+        method: str,
+        *,
+        in_sharded_axes: Sequence[str] = (),
+        replicate_on_axes: Sequence[str] = (),
+        output_is_replicated: Sequence[str] = (),
+        common_kwargs: dict[str, Any] | None = None,
+        **sharded: Any,
+    ) -> MultiWorkerFuture:
+        """Calls workers with their shard of each argument.
+
+        Args:
+            method: Worker method.
+            in_sharded_axes: Axes along which the arguments are nested lists, outermost first.
+            replicate_on_axes: Axes whose workers all get the same shard; on an axis named nowhere only coordinate 0 is called.
+            output_is_replicated: Axes along which only coordinate 0's answer is kept.
+            common_kwargs: Arguments that are the same for all.
+            **sharded: Arguments, nested along `in_sharded_axes`.
+        """
+        named = {*in_sharded_axes, *replicate_on_axes}
+        free = [axis for axis in self.sharding_annotations.names if axis not in named]
+        called = [rank for rank in range(self.world_size) if self._is_zero_on(rank, free)]
+        # One copy in the object store per shard, however many replicas read it.
+        stored = {key: _put_leaves(value, len(in_sharded_axes)) for key, value in sharded.items()}
+        calls = []
+        for rank in called:
+            coordinates = self.sharding_annotations.get_worker_coords(rank)
+            kwargs = dict(common_kwargs or {})
+            for key, value in stored.items():
+                for axis in in_sharded_axes:
+                    value = value[coordinates[axis]]
+                kwargs[key] = value
+            calls.append(kwargs)
+        future = self._future(method, called, calls)
+        future.return_from = [position for position, rank in enumerate(called) if self._is_zero_on(rank, output_is_replicated)]
+        return future
+
+    def get_all_worker_results(self, future: MultiWorkerFuture, *, timeout_s: float | None = None) -> list[Any]:
+        """Waits for all called workers and returns the kept results in rank order.
+
+        Raises:
+            WorkerError: As soon as one worker failed.
+        """
+        identities = [self.identities[rank] for rank in future.called_workers]
+        results = wait_for_workers(future.futures, identities, what=future.what, timeout_s=timeout_s or self.timeout_s)
+        return [results[position] for position in future.return_from]
+
+    def run(self, method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Calls every worker with the same arguments and waits."""
+        return self.get_all_worker_results(self.run_all_workers_single_data(method, **kwargs), timeout_s=timeout_s)
+
+    def _is_zero_on(self, rank: int, axes: Sequence[str]) -> bool:
+        coordinates = self.sharding_annotations.get_worker_coords(rank)
+        return all(coordinates.get(axis, 0) == 0 for axis in axes)
+
+    def _future(self, method: str, called: list[int], calls: Sequence[dict[str, Any]]) -> MultiWorkerFuture:
+        refs = [self._call(rank, method, kwargs) for rank, kwargs in zip(called, calls, strict=True)]
+        return MultiWorkerFuture(refs, called, list(range(len(called))), f"{self.name_prefix}.{method}")
+
+    def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
+        """Ends the workers, after `cleanup_method` where given. True when every cleanup answered in time. Safe to call twice."""
+        clean = True
+        if cleanup_method and not force and self.workers and ray.is_initialized():
+            refs = [getattr(worker, cleanup_method).remote() for worker in self.workers]
+            ready, late = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+            clean = not late
+            if late:
+                logger.warning("workers=%s cleanup=%s late=%d timeout_s=%.0f", self.name_prefix, cleanup_method, len(late), timeout)
+        if ray.is_initialized():
+            for worker in self.workers:
+                ray.kill(worker)
+        self.workers = []
+        return clean
+
+
+def _group_slots(cluster: RayVirtualCluster, tied: Sequence[tuple[int, list[int]]] | None, workers_per_node: int | None) -> list[list[Slot]]:
+    slots = cluster.slots()
+    if tied is None:
+        return [[slot] for slot in slots if workers_per_node is None or slot.bundle_index < workers_per_node]
+    at = {(slot.node_rank, slot.bundle_index): slot for slot in slots}
+    return [[at[node, bundle] for bundle in bundles] for node, bundles in tied]
+
+
+def _put_leaves(value: Any, depth: int) -> Any:
+    return ray.put(value) if depth == 0 else [_put_leaves(item, depth - 1) for item in value]
+
+
+def _import_path() -> list[str]:
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    existing = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return [package_root, *[entry for entry in existing if entry != package_root]]

@@ -1,0 +1,159 @@
+"""What generation is to the rest: requests in, token ids with their log-probabilities out.
+
+Holds the request and result values, the batch form that NeMo-RL users know, and the interface of a backend. Knows no
+engine. Invariants: a result's token ids and log-probabilities have equal length; every token lies in exactly one
+version span.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+FinishReason = Literal["stop", "length", "abort", "no_room"]
+
+
+class GenerationError(RuntimeError):
+    """The engine could not serve a request; the message names the shard."""
+
+
+@dataclass(frozen=True)
+class GenerationSamplingParams:
+    """How tokens are drawn: temperature (0 is greedy), nucleus mass, and the k most likely (None: all)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    def greedy(self) -> GenerationSamplingParams:
+        """The same with the most likely token always taken."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=None)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    Attributes:
+        request_id: Unique within the run.
+        prompt_ids: Token ids, never text, so that nothing is tokenised twice.
+        max_new_tokens: Limit for this request.
+        sampling: How tokens are drawn.
+        seed: Seed of this request's draws; None leaves it to the engine.
+        stop_strings: End the response when one appears; it is kept in the response.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    sampling: GenerationSamplingParams = field(default_factory=GenerationSamplingParams)
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens `[start, end)` of a response came from weights `version`; `mixed_kv` when they attended to KV of older weights."""
+
+    version: int
+    start: int
+    end: int
+    mixed_kv: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What came of a request.
+
+    Attributes:
+        request_id: The request's.
+        token_ids: Response tokens, the stop token included.
+        logprobs: Log-probability of each as drawn, after temperature and filters.
+        finish_reason: `stop`, `length` (limit reached), `abort`, or `no_room` (the prompt left no room).
+        spans: Which weights produced which tokens.
+        shard: Data-parallel shard that served it.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...] = ()
+    shard: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response ended by its length limit."""
+        return self.finish_reason == "length"
+
+
+def verify_right_padding(data: BatchedDataDict[Any], pad_value: int, *, ids_key: str = "input_ids", lengths_key: str = "input_lengths") -> tuple[bool, str | None]:
+    """Whether every row is padded on the right with `pad_value` after its length; the first fault as text otherwise."""
+    ids_BS, lengths_B = data[ids_key], data[lengths_key]
+    positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    bad_BS = (positions_S[None, :] >= lengths_B[:, None].to(ids_BS.device)) & (ids_BS != pad_value)
+    if bool((lengths_B > ids_BS.shape[1]).any()):
+        return False, f"{lengths_key} exceeds the width {ids_BS.shape[1]} of {ids_key}"
+    if bool(bad_BS.any()):
+        row, column = (int(i) for i in bad_BS.nonzero()[0])
+        return False, f"row {row} has {int(ids_BS[row, column])} at position {column}, after its length {int(lengths_B[row])}; pad on the right with {pad_value}"
+    return True, None
+
+
+def results_to_batch(prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult], pad_token_id: int) -> BatchedDataDict[Any]:
+    """GenerationOutputSpec of a batch.
+
+    Returns:
+        `output_ids [B,S]` prompt and response, right-padded; `logprobs [B,S]`, 0 on prompt and padding;
+        `generation_lengths [B]`, `unpadded_sequence_lengths [B]`, `truncated [B]`.
+    """
+    rows = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]
+    width = max((len(row) for row in rows), default=0)
+    output_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
+    logprobs = torch.zeros((len(rows), width), dtype=torch.float32)
+    for index, (row, prompt, result) in enumerate(zip(rows, prompts, results, strict=True)):
+        output_ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+        logprobs[index, len(prompt) : len(row)] = torch.tensor(result.logprobs, dtype=torch.float32)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "logprobs": logprobs,
+            "generation_lengths": torch.tensor([len(result.token_ids) for result in results]),
+            "unpadded_sequence_lengths": torch.tensor([len(row) for row in rows]),
+            "truncated": torch.tensor([result.truncated for result in results]),
+        }
+    )
+
+
+class GenerationInterface(ABC):
+    """A generation backend as drivers and rollouts see it."""
+
+    @abstractmethod
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Continues a right-padded batch (`input_ids [B,S]`, `input_lengths [B]`, optional `stop_strings`, optional `seeds`)."""
+
+    @abstractmethod
+    async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+        """Continues one prompt."""
+
+    @abstractmethod
+    def generate_async(self, data: BatchedDataDict[Any], greedy: bool = False) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+        """Continues a batch and yields (row, one-row batch) as rows finish."""
+
+    @abstractmethod
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
+        """Makes the memory behind `tags` (`weights`, `kv_cache`; both by default) resident again."""
+
+    @abstractmethod
+    def finish_generation(self, release_gpu: bool = True) -> bool:
+        """Ends a phase of generation; gives its device memory back where the slots are shared."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Ends every engine. Safe to call twice."""

@@ -1,0 +1,93 @@
+"""Which shard takes the next request.
+
+A plain class without clocks or actors: it holds the active set of data-parallel shards with a generation number, and
+the outstanding work of each. Choosing a shard and booking the work on it are one step, so whoever removes a shard sees
+either no booking or a booked one. Invariant: outstanding work is never negative, and only active shards are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+RouterPolicy = Literal["least_outstanding_tokens", "round_robin"]
+
+
+class NoActiveShardError(RuntimeError):
+    """No shard takes requests at present."""
+
+
+class Router:
+    """Books requests on active shards.
+
+    Args:
+        shards: Number of data-parallel shards; all are active at first.
+        policy: `least_outstanding_tokens` or `round_robin`.
+    """
+
+    def __init__(self, shards: int, policy: RouterPolicy = "least_outstanding_tokens") -> None:
+        if policy not in ("least_outstanding_tokens", "round_robin"):
+            raise ValueError(f"policy.generation.router={policy!r}: choose least_outstanding_tokens or round_robin")
+        self._policy = policy
+        self._outstanding = {shard: 0 for shard in range(shards)}
+        self._requests = {shard: 0 for shard in range(shards)}
+        self._active = set(range(shards))
+        self._next = 0
+        self.generation = 0
+
+    @property
+    def active(self) -> frozenset[int]:
+        """Shards that take requests."""
+        return frozenset(self._active)
+
+    def outstanding(self, shard: int) -> int:
+        """Token budget booked on a shard and not yet finished."""
+        return self._outstanding[shard]
+
+    def requests(self, shard: int) -> int:
+        """Requests booked on a shard and not yet finished."""
+        return self._requests[shard]
+
+    def set_active(self, shards: Iterable[int]) -> int:
+        """Replaces the active set; the new generation number.
+
+        Raises:
+            ValueError: A shard does not exist.
+        """
+        wanted = set(shards)
+        unknown = wanted - set(self._outstanding)
+        if unknown:
+            raise ValueError(f"shards {sorted(unknown)} do not exist; there are {len(self._outstanding)}")
+        if wanted != self._active:
+            self._active = wanted
+            self.generation += 1
+        return self.generation
+
+    def book(self, tokens: int) -> int:
+        """Chooses an active shard and books `tokens` of work on it.
+
+        Raises:
+            NoActiveShardError: The active set is empty.
+        """
+        if not self._active:
+            raise NoActiveShardError("no shard is active")
+        if self._policy == "round_robin":
+            ordered = sorted(self._active)
+            shard = next((s for s in ordered if s >= self._next), ordered[0])
+            self._next = shard + 1
+        else:
+            shard = min(self._active, key=lambda s: (self._outstanding[s], self._requests[s], s))
+        self._outstanding[shard] += tokens
+        self._requests[shard] += 1
+        return shard
+
+    def finish(self, shard: int, tokens: int) -> None:
+        """Takes finished (or failed) work off a shard.
+
+        Raises:
+            ValueError: More is finished than was booked.
+        """
+        if self._requests[shard] < 1 or self._outstanding[shard] < tokens:
+            raise ValueError(f"shard {shard}: {tokens} tokens finished, {self._outstanding[shard]} were booked")
+        self._outstanding[shard] -= tokens
+        self._requests[shard] -= 1

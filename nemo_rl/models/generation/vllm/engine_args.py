@@ -1,0 +1,91 @@
+"""Turns `policy.generation` into what vLLM's asynchronous engine is started with.
+
+Pure: keyword arguments and environment variables out of configuration. Knows nothing of actors. Invariant: what the
+user put into `vllm_kwargs` wins over what is derived here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.config import PolicyConfig
+
+EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How one engine is started.
+
+    Attributes:
+        engine_kwargs: Keyword arguments of `AsyncEngineArgs`.
+        env: Environment variables that must be set before vLLM is imported.
+        cuda: Whether the engine runs on GPUs.
+        sleep_level: Level at which the engine sleeps.
+        max_model_len: Longest sequence in tokens.
+    """
+
+    engine_kwargs: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+    cuda: bool = False
+    sleep_level: int = 2
+    max_model_len: int = 0
+
+
+def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int) -> EngineSpec:
+    """The start of one engine.
+
+    Args:
+        policy: The policy section; generation lives under it.
+        cuda: Whether slots are GPUs.
+        seed: Seed of this engine.
+        sleeps: Whether the engine must be able to sleep.
+        refits: Whether training sends its weights, so that loading them from disk can be skipped.
+        cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV cache.
+        threads: CPU threads of one engine rank.
+    """
+    generation, vllm = policy.generation, policy.generation.vllm_cfg
+    needs_tokenizer = bool(generation.stop_strings or generation.bad_words)
+    kwargs: dict[str, Any] = {
+        "model": policy.model_name,
+        "tokenizer": policy.tokenizer.name,
+        "trust_remote_code": policy.trust_remote_code,
+        "dtype": vllm.precision,
+        "kv_cache_dtype": vllm.kv_cache_dtype,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "pipeline_parallel_size": vllm.pipeline_parallel_size,
+        "enable_expert_parallel": vllm.expert_parallel_size > 1,
+        "max_model_len": vllm.max_model_len,
+        "load_format": vllm.load_format or ("dummy" if refits else "auto"),
+        "skip_tokenizer_init": vllm.skip_tokenizer_init if vllm.skip_tokenizer_init is not None else not needs_tokenizer,
+        "logprobs_mode": vllm.logprobs_mode,
+        "seed": seed,
+        "worker_extension_cls": EXTENSION,
+        "hf_overrides": dict(policy.hf_config_overrides),
+        "disable_log_stats": not vllm.enable_vllm_metrics_logger,
+        "generation_config": "vllm",
+    }
+    if vllm.enable_prefix_caching is not None or not cuda:
+        # Reused prefixes would make log-probabilities depend on the order of arrival on CPU, where runs are bit-equal.
+        kwargs["enable_prefix_caching"] = bool(vllm.enable_prefix_caching)
+    if cuda:
+        kwargs |= {"enforce_eager": vllm.enforce_eager, "gpu_memory_utilization": vllm.gpu_memory_utilization, "enable_sleep_mode": sleeps}
+    else:
+        kwargs |= {"enforce_eager": True, "kv_cache_memory_bytes": int(cpu_slot_memory_gb * (1 << 30) / 4)}
+    if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
+        kwargs["distributed_executor_backend"] = "mp"
+    return EngineSpec(kwargs | dict(generation.vllm_kwargs), _environment(policy, cuda=cuda, threads=threads), cuda, vllm.sleep_level, vllm.max_model_len)
+
+
+def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str, str]:
+    vllm = policy.generation.vllm_cfg
+    env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_SKIP_P2P_CHECK": "1"}
+    if not cuda:
+        ranks = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env["OMP_NUM_THREADS"] = str(threads)
+        if ranks == 1:
+            # One engine process without a separate worker process: half the start time and memory.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return env | vllm.env_vars

@@ -1,0 +1,141 @@
+"""The one class that vLLM mixes into its workers: weights come in, and memory of CPU slots is really released.
+
+Runs inside vLLM's worker process on top of its own worker class; its methods are called by `collective_rpc` with plain
+values. It holds no policy: what to load and when comes from the sync session and the generation worker. Invariants:
+after a release the memory is back with the system; after restore and reload the model computes exactly what it did.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from nemo_rl.distributed.devices import device_uuid, memory_in_use, release_cached_memory
+from nemo_rl.weight_sync.receiver import WeightReceiver
+
+
+class _VllmModel:
+    """vLLM's model as a `LoadTarget`."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._layerwise = worker.device.type == "cpu"
+
+    def begin_load(self) -> None:
+        # On CPU vLLM repacks linear weights when it loads them and empties the originals, so that a plain
+        # load_weights has nothing to copy into; its layer-wise reload rebuilds and repacks them.
+        if self._layerwise:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self._worker.model_runner.get_model())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        if self._layerwise:
+            # The layer-wise reload keeps what it is given until a layer is complete, longer than the staging buffer lives.
+            weights = ((name, tensor.clone()) for name, tensor in weights)
+        with set_current_vllm_config(self._worker.vllm_config):
+            self._worker.model_runner.get_model().load_weights(weights)
+
+    def finish_load(self) -> None:
+        if self._layerwise:
+            from vllm.config import set_current_vllm_config
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            with set_current_vllm_config(self._worker.vllm_config):
+                finalize_layerwise_reload(self._worker.model_runner.get_model(), self._worker.model_config)
+
+
+class VllmInternalWorkerExtension:
+    """Mixed into vLLM's worker class; `self` is the worker."""
+
+    device: torch.device
+    rank: int
+    model_runner: Any
+
+    def nrl_describe(self) -> dict[str, Any]:
+        """Process id, tensor-parallel rank and device identity of this worker."""
+        return {"pid": os.getpid(), "rank": self.rank, "device": device_uuid(self.device)}
+
+    def nrl_memory_in_use(self) -> int:
+        """Bytes in use on this worker's device (resident memory on a CPU slot)."""
+        return memory_in_use(self.device)
+
+    def nrl_model_bytes(self) -> dict[str, int]:
+        """Bytes of weights (parameters and buffers) and of KV cache in this worker."""
+        model = self.model_runner.get_model()
+        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()]}
+        return {"weights": sum(weights.values()), "kv_cache": sum(s.nbytes() for s in _storages(self.model_runner.kv_caches))}
+
+    def _nrl_receiver(self) -> WeightReceiver:
+        if not hasattr(self, "_nrl_weight_receiver"):
+            self._nrl_weight_receiver = WeightReceiver(_VllmModel(self), self.device)
+        return self._nrl_weight_receiver
+
+    def nrl_begin_sync(self, session: dict[str, Any], first_nccl_rank: int) -> None:
+        """Opens a sync session; this worker's NCCL rank counts from `first_nccl_rank`."""
+        if session.get("nccl"):
+            session = session | {"nccl": session["nccl"] | {"rank": first_nccl_rank + self.rank}}
+        self._nrl_receiver().begin(session)
+
+    def nrl_receive_window(self, window: dict[str, Any]) -> None:
+        """Loads one window."""
+        self._nrl_receiver().receive(window)
+
+    def nrl_finish_sync(self, version: int) -> int:
+        """Finalises the model; the version it now has."""
+        return self._nrl_receiver().finish(version)
+
+    def nrl_abort_sync(self) -> None:
+        """Ends an open session without a new version."""
+        self._nrl_receiver().abort()
+
+    def nrl_release_memory(self) -> dict[str, int]:
+        """CPU slots: frees weights and KV cache and gives the memory back; resident bytes before and after."""
+        before = memory_in_use(self.device)
+        if not hasattr(self, "_nrl_released"):
+            model = self.model_runner.get_model()
+            buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers() if buffer.numel()}
+            sizes = [(storage, storage.nbytes()) for storage in _storages([*model.parameters(), *model.buffers(), self.model_runner.kv_caches])]
+            self._nrl_released: tuple[Any, Any] = (buffers, sizes)
+            for storage, _ in sizes:
+                storage.resize_(0)
+            release_cached_memory(self.device)
+        return {"before": before, "after": memory_in_use(self.device)}
+
+    def nrl_restore_memory(self) -> None:
+        """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; weights need a sync."""
+        if not hasattr(self, "_nrl_released"):
+            return
+        buffers, sizes = self._nrl_released
+        del self._nrl_released
+        # vLLM's weight loading copies into these very tensors, so their storages grow back in place.
+        for storage, nbytes in sizes:
+            storage.resize_(nbytes)
+        for buffer, saved in buffers.values():
+            buffer.copy_(saved)
+        for storage in _storages(self.model_runner.kv_caches):
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, torch.Tensor):
+            storage = node.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage
+        elif isinstance(node, dict):
+            for item in node.values():
+                visit(item)
+        elif isinstance(node, (list, tuple)):
+            for item in node:
+                visit(item)
+
+    visit(tree)
+    return list(found.values())

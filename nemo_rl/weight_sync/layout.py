@@ -1,0 +1,144 @@
+"""The one byte layout in which weights travel: named tensors packed into buckets at aligned offsets.
+
+Decides which tensor goes where, packs tensors into a buffer and views them back out. Knows neither engines nor
+transports. Invariant: unpacking a packed bucket gives back every tensor bit for bit, whatever carried the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+ALIGNMENT = 512
+
+
+class LayoutError(ValueError):
+    """A tensor does not fit the layout that both sides agreed on."""
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Name, shape and dtype name (such as `bfloat16`) of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where each tensor lies in one bucket.
+
+    Attributes:
+        tensors: The tensors in the order they were packed.
+        offsets: Start of each in bytes, a multiple of 512.
+        nbytes: Bytes of the bucket up to the end of its last tensor.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called `name`.
+
+    Raises:
+        LayoutError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"unknown dtype name {name!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16: names cross process borders, dtype objects do not always."""
+    return str(dtype).removeprefix("torch.")
+
+
+def align(offset: int) -> int:
+    """The next multiple of the alignment."""
+    return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> list[BucketLayout]:
+    """Fills buckets of at most `bucket_bytes` in order; a tensor larger than that gets a bucket of its own.
+
+    Raises:
+        LayoutError: `bucket_bytes` is not positive or a name appears twice.
+    """
+    if bucket_bytes <= 0:
+        raise LayoutError(f"weight_sync.bucket_bytes must be positive, got {bucket_bytes}")
+    buckets: list[BucketLayout] = []
+    members: list[TensorMeta] = []
+    offsets: list[int] = []
+    end = 0
+    seen: set[str] = set()
+
+    def close() -> None:
+        if members:
+            buckets.append(BucketLayout(tuple(members), tuple(offsets), end))
+            members.clear()
+            offsets.clear()
+
+    for meta in tensors:
+        if meta.name in seen:
+            raise LayoutError(f"tensor {meta.name!r} is exported twice")
+        seen.add(meta.name)
+        start = align(end) if members else 0
+        if members and start + meta.nbytes > bucket_bytes:
+            close()
+            start = 0
+        members.append(meta)
+        offsets.append(start)
+        end = start + meta.nbytes
+    close()
+    return buckets
+
+
+def plan_windows(buckets: Sequence[BucketLayout], window_bytes: int) -> list[list[BucketLayout]]:
+    """Groups consecutive buckets so that each group fits `window_bytes` (one bucket at least)."""
+    windows: list[list[BucketLayout]] = []
+    used = 0
+    for bucket in buckets:
+        size = align(bucket.nbytes)
+        if windows and used + size <= window_bytes:
+            windows[-1].append(bucket)
+            used += size
+        else:
+            windows.append([bucket])
+            used = size
+    return windows
+
+
+def pack_tensor(buffer_B: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor) -> None:
+    """Copies one tensor into a byte buffer, converting to the layout's dtype.
+
+    Raises:
+        LayoutError: The shape differs from the layout's, or the tensor has no storage (it was offloaded).
+    """
+    if tuple(tensor.shape) != meta.shape:
+        raise LayoutError(f"{meta.name}: exported with shape {tuple(tensor.shape)}, the layout says {meta.shape}")
+    if tensor.numel() and not tensor.untyped_storage().size():
+        raise LayoutError(f"{meta.name}: its storage is empty; weights must be resident while they are exported")
+    view(buffer_B, offset, meta).copy_(tensor.detach(), non_blocking=True)
+
+
+def view(buffer_B: torch.Tensor, offset: int, meta: TensorMeta) -> torch.Tensor:
+    """One tensor of the bucket as a view of the byte buffer."""
+    return buffer_B[offset : offset + meta.nbytes].view(dtype_of(meta.dtype)).view(meta.shape)
+
+
+def unpack(buffer_B: torch.Tensor, layout: BucketLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the bucket as a named view."""
+    for meta, offset in zip(layout.tensors, layout.offsets, strict=True):
+        yield meta.name, view(buffer_B, offset, meta)

@@ -1,0 +1,161 @@
+"""The receiving side of a sync session, inside one engine worker.
+
+Opens each window by the session's transport, checks it, and hands named tensors to the model, which is seen through a
+protocol. Knows no engine. Invariants: a session that fails or is aborted leaves the old version's label; the version is
+set only after every window has been loaded and the model has been finalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl.distributed.devices import device_uuid
+from nemo_rl.weight_sync.checksum import checksum
+from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
+from nemo_rl.weight_sync.transports.base import Opener
+from nemo_rl.weight_sync.transports.factory import make_opener
+from nemo_rl.weight_sync.transports.nccl import NcclGroup, NcclOpener
+
+
+class SyncProtocolError(RuntimeError):
+    """Messages of a session came in the wrong order, or for another session."""
+
+
+class ChecksumMismatchError(RuntimeError):
+    """Bytes arrived that are not the bytes that were sent."""
+
+
+class LoadTarget(Protocol):
+    """A model that can take new weights."""
+
+    def begin_load(self) -> None:
+        """Prepares the model for new weights."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes some of the new weights; called once per window."""
+        ...
+
+    def finish_load(self) -> None:
+        """Finalises the model once all weights were taken."""
+        ...
+
+
+def encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
+    """A bucket's layout as plain values, which any RPC carries."""
+    return {
+        "names": [t.name for t in bucket.tensors],
+        "shapes": [list(t.shape) for t in bucket.tensors],
+        "dtypes": [t.dtype for t in bucket.tensors],
+        "offsets": list(bucket.offsets),
+        "nbytes": bucket.nbytes,
+    }
+
+
+def decode_bucket(plain: dict[str, Any]) -> BucketLayout:
+    """The layout behind `encode_bucket`."""
+    tensors = tuple(TensorMeta(n, tuple(s), d) for n, s, d in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True))
+    return BucketLayout(tensors, tuple(plain["offsets"]), plain["nbytes"])
+
+
+class WeightReceiver:
+    """Receives sessions one after the other.
+
+    Args:
+        target: The model.
+        device: This worker's device.
+    """
+
+    def __init__(self, target: LoadTarget, device: torch.device) -> None:
+        self._target = target
+        self._device = device
+        self._opener: Opener | None = None
+        self._session: dict[str, Any] = {}
+        self._next_window = 0
+        self.version: int | None = None
+
+    def begin(self, session: dict[str, Any]) -> None:
+        """Opens a session: `{id, transport, windows, verify, timeout_s, nccl}` with `nccl = {address, port, world_size, rank}` or None.
+
+        Raises:
+            SyncProtocolError: Another session is open.
+        """
+        if self._session:
+            raise SyncProtocolError(f"session {session['id']} cannot begin: session {self._session['id']} is open; abort it first")
+        nccl = session.get("nccl")
+        if nccl:
+            group = NcclGroup(nccl["address"], nccl["port"], nccl["rank"], nccl["world_size"], session["timeout_s"], self._device)
+            self._opener = NcclOpener(group)
+        else:
+            self._opener = make_opener(session["transport"], self._device)
+        self._session = session
+        self._next_window = 0
+        self._target.begin_load()
+
+    def receive(self, window: dict[str, Any]) -> None:
+        """Loads one window: `{index, buckets, senders: {device: {handle, checksums}}}`.
+
+        Raises:
+            SyncProtocolError: No session is open, or a window was skipped.
+            ChecksumMismatchError: The bytes differ from the sender's.
+        """
+        if self._opener is None or window["index"] != self._next_window:
+            raise SyncProtocolError(f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}")
+        sender = self._choose_sender(window["senders"])
+        received_B = self._opener.open(sender["handle"])
+        buckets = [decode_bucket(plain) for plain in window["buckets"]]
+        self._verify(received_B, buckets, sender["checksums"])
+        self._target.load_weights(_named_tensors(received_B, buckets))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._next_window += 1
+
+    def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
+        mine = device_uuid(self._device)
+        if mine in senders:
+            return senders[mine]
+        if "any" in senders:
+            return senders["any"]
+        raise SyncProtocolError(f"no sender shares device {mine}; senders are on {sorted(senders)}")
+
+    def _verify(self, received_B: torch.Tensor, buckets: list[BucketLayout], expected: list[str]) -> None:
+        if not expected:
+            return
+        start = 0
+        for bucket, want in zip(buckets, expected, strict=True):
+            got = checksum(received_B[start : start + bucket.nbytes], bucket.nbytes)
+            if got != want:
+                raise ChecksumMismatchError(f"bucket with {bucket.tensors[0].name!r}: received {got}, sent {want} (session {self._session['id']})")
+            start += align(bucket.nbytes)
+
+    def finish(self, version: int) -> int:
+        """Finalises the model, ends the session and takes over its version.
+
+        Raises:
+            SyncProtocolError: Windows are missing.
+        """
+        if not self._session or self._next_window != self._session["windows"]:
+            raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
+        self._target.finish_load()
+        self.version = version
+        self._close()
+        return version
+
+    def abort(self) -> None:
+        """Ends a session without a new version; nothing to do when none is open."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._opener is not None:
+            self._opener.close()
+        self._opener, self._session = None, {}
+
+
+def _named_tensors(received_B: torch.Tensor, buckets: list[BucketLayout]) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for bucket in buckets:
+        yield from unpack(received_B[start : start + bucket.nbytes], bucket)
+        start += align(bucket.nbytes)

@@ -1,0 +1,212 @@
+"""One sync session: a version of the weights goes from a source to a set of targets, or not at all.
+
+Plans the layout, drives export and load window by window (window i+1 is packed while window i is loaded), finalises
+every target once, and tears everything down whatever happens. Source and targets are seen through protocols, so the
+same session serves live weights and a cache, all shards and some. Invariants: targets change their version only in
+`finish`; a failure aborts every target and leaves no buffer or group behind; the whole session has one deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
+from nemo_rl.weight_sync.receiver import encode_bucket
+from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
+from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.factory import choose_transport
+
+logger = logging.getLogger(__name__)
+
+
+class SyncTimeoutError(TransportError):
+    """The session did not finish within `weight_sync.timeout_s`."""
+
+
+class WeightSource(Protocol):
+    """Where weights come from: all trainer ranks together, or a cache."""
+
+    def tensor_metas(self) -> list[TensorMeta]:
+        """Names, shapes and dtypes in export order."""
+        ...
+
+    def devices(self) -> list[str]:
+        """Device identity of each rank that can stage."""
+        ...
+
+    def staging_budget(self) -> int:
+        """Bytes that a rank may use for staging."""
+        ...
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address of the first rank and a free port there."""
+        ...
+
+    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+        """Starts the export on every rank."""
+        ...
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Packs a window; each rank's `{handle, checksums}` or None."""
+        ...
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        """Pushes a packed window where the transport pushes."""
+        ...
+
+    def close(self) -> None:
+        """Ends the export on every rank."""
+        ...
+
+
+class WeightTargets(Protocol):
+    """The engine workers that receive."""
+
+    def devices(self) -> list[str]:
+        """Device identity of each receiving worker, in rank order."""
+        ...
+
+    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
+        """Opens the session on every target."""
+        ...
+
+    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+        """Loads a window on every target."""
+        ...
+
+    def finish(self, version: int, timeout_s: float) -> None:
+        """Finalises every target, which then has the version."""
+        ...
+
+    def abort(self) -> None:
+        """Ends the session on every target, version unchanged."""
+        ...
+
+
+@dataclass
+class SyncReport:
+    """What a session did.
+
+    Attributes:
+        version: The version that targets now have.
+        transport: How bytes travelled.
+        nbytes: Bytes of one copy of the weights.
+        windows: Number of windows.
+        seconds: Wall time of the phases begin, transfer, finish and of the whole (`total`).
+    """
+
+    version: int
+    transport: str
+    nbytes: int
+    windows: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """The keys of `weight_sync.*` that a session uses."""
+
+    transport: str = "auto"
+    bucket_bytes: int = 256 << 20
+    verify: bool = False
+    timeout_s: float = 150.0
+
+
+class SyncSession:
+    """Sends version `version` from `source` to `targets`; call `run` once."""
+
+    def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, cuda: bool) -> None:
+        self._source = source
+        self._targets = targets
+        self._version = version
+        self._options = options
+        self._cuda = cuda
+        self._deadline = 0.0
+        self.session_id = uuid.uuid4().hex
+
+    def run(self) -> SyncReport:
+        """Runs the session.
+
+        Raises:
+            SyncTimeoutError: The deadline passed.
+            TransportError: The transport cannot serve these targets.
+            WorkerError: A source or target worker failed; targets keep their old version.
+        """
+        started = time.monotonic()
+        self._deadline = started + self._options.timeout_s
+        metas = self._source.tensor_metas()
+        budget = self._source.staging_budget()
+        buckets = plan_buckets(metas, min(self._options.bucket_bytes, budget))
+        windows = plan_windows(buckets, budget)
+        spec, staging_ranks = self._plan_transport(windows)
+        marks = {}
+        try:
+            self._begin(spec, staging_ranks)
+            marks["begin"] = time.monotonic() - started
+            self._transfer(spec, staging_ranks)
+            marks["transfer"] = time.monotonic() - started - marks["begin"]
+            self._targets.finish(self._version, self._left())
+        except BaseException:
+            self._targets.abort()
+            raise
+        finally:
+            self._source.close()
+        marks["total"] = time.monotonic() - started
+        marks["finish"] = marks["total"] - marks["begin"] - marks["transfer"]
+        nbytes = sum(meta.nbytes for meta in metas)
+        logger.info("sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self._version, spec.transport, nbytes >> 20, len(windows), marks["total"])
+        return SyncReport(self._version, spec.transport, nbytes, len(windows), marks)
+
+    def _plan_transport(self, windows: Sequence[Sequence[Any]]) -> tuple[SendSpec, list[int]]:
+        senders, receivers = self._source.devices(), self._targets.devices()
+        transport = choose_transport(self._options.transport, sender_devices=set(senders), target_devices=set(receivers), cuda=self._cuda)
+        nccl = None
+        if transport == "nccl":
+            address, port = self._source.rendezvous()
+            nccl = NcclSpec(address, port, 1 + len(receivers))
+            staging_ranks = [0]
+        else:
+            # One copy per device that a target shares; on a host, one for the whole node.
+            staging_ranks = [rank for rank, device in enumerate(senders) if device in set(receivers) and senders.index(device) == rank]
+        if not staging_ranks:
+            raise TransportError(f"transport {transport} reaches no target: senders on {senders}, targets on {receivers}")
+        return SendSpec(transport, windows, self._options.verify, self._options.timeout_s, nccl), staging_ranks
+
+    def _begin(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
+        session = {"id": self.session_id, "transport": spec.transport, "windows": len(spec.windows), "verify": spec.verify, "timeout_s": spec.timeout_s, "nccl": None}
+        if spec.nccl is not None:
+            session["nccl"] = {"address": spec.nccl.address, "port": spec.nccl.port, "world_size": spec.nccl.world_size}
+        with ThreadPoolExecutor(1) as pool:
+            # Sender and receivers meet in the group's rendezvous, so neither may wait for the other to return first.
+            opened = pool.submit(self._source.begin, spec, staging_ranks, self._left())
+            self._targets.begin(session, 1, self._left())
+            opened.result(timeout=self._left())
+
+    def _transfer(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
+        devices = self._source.devices()
+        with ThreadPoolExecutor(2) as pool:
+            exported: Future[list[dict[str, Any] | None]] = pool.submit(self._source.export_window, 0, self._left())
+            for index, buckets in enumerate(spec.windows):
+                published = exported.result(timeout=self._left())
+                if index + 1 < len(spec.windows):
+                    # Double buffering needs window i-1 loaded before i+1 is packed over it; `receive_window` below waits for that.
+                    exported = pool.submit(self._source.export_window, index + 1, self._left()) if spec.nccl is None else exported
+                sent = pool.submit(self._source.send_window, index, self._left()) if spec.nccl is not None else None
+                senders = {("any" if spec.nccl is not None else devices[rank]): published[rank] for rank in staging_ranks}
+                self._targets.receive_window({"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left())
+                if sent is not None:
+                    sent.result(timeout=self._left())
+                    if index + 1 < len(spec.windows):
+                        exported = pool.submit(self._source.export_window, index + 1, self._left())
+
+    def _left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise SyncTimeoutError(f"session {self.session_id} for version {self._version} passed weight_sync.timeout_s={self._options.timeout_s:.0f}")
+        return left

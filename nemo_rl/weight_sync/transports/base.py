@@ -1,0 +1,49 @@
+"""What a transport is: a way to make the bytes of one staging buffer readable in another process.
+
+A sender stages bytes in a buffer it allocates here and publishes a small picklable `handle`; the receiver opens the
+handle and gets the bytes as a tensor on its own device. Transports know nothing about models, layouts or sessions.
+Invariant: the bytes behind a handle stay unchanged until the receiver has answered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import torch
+
+TransportName = Literal["host", "cuda_ipc", "nccl"]
+
+
+class TransportError(RuntimeError):
+    """Bytes could not be staged, published or opened."""
+
+
+class Staging(ABC):
+    """A sender's staging buffer.
+
+    Attributes:
+        buffer_B: uint8 tensor that the sender packs into.
+    """
+
+    buffer_B: torch.Tensor
+
+    @abstractmethod
+    def publish(self, nbytes: int) -> dict[str, Any]:
+        """Makes the first `nbytes` visible to receivers; the handle they open, which can be pickled."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the buffer. No receiver may still read it."""
+
+
+class Opener(ABC):
+    """A receiver's side: opens handles. Buffers may be kept mapped between calls until `close`."""
+
+    @abstractmethod
+    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+        """The published bytes as a uint8 tensor on the receiver's device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drops every mapping."""

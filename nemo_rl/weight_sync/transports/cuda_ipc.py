@@ -1,0 +1,64 @@
+"""CUDA IPC transport: the receiver maps the sender's buffer on the same physical GPU, without a copy.
+
+Right only where both processes see the same GPU; the session checks that by device UUID. Invariant: the receiver's
+device index, not the sender's, is used to open a handle, since both see the GPU under numbers of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.storage import UntypedStorage
+
+from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+
+# torch's reduction of a CUDA tensor is these arguments of `rebuild_cuda_tensor`; only plain values cross the process border.
+_PLAIN = ("storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required")
+
+
+class CudaIpcStaging(Staging):
+    """A buffer of `nbytes` bytes on the sender's GPU."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise TransportError("weight_sync.transport=cuda_ipc needs GPUs; use host on CPU slots")
+        self._device = device
+        self.buffer_B = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle: dict[str, Any] | None = None
+
+    def publish(self, nbytes: int) -> dict[str, Any]:
+        """The IPC handle of the buffer, once the copies into it have finished."""
+        torch.cuda.synchronize(self._device)
+        if self._handle is None:
+            self._handle = dict(zip(_PLAIN, reduce_tensor(self.buffer_B)[1][6:], strict=True))
+        return {"ipc": self._handle, "capacity": self.buffer_B.numel(), "nbytes": nbytes}
+
+    def close(self) -> None:
+        """Frees the buffer."""
+        self._handle = None
+        self.buffer_B = torch.empty(0, dtype=torch.uint8)
+
+
+class CudaIpcOpener(Opener):
+    """Opens handles on `device`; a handle that was seen before in this session is not mapped again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._opened: dict[bytes, torch.Tensor] = {}
+
+    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+        """The sender's buffer, as a view."""
+        plain = handle["ipc"] | {"storage_device": self._device.index or 0}
+        key = bytes(plain["storage_handle"]) + str(plain["storage_offset_bytes"]).encode()
+        if key not in self._opened:
+            size = (handle["capacity"],)
+            self._opened[key] = rebuild_cuda_tensor(torch.Tensor, size, (1,), 0, UntypedStorage, torch.uint8, *(plain[name] for name in _PLAIN))
+        return self._opened[key][: handle["nbytes"]]
+
+    def close(self) -> None:
+        """Drops the mappings."""
+        torch.cuda.synchronize(self._device)
+        self._opened.clear()
+        torch.cuda.ipc_collect()

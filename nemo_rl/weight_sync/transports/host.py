@@ -1,0 +1,100 @@
+"""Host transport: bytes in POSIX shared memory, mapped by every receiver on the node.
+
+Serves CPU slots, and GPUs in containers that forbid CUDA IPC: there the receiver pins the mapping once and copies to
+its device at full PCIe speed. Invariant: the sender created the segment and removes it; receivers only map it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from typing import Any
+
+import torch
+
+from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+
+SHARED_MEMORY_DIR = "/dev/shm"
+
+
+class HostStaging(Staging):
+    """A segment of shared memory of `nbytes` bytes.
+
+    Raises:
+        TransportError: Shared memory is full.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._path = os.path.join(SHARED_MEMORY_DIR, f"nemo_rl-{os.getpid()}-{uuid.uuid4().hex}")
+        stat = os.statvfs(SHARED_MEMORY_DIR)
+        available = stat.f_bavail * stat.f_frsize
+        if nbytes > available:
+            raise TransportError(f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, the staging buffer needs {nbytes >> 20} MiB; lower weight_sync.bucket_bytes")
+        descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        self._device = device
+        self.buffer_B = torch.frombuffer(self._map, dtype=torch.uint8)
+        _pin(self.buffer_B, device)
+
+    def publish(self, nbytes: int) -> dict[str, Any]:
+        """Path and size of the segment; on a GPU, after the copies into it have finished."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return {"path": self._path, "nbytes": nbytes, "mapped": len(self._map)}
+
+    def close(self) -> None:
+        """Removes the segment."""
+        _unpin(self.buffer_B, self._device)
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+        self.buffer_B = torch.empty(0, dtype=torch.uint8)
+
+
+class HostOpener(Opener):
+    """Maps segments once per session and copies to `device` where that is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+        """The bytes on this process's device.
+
+        Raises:
+            TransportError: The segment is gone.
+        """
+        path = handle["path"]
+        if path not in self._mapped:
+            if not os.path.exists(path):
+                raise TransportError(f"shared-memory segment {path} does not exist: its sender ended, or runs on another node")
+            with open(path, "r+b") as segment:
+                mapping = mmap.mmap(segment.fileno(), handle["mapped"])
+            self._mapped[path] = torch.frombuffer(mapping, dtype=torch.uint8)
+            _pin(self._mapped[path], self._device)
+        host_B = self._mapped[path][: handle["nbytes"]]
+        return host_B.to(self._device, non_blocking=True) if self._device.type == "cuda" else host_B
+
+    def close(self) -> None:
+        """Unmaps everything."""
+        for tensor_B in self._mapped.values():
+            _unpin(tensor_B, self._device)
+        self._mapped.clear()
+
+
+def _pin(tensor_B: torch.Tensor, device: torch.device) -> None:
+    # Registered memory copies at 55 GB/s on an H200 host, pageable memory at 8.
+    if device.type == "cuda":
+        result = torch.cuda.cudart().cudaHostRegister(tensor_B.data_ptr(), tensor_B.numel(), 0)
+        if int(result) != 0:
+            raise TransportError(f"CUDA refused to register {tensor_B.numel()} bytes of shared memory (error {int(result)})")
+
+
+def _unpin(tensor_B: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda" and tensor_B.numel():
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(tensor_B.data_ptr())
