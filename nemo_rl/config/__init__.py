@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from nemo_rl.config.grpo import RewardPenaltiesConfig as RewardPenaltiesConfig
     from nemo_rl.config.grpo import RewardScalingConfig as RewardScalingConfig
     from nemo_rl.config.grpo import RewardShapingConfig as RewardShapingConfig
+    from nemo_rl.config.load import load_config as load_config
+    from nemo_rl.config.load import load_master_config as load_master_config
     from nemo_rl.config.logger import GpuMonitoringConfig as GpuMonitoringConfig
     from nemo_rl.config.logger import LoggerConfig as LoggerConfig
     from nemo_rl.config.logger import MlflowConfig as MlflowConfig
@@ -59,6 +61,12 @@ if TYPE_CHECKING:
     from nemo_rl.config.megatron import MegatronOptimizerConfig as MegatronOptimizerConfig
     from nemo_rl.config.megatron import MegatronPeftConfig as MegatronPeftConfig
     from nemo_rl.config.megatron import MegatronSchedulerConfig as MegatronSchedulerConfig
+    from nemo_rl.config.overrides import parse_hydra_overrides as parse_hydra_overrides
+    from nemo_rl.config.placement import cluster_world_size as cluster_world_size
+    from nemo_rl.config.placement import data_parallel_size as data_parallel_size
+    from nemo_rl.config.placement import generation_world_size as generation_world_size
+    from nemo_rl.config.placement import model_parallel_size as model_parallel_size
+    from nemo_rl.config.placement import training_world_size as training_world_size
     from nemo_rl.config.policy import DraftConfig as DraftConfig
     from nemo_rl.config.policy import DTensorConfig as DTensorConfig
     from nemo_rl.config.policy import DynamicBatchingConfig as DynamicBatchingConfig
@@ -70,10 +78,13 @@ if TYPE_CHECKING:
     from nemo_rl.config.policy import SchedulerConfig as SchedulerConfig
     from nemo_rl.config.policy import SequencePackingConfig as SequencePackingConfig
     from nemo_rl.config.policy import TokenizerConfig as TokenizerConfig
+    from nemo_rl.config.resolvers import register_omegaconf_resolvers as register_omegaconf_resolvers
     from nemo_rl.config.section import DefaultFrom as DefaultFrom
     from nemo_rl.config.section import NotYet as NotYet
     from nemo_rl.config.section import Section as Section
     from nemo_rl.config.sft import SFTConfig as SFTConfig
+    from nemo_rl.config.validate import check_config as check_config
+    from nemo_rl.config.validate import validate as validate
     from nemo_rl.config.weight_sync import WeightSyncConfig as WeightSyncConfig
 
 _NAMES = {
@@ -128,6 +139,10 @@ _NAMES = {
         "RewardScalingConfig",
         "RewardShapingConfig",
     ),
+    "nemo_rl.config.load": (
+        "load_config",
+        "load_master_config",
+    ),
     "nemo_rl.config.logger": (
         "GpuMonitoringConfig",
         "LoggerConfig",
@@ -150,6 +165,14 @@ _NAMES = {
         "MegatronPeftConfig",
         "MegatronSchedulerConfig",
     ),
+    "nemo_rl.config.overrides": ("parse_hydra_overrides",),
+    "nemo_rl.config.placement": (
+        "cluster_world_size",
+        "data_parallel_size",
+        "generation_world_size",
+        "model_parallel_size",
+        "training_world_size",
+    ),
     "nemo_rl.config.policy": (
         "DTensorConfig",
         "DraftConfig",
@@ -163,12 +186,17 @@ _NAMES = {
         "SequencePackingConfig",
         "TokenizerConfig",
     ),
+    "nemo_rl.config.resolvers": ("register_omegaconf_resolvers",),
     "nemo_rl.config.section": (
         "DefaultFrom",
         "NotYet",
         "Section",
     ),
     "nemo_rl.config.sft": ("SFTConfig",),
+    "nemo_rl.config.validate": (
+        "check_config",
+        "validate",
+    ),
     "nemo_rl.config.weight_sync": ("WeightSyncConfig",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

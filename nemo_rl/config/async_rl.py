@@ -108,6 +108,6 @@ class OnPolicyDistillationConfig(Section):
     """`on_policy_distillation.*`."""
 
     enabled: bool = Field(False, description="Learn from teachers on the policy's own samples.")
-    teacher_model_by_agent_name: dict[str, Any] = Field({}, description="Teacher per agent.")
+    teacher_model_by_agent_name: dict[str, Any] = Field(default_factory=dict, description="Teacher per agent.")
     default_teacher_alias: str | None = Field(None, description="Teacher of agents without their own.")
-    non_colocated_teachers: dict[str, Any] = Field({}, description="Teachers on accelerators of their own.")
+    non_colocated_teachers: dict[str, Any] = Field(default_factory=dict, description="Teachers on accelerators of their own.")

@@ -48,16 +48,17 @@ class DatasetConfig(DatasetDefaults):
     @model_validator(mode="after")
     def _only_classes_take_further_keys(self) -> DatasetConfig:
         if self.model_extra and "." not in self.dataset_name:
-            raise UnknownKeys(sorted(self.model_extra))
+            raise UnknownKeys(sorted(self.model_extra), sorted(type(self).model_fields))
         return self
 
 
 class UnknownKeys(ValueError):
     """Keys that a section does not have, where pydantic could not tell by itself."""
 
-    def __init__(self, keys: list[str]) -> None:
+    def __init__(self, keys: list[str], valid: list[str]) -> None:
         super().__init__(f"unknown keys: {', '.join(keys)}")
         self.keys = keys
+        self.valid = valid
 
 
 def _as_list(value: object) -> object:

@@ -54,7 +54,8 @@ class EnvConfig(Section):
     """`env.*`; names besides these are users' environments."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, UserEnvironmentConfig]
+    # pydantic's documented way to give extra keys a type; its base class declares them as Any.
+    __pydantic_extra__: dict[str, UserEnvironmentConfig]  # pyrefly: ignore[bad-override-mutable-attribute]
 
     math: MathEnvConfig = Field(MathEnvConfig(), description="Answers checked by math-verify.")
     math_default: MathEnvConfig | None = Field(None, description="The same under the name some recipes use.")

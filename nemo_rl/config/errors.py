@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 class ConfigError(ValueError):
     """The configuration cannot be used; `problems` has one line per mistake."""
 
+    subject = "The configuration"
+
     def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
-        head = "The configuration" if source is None else f"The configuration {source}"
+        head = self.subject if source is None else f"{self.subject} {source}"
         count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         super().__init__(f"{head} has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems))
         self.problems = list(problems)
@@ -22,6 +24,8 @@ class ConfigError(ValueError):
 
 class OverridesError(ConfigError):
     """A command-line override cannot be parsed or applied."""
+
+    subject = "The command line"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

@@ -50,14 +50,16 @@ class VllmConfig(Section):
     enable_vllm_metrics_logger: bool = Field(True, description="Sample the engine's own metrics during generation.")
     vllm_metrics_logger_interval: float = Field(0.5, gt=0, description="Seconds between samples of the engine's metrics.")
     expose_http_server: Annotated[bool, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(False, description="Serve an OpenAI-compatible API.")
-    http_server_serving_chat_kwargs: Annotated[dict[str, Any], NotYet("the HTTP server that NeMo-Gym talks to")] = Field({}, description="Its chat options.")
+    http_server_serving_chat_kwargs: Annotated[dict[str, Any], NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
+        default_factory=dict, description="Its chat options."
+    )
     tool_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(None, description="File with a tool parser.")
     reasoning_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(None, description="File with a reasoning parser.")
     enable_prefix_caching: bool | None = Field(None, description="Reuse the KV of shared prefixes; null: on where the device is good at it.")
     skip_tokenizer_init: bool | None = Field(None, description="Start the engine without a tokenizer; null: unless stop strings or bad words need one.")
     load_format: str | None = Field(None, description="How the engine loads weights; null: dummy when training refits it, auto otherwise.")
     cap_max_tokens_to_context: bool = Field(True, description="Cut a request's new tokens to the room left in max_model_len instead of refusing it.")
-    env_vars: dict[str, str] = Field({}, description="Environment variables of the engine's processes.")
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine's processes.")
     video: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Video options.")
     reset_encoder_cache_after_weight_update: Annotated[bool, NotYet("vision-language models")] = Field(
         False, description="Drop the encoder cache after a refit."
@@ -121,4 +123,4 @@ class GenerationConfig(Section):
     router: Literal["least_outstanding_tokens", "round_robin"] = Field("least_outstanding_tokens", description="How requests are dealt to engines.")
     on_preempt: Literal["continue", "redo_turn"] = Field("continue", description="A request whose engine is taken away keeps its tokens, or redoes its turn.")
     vllm_cfg: VllmConfig = Field(VllmConfig(), description="Options of the vLLM engine.")
-    vllm_kwargs: dict[str, Any] = Field({}, description="Passed as they are to the engine.")
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed as they are to the engine.")

@@ -59,7 +59,7 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = Field(False, description="Log to MLflow.")
     swanlab_enabled: bool = Field(False, description="Log to SwanLab.")
     wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
-    tensorboard: dict[str, Any] = Field({}, description="Arguments of TensorBoard's SummaryWriter.")
+    tensorboard: dict[str, Any] = Field(default_factory=dict, description="Arguments of TensorBoard's SummaryWriter.")
     mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow.")
     swanlab: SwanlabConfig = Field(SwanlabConfig(), description="SwanLab.")
     monitor_gpus: bool = Field(True, description="Sample accelerator and memory use.")

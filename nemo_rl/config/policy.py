@@ -35,8 +35,8 @@ class LoraConfig(Section):
     """`policy.dtensor_cfg.lora_cfg`."""
 
     enabled: bool = Field(False, description="Train low-rank adapters instead of the weights.")
-    target_modules: list[str] = Field([], description="Modules that get an adapter.")
-    exclude_modules: list[str] = Field([], description="Modules that do not.")
+    target_modules: list[str] = Field(default_factory=list, description="Modules that get an adapter.")
+    exclude_modules: list[str] = Field(default_factory=list, description="Modules that do not.")
     match_all_linear: bool = Field(True, description="Adapt every linear layer.")
     dim: PositiveInt = Field(8, description="Rank.")
     alpha: PositiveInt = Field(32, description="Scale.")
@@ -57,12 +57,14 @@ class DTensorConfig(Section):
     tensor_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer.")
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
     custom_parallel_plan: str | None = Field(None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one).")
-    automodel_kwargs: Annotated[dict[str, Any], NotYet("options of NeMo-Automodel")] = Field({}, description="Options of NeMo-Automodel.")
+    automodel_kwargs: Annotated[dict[str, Any], NotYet("options of NeMo-Automodel")] = Field(default_factory=dict, description="Options of NeMo-Automodel.")
     expert_parallel_size: Annotated[PositiveInt, NotYet("expert parallelism of NeMo-Automodel")] = Field(1, description="Ranks that share the experts.")
     dp_replicate_size: PositiveInt = Field(1, description="HSDP: replicas of the sharded model within the data-parallel ranks.")
     defer_fsdp_grad_sync: bool = Field(False, description="Reduce gradients once per optimizer step instead of per microbatch.")
-    moe_parallelizer: Annotated[dict[str, Any], NotYet("expert parallelism of NeMo-Automodel")] = Field({}, description="Options of the MoE parallelizer.")
-    env_vars: dict[str, str] = Field({}, description="Environment variables of the workers.")
+    moe_parallelizer: Annotated[dict[str, Any], NotYet("expert parallelism of NeMo-Automodel")] = Field(
+        default_factory=dict, description="Options of the MoE parallelizer."
+    )
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
     clear_cache_every_n_steps: PositiveInt | None = Field(None, description="Empty the accelerator's cache every so many microbatches; null never.")
     lora_cfg: Annotated[LoraConfig, NotYet("LoRA")] = Field(LoraConfig(), description="Low-rank adapters.")
 
@@ -80,7 +82,7 @@ class SchedulerConfig(Section):
     """One entry of `policy.scheduler`: a torch scheduler by dotted name, or the milestones at which the entries follow each other."""
 
     name: str | None = Field(None, description="Dotted name of the scheduler class.")
-    kwargs: dict[str, Any] = Field({}, description="Its keyword arguments besides the optimizer.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments besides the optimizer.")
     milestones: list[NonNegativeInt] | None = Field(None, description="RL steps at which the next scheduler takes over (SequentialLR).")
 
     @model_validator(mode="after")
@@ -165,7 +167,9 @@ class PolicyConfig(Section):
         1, description="Rows are padded on the right to a multiple of this."
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null only measures it.")
-    hf_config_overrides: dict[str, Any] = Field({}, description="Changes to the model's Hugging Face config, for training and generation alike.")
+    hf_config_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Changes to the model's Hugging Face config, for training and generation alike."
+    )
     trust_remote_code: bool = Field(False, description="Let the model's or tokenizer's repository run its own Python code.")
     optimizer: OptimizerConfig | None = Field(OptimizerConfig(), description="The optimizer; null with megatron_cfg, which has its own.")
     scheduler: Annotated[list[SchedulerConfig], BeforeValidator(_as_list)] | None = Field(

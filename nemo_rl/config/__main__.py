@@ -1,0 +1,133 @@
+"""`python -m nemo_rl.config`: show a configuration, compare two, explain a key, write the reference page.
+
+A command-line main, so it prints; it decides nothing. Exit code 2 stands for a mistake in the configuration, which is printed in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.config.errors import ConfigError, did_you_mean
+from nemo_rl.config.layers import source_of
+from nemo_rl.config.load import kind_of_file, load_layers, load_master_config
+from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.reference import reference_page, shown
+from nemo_rl.config.schema import KeyInfo, find_key, keys_of, names_in
+
+_ABSENT = object()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        chosen.run(chosen)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nemo_rl.config", description="Look at configurations.")
+    commands = parser.add_subparsers(required=True, metavar="show|diff|explain|docs")
+    show = commands.add_parser("show", help="print the whole configuration, defaults included")
+    show.add_argument("items", nargs="*", metavar="FILE or OVERRIDE")
+    show.set_defaults(run=_show)
+    diff = commands.add_parser("diff", help="print the keys in which two configurations, or one and the defaults, differ")
+    diff.add_argument("items", nargs="*", metavar="FILE or OVERRIDE", help="overrides apply to the last file")
+    diff.set_defaults(run=_diff)
+    explain = commands.add_parser("explain", help="print what a key means and where its value comes from")
+    explain.add_argument("key", help="dotted key")
+    explain.add_argument("items", nargs="*", metavar="FILE or OVERRIDE")
+    explain.set_defaults(run=_explain)
+    docs = commands.add_parser("docs", help="write the reference of all keys")
+    docs.add_argument("--output", type=Path, default=Path("docs/config.md"))
+    docs.set_defaults(run=_docs)
+    return parser
+
+
+def _show(chosen: argparse.Namespace) -> None:
+    files, overrides = _sorted_out(chosen.items, at_most=1)
+    config = load_master_config(files[0], overrides, kind_of_file(files[0]))
+    print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=160), end="")
+
+
+def _diff(chosen: argparse.Namespace) -> None:
+    files, overrides = _sorted_out(chosen.items, at_most=2)
+    left, right = (None, files[0]) if len(files) == 1 else (files[0], files[1])
+    kind = kind_of_file(right)
+    before = (kind() if left is None else load_master_config(left, (), kind_of_file(left))).to_dict()
+    after = load_master_config(right, overrides, kind).to_dict()
+    for key, old, new in differences(before, after):
+        print(f"{key}: {_or_absent(old)} -> {_or_absent(new)}")
+
+
+def _explain(chosen: argparse.Namespace) -> None:
+    files, overrides = _sorted_out(chosen.items, at_most=1)
+    kind = kind_of_file(files[0])
+    parts = chosen.key.split(".")
+    entry = find_key(kind, parts) or find_key(SFTMasterConfig if kind is MasterConfig else MasterConfig, parts)
+    if entry is None:
+        others = [known.name for known in keys_of(kind) if known.name.rpartition(".")[2] == parts[-1]]
+        hint = f" There is {', '.join(others)}." if others else did_you_mean(parts[-1], names_in(kind, parts))
+        raise ConfigError([f"there is no key {chosen.key}.{hint}"])
+    _print_key(entry)
+    if files[0] is not None or overrides:
+        _print_value(chosen.key, files[0], overrides, kind)
+
+
+def _print_key(entry: KeyInfo) -> None:
+    print(f"{entry.name}: {entry.meaning}")
+    print(f"  type:    {entry.kind}")
+    if entry.has_value:
+        print(f"  default: {'required' if entry.field.is_required() else shown(entry.default)}")
+    print(f"  status:  {'honoured' if entry.not_yet is None else f'not yet ({entry.not_yet})'}")
+
+
+def _print_value(key: str, file: str | None, overrides: list[str], kind: type[RootConfig]) -> None:
+    node: Any = load_master_config(file, overrides, kind).to_dict()
+    for part in key.split("."):
+        node = node[int(part)] if isinstance(node, list) and part.isdigit() else node[part] if isinstance(node, dict) and part in node else _ABSENT
+    source = source_of(load_layers(file, overrides, kind).layers, key.split("."))
+    print(f"  value:   {_or_absent(node)}")
+    print(f"  from:    {source or 'the default'}")
+
+
+def _docs(chosen: argparse.Namespace) -> None:
+    chosen.output.write_text(reference_page(), encoding="utf-8")
+    print(f"wrote {chosen.output}")
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key, old and new value of every key in which two nested mappings differ."""
+    for key in [*before, *(key for key in after if key not in before)]:
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}", old, new
+
+
+def _or_absent(value: Any) -> str:
+    return "(absent)" if value is _ABSENT else shown(value)
+
+
+def _sorted_out(items: Sequence[str], at_most: int) -> tuple[list[str | None], list[str]]:
+    overrides = [item for item in items if "=" in item or item.startswith("~")]
+    files: list[str | None] = [item for item in items if item not in overrides]
+    if len(files) > at_most:
+        raise ConfigError([f"{len(files)} files given ({', '.join(str(file) for file in files)}), but at most {at_most} are read"])
+    return files or [None], overrides
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Configuration files as layers: reading them with their parents, merging them, and telling which one a value came from.
+
+Knows YAML and the merge rules, not the schema. Interpolations stay as they are until everything is merged.
+Invariant: layers are ordered from the weakest to the strongest; merging never changes a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl.config.errors import ConfigError
+
+PARENTS = "defaults"
+REPLACE = "_override_"
+MANDATORY = "???"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values and where they were written: a file, or an override."""
+
+    source: str
+    values: dict[str, Any]
+
+
+def read_layers(path: str | Path) -> list[Layer]:
+    """The file at `path` with everything it inherits through `defaults`, weakest first.
+
+    Raises:
+        ConfigError: a file is missing, is not YAML, has no mapping at its root, or inherits itself.
+    """
+    return _read(Path(path), ())
+
+
+def merge(layers: Sequence[Layer]) -> dict[str, Any]:
+    """One mapping from all layers: mappings merge key by key, anything else replaces.
+
+    A mapping with `_override_: true` replaces the mapping below it; a value `???` lets the one below show.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge_mappings(merged, layer.values)
+    return merged
+
+
+def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, by the rules of `merge`."""
+    if above.get(REPLACE) is True:
+        below = {}
+    merged = dict(below)
+    for key, value in above.items():
+        if key == REPLACE or (value == MANDATORY and key in below):
+            continue
+        if isinstance(value, Mapping):
+            under = merged.get(key)
+            merged[key] = merge_mappings(under if isinstance(under, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def source_of(layers: Sequence[Layer], key: Sequence[str]) -> str | None:
+    """The source of the strongest layer that says something about the dotted key; None when no layer does."""
+    return next((layer.source for layer in reversed(layers) if _speaks_of(layer.values, key)), None)
+
+
+def _speaks_of(values: object, key: Sequence[str]) -> bool:
+    if not isinstance(values, Mapping):
+        return True
+    if not key:
+        return True
+    if values.get(REPLACE) is True:
+        return True
+    return key[0] in values and values[key[0]] != MANDATORY and _speaks_of(values[key[0]], key[1:])
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> list[Layer]:
+    path = path.expanduser()
+    if path.resolve() in readers:
+        chain = " -> ".join(str(step) for step in (*readers, path.resolve()))
+        raise ConfigError([f"{PARENTS}: the files inherit each other in a circle: {chain}"])
+    values = _read_mapping(path, readers)
+    parents = values.pop(PARENTS, [])
+    layers: list[Layer] = []
+    for parent in [parents] if isinstance(parents, str) else parents or []:
+        if not isinstance(parent, str):
+            raise ConfigError([f"{PARENTS}: {parent!r} is not the path of a file"], source=str(path))
+        layers += _read(path.parent / parent, (*readers, path.resolve()))
+    return [*layers, Layer(str(path), values)]
+
+
+def _read_mapping(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    if not path.is_file():
+        inherited = f" (inherited by {readers[-1]})" if readers else ""
+        raise ConfigError([f"there is no file {path}{inherited}"], source=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.safe_load(text)
+        # OmegaConf reads YAML's numbers as people write them (1e-6) and refuses keys that appear twice, but takes a lone string for a key.
+        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if isinstance(root, dict) else {} if root is None else root
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError([f"not readable as YAML: {error}"], source=str(path)) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))
+    return {str(key): value for key, value in values.items()}

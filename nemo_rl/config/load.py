@@ -1,0 +1,102 @@
+"""Loads a configuration: files with inheritance, then overrides, then schema, status and rules.
+
+`load_config` gives the merged mapping as NeMo-RL's scripts expect it; `load_master_config` gives the checked configuration.
+Knows the order of the stages, and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_rl.config.errors import OverridesError
+from nemo_rl.config.layers import Layer, merge, read_layers
+from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.overrides import Action, Override, apply, names_beside, parse_hydra_overrides, parse_override
+from nemo_rl.config.schema import is_known, names_in, null_where_allowed
+from nemo_rl.config.validate import validate
+
+Config = TypeVar("Config", bound=RootConfig)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The merged mapping before defaults, and the layers it came from, weakest first."""
+
+    values: dict[str, Any]
+    layers: list[Layer]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """The file at `path` with its parents and overrides merged; interpolations unresolved, no defaults filled in.
+
+    Raises:
+        ConfigError: a file cannot be read.
+        OverridesError: an override cannot be applied.
+    """
+    return parse_hydra_overrides(OmegaConf.create(merge(read_layers(path))), overrides)
+
+
+@overload
+def load_master_config(path: str | Path | None, overrides: Sequence[str] = ()) -> MasterConfig: ...
+@overload
+def load_master_config(path: str | Path | None, overrides: Sequence[str], kind: type[Config]) -> Config: ...
+@overload
+def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), *, kind: type[Config]) -> Config: ...
+
+
+def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), kind: type[RootConfig] = MasterConfig) -> RootConfig:
+    """The checked configuration of a run.
+
+    Args:
+        path: a YAML file; None stands for the defaults alone.
+        overrides: in the grammar of `nemo_rl.config.overrides`; keys that the schema knows may be set though no file writes them.
+        kind: MasterConfig for GRPO, SFTMasterConfig for SFT.
+
+    Raises:
+        ConfigError: with one line per mistake.
+        OverridesError: an override cannot be parsed or applied.
+    """
+    return validate(load_layers(path, overrides, kind).values, kind, source=None if path is None else str(path))
+
+
+def load_layers(path: str | Path | None, overrides: Sequence[str], kind: type[RootConfig]) -> Loaded:
+    """Files and overrides merged, with every override as a layer of its own."""
+    layers = [] if path is None else read_layers(path)
+    values = merge(layers)
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            override = parse_override(text)
+            values = _override(values, override, kind)
+        except OverridesError as error:
+            problems += error.problems
+            continue
+        layers.append(Layer(f"override {text!r}", _nested(override.key, override.value)))
+    if problems:
+        raise OverridesError(problems)
+    return Loaded(values, layers)
+
+
+def kind_of_file(path: str | Path | None) -> type[MasterConfig | SFTMasterConfig]:
+    """SFT when the merged file has a section `sft`, GRPO otherwise."""
+    return SFTMasterConfig if path is not None and "sft" in merge(read_layers(path)) else MasterConfig
+
+
+def _override(values: dict[str, Any], override: Override, kind: type[RootConfig]) -> dict[str, Any]:
+    changed = apply(values, override, lambda key: is_known(kind, key), lambda key: names_in(kind, key) or names_beside(values, key))
+    if override.action is Action.DELETE and null_where_allowed(kind, override.key):
+        # NeMo-RL reads a deleted key as null; without this the schema's default would come back.
+        return apply(changed, Override(override.text, Action.FORCE, override.key, None), lambda key: True, lambda key: [])
+    return changed
+
+
+def _nested(key: Sequence[str], value: Any) -> dict[str, Any]:
+    nested: Any = value
+    for part in reversed(key):
+        nested = {part: nested}
+    return nested

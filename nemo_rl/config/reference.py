@@ -1,0 +1,79 @@
+"""Writes the reference of all keys, `docs/config.md`, from the schemas.
+
+Decides the page's shape only; every word about a key is the schema's. Invariant: the same schemas give the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_rl.config.master import MasterConfig, SFTMasterConfig
+from nemo_rl.config.schema import KeyInfo, keys_of
+from nemo_rl.config.section import Section
+
+_INTRODUCTION = """# Configuration
+
+Generated from the schemas by `python -m nemo_rl.config docs`; edit the descriptions there.
+
+A run reads one YAML file. `defaults:` names the files it inherits (a path or a list of paths, relative to the file; later ones win, the file itself
+wins over all). A mapping with `_override_: true` replaces the inherited one instead of merging with it, and `???` marks a value that must be given.
+`${a.b}` takes another key's value, `${add:..}`, `${mul:..}`, `${div:..}` and `${max:..}` reckon with them. On the command line `a.b=v` sets a key,
+`+a.b=v` adds one, `++a.b=v` does either, `~a.b` deletes.
+
+A key that a file omits has the default below. A default such as `${policy.max_total_sequence_length}` follows that key. Unknown keys are refused.
+**Not yet** marks keys that are known but not built: set to another value than the default (or, for a section, enabled), they are refused by name.
+
+```
+python -m nemo_rl.config show FILE [OVERRIDES]     # the whole configuration, defaults included
+python -m nemo_rl.config diff FILE [FILE]          # against the defaults, or against another file
+python -m nemo_rl.config explain KEY [FILE] [OVERRIDES]   # what a key means and where its value comes from
+```
+"""
+
+
+def reference_page() -> str:
+    """The whole page as Markdown."""
+    seen = set(MasterConfig.model_fields)
+    parts = [
+        _INTRODUCTION,
+        "## GRPO\n",
+        *_tables(MasterConfig, ()),
+        "## SFT\n",
+        "Shares `policy`, `data`, `logger`, `cluster` and `checkpointing` with GRPO.\n",
+    ]
+    parts += _tables(SFTMasterConfig, tuple(seen))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would have it on one line."""
+    if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e9):
+        return f"{value:g}"
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _tables(schema: type[Section], without: tuple[str, ...]) -> list[str]:
+    lines: list[str] = []
+    for holder, keys in _by_section(schema, without):
+        if not keys:
+            continue
+        lines += [f"### `{holder.name}`\n", f"{holder.meaning}\n" if holder.not_yet is None else f"{holder.meaning} **Not yet**: {holder.not_yet}.\n"]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(key, holder) for key in keys]
+        lines.append("")
+    return lines
+
+
+def _by_section(schema: type[Section], without: tuple[str, ...]) -> Iterator[tuple[KeyInfo, list[KeyInfo]]]:
+    entries = [entry for entry in keys_of(schema) if entry.name.split(".")[0] not in without]
+    for holder in (entry for entry in entries if entry.section is not None):
+        yield holder, [entry for entry in entries if entry.has_value and entry.name.rpartition(".")[0] == holder.name]
+
+
+def _row(key: KeyInfo, holder: KeyInfo) -> str:
+    meaning = key.meaning if key.not_yet is None or holder.not_yet is not None else f"{key.meaning} **Not yet**: {key.not_yet}."
+    default = "required" if key.field.is_required() else f"`{shown(key.default)}`"
+    cells = (f"`{key.name.rpartition('.')[2]}`", key.kind, default, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,195 @@
+"""Every refusal of a configuration: its key, its reason, and that the same run without the mistake is accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig, check_config, load_master_config
+
+EXAMPLE = Path(__file__).parents[2] / "examples/configs/grpo_math_1B.yaml"
+
+
+def problems(*overrides: str, kind: type[MasterConfig | SFTMasterConfig] = MasterConfig) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_master_config(None, list(overrides), kind)
+    return caught.value.problems
+
+
+def test_the_defaults_and_the_exemplar_are_accepted_and_equal() -> None:
+    assert load_master_config(EXAMPLE) == load_master_config(None)
+
+
+NOT_BUILT = [
+    "policy.megatron_cfg.enabled=true",
+    "policy.generation.backend=sglang",
+    "policy.router_replay.enabled=true",
+    "policy.draft.enabled=true",
+    "policy.generation.vllm_cfg.precision=fp8",
+    "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
+    "policy.quant_cfg=FP8",
+    "policy.is_vlm=true",
+    "policy.reward_model_cfg.enabled=true",
+    "policy.dtensor_cfg.lora_cfg.enabled=true",
+    "policy.dtensor_cfg.expert_parallel_size=2",
+    "env.should_use_nemo_gym=true",
+    "on_policy_distillation.enabled=true",
+    "policy.generation.refit_transport=nixl",
+    "data_plane.enabled=true",
+    "grpo.async_grpo.enabled=true",
+    "async_rl={max_inflight_prompts: 4}",
+    "reward_penalties.penalize_empty_final_answer=true",
+]
+
+
+@pytest.mark.parametrize("override", NOT_BUILT)
+def test_what_is_not_built_yet_is_refused_by_its_dotted_name(override: str) -> None:
+    key = override.partition("=")[0]
+    assert any(line.startswith(f"{key}:") and "not built yet" in line for line in problems(override))
+
+
+ACCEPTED = [
+    ["policy.generation.vllm_cfg.async_engine=false"],
+    ["policy.generation.vllm_cfg.async_engine=true"],
+    ["policy.dtensor_cfg._v2=false"],
+    ["policy.megatron_cfg.optimizer.lr=1e-5"],
+    ["policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true"],
+    ["cluster.gpus_per_node=8", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=4"],
+    ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.reward_shaping.enabled=true", "grpo.reward_scaling.enabled=true"],
+    ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+    ["loss_fn.use_cispo=true", "loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_max=5.0"],
+    ["grpo.val_period=0", "data.train={dataset_name: gsm8k}"],
+    ["data.train={dataset_name: my.module.Rows, colour: red}", "data.validation={dataset_name: gsm8k}"],
+    ["+env.mine.class=my.module.Env", "+env.mine.bonus=2", "data.train={dataset_name: gsm8k, env_name: mine, split_validation_size: 8}"],
+]
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_what_can_be_honoured_is_accepted(overrides: list[str]) -> None:
+    load_master_config(None, overrides)
+
+
+BROKEN = [
+    (["policy.dtensor_cfg.enabled=false"], "both false; enable exactly one"),
+    (["policy.optimizer=null"], "policy.optimizer: null"),
+    (["policy.dynamic_batching.enabled=true"], "sequence_packing.enabled and policy.dynamic_batching.enabled exclude"),
+    (["policy.dtensor_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 accelerators that train"),
+    (["policy.dtensor_cfg.dp_replicate_size=3", "cluster.gpus_per_node=8"], "dp_replicate_size is 3, which does not divide the data-parallel size 8"),
+    (["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 accelerators that generate"),
+    (
+        ["policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
+        "not a multiple of",
+    ),
+    (["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=4", "policy.logprob_batch_size=8"], "with tensor parallelism 4 they must be equal"),
+    (
+        [
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+            "policy.dtensor_cfg.sequence_parallel=true",
+            "cluster.gpus_per_node=2",
+            "policy.make_sequence_length_divisible_by=1",
+        ],
+        "need a multiple of 2",
+    ),
+    (["cluster.master_port_range_low=2000"], "cluster.master_port_range_low is 2000, above"),
+    (["cluster.device=cpu", "cluster.gpus_per_node=4"], "cluster.cpu_slots offers 2"),
+    (["policy.generation.colocated.enabled=false"], "colocated.resources.gpus_per_node is null; without colocation"),
+    (["policy.generation.colocated.enabled=false", "cluster.num_nodes=2"], "colocated.resources.num_nodes is null; without colocation"),
+    (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "loss_fn.use_cispo and loss_fn.ratio_clip_c exclude each other"),
+    (["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"], "loss_fn.use_cispo needs loss_fn.token_level_loss: true"),
+    (["loss_fn.sequence_level_importance_ratios=true"], "needs loss_fn.token_level_loss: false"),
+    (["loss_fn.truncated_importance_sampling_ratio=2"], "nothing would be truncated"),
+    (["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2"], "needs loss_fn.use_importance_sampling_correction"),
+    (
+        [
+            "loss_fn.truncated_importance_sampling_type=icepop",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "loss_fn.use_importance_sampling_correction=true",
+        ],
+        "needs loss_fn.truncated_importance_sampling_ratio_min",
+    ),
+    (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"], "one optimizer step per RL step"),
+    (["grpo.skip_reference_policy_logprobs_calculation=true"], "needs loss_fn.reference_policy_kl_penalty: 0, not 0.01"),
+    (["loss_fn.use_kl_in_reward=true"], "needs grpo.adv_estimator.name: reinforce_plus_plus"),
+    (["loss_fn.use_kl_in_reward=true", "loss_fn.force_on_policy_ratio=true", "grpo.adv_estimator.name=reinforce_plus_plus"], "previous log-probabilities"),
+    (["policy.generation.vllm_cfg.precision=fp8"], "precision: fp8 needs loss_fn.use_importance_sampling_correction"),
+    (["grpo.adv_estimator.name=opd"], "needs teachers"),
+    (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low 1.0 is above"),
+    (["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"], "is not below source_max"),
+    (["policy.train_global_batch_size=500"], "does not divide the 512 samples of a step"),
+    (["policy.train_global_batch_size=512", "cluster.gpus_per_node=3"], "which the 3 data-parallel ranks do not divide"),
+    (
+        ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"],
+        "policy.train_micro_batch_size is 3, which does not divide the 512 samples of a rank",
+    ),
+    (["policy.sequence_packing.enabled=false", "policy.logprob_batch_size=3"], "policy.logprob_batch_size is 3"),
+    (["policy.sequence_packing.train_mb_tokens=100"], "too small for one sequence"),
+    (["data.max_input_seq_length=1024"], "data.max_input_seq_length 1024 is above"),
+    (["grpo.batch_multiplier=2"], "needs grpo.use_dynamic_sampling: true"),
+    (["grpo.max_val_samples=8"], "validation would have no batch"),
+    (["grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_metric_threshold=1"], "needs grpo.val_num_generations_per_prompt above 1"),
+    (["grpo.stop_at_validation_metric=accuracy"], "set both or neither"),
+    (["data.train={dataset_name: gsm8k}"], "data.validation is null"),
+    (["data.train=[]", "grpo.val_period=0"], "data.train: an empty list"),
+    (["data.use_multiple_dataloader=true"], "needs data.num_prompts_per_dataloader"),
+    (["data.custom_dataloader=a.b"], "needs data.use_multiple_dataloader: true"),
+    (["data.default.env_name=mth"], "there is no environment 'mth'. Did you mean 'math'?"),
+    (["+env.mth.num_workers=2"], "env.mth: unknown environment, and nothing uses it. Did you mean 'math'?"),
+    (["grpo.rollout_record=x", "grpo.rollout_replay=x"], "same directory"),
+    (["grpo.async_grpo.enabled=true"], "needs loss_fn.use_importance_sampling_correction: true"),
+    (["grpo.async_grpo.enabled=true"], "needs policy.generation.colocated.enabled: false"),
+    (["policy.draft.enabled=true"], "policy.draft.enabled needs policy.megatron_cfg.enabled"),
+    (["policy.generation=null"], "policy.generation: null, but GRPO generates"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BROKEN)
+def test_what_cannot_be_combined_is_refused_with_its_keys(overrides: list[str], message: str) -> None:
+    assert any(message in line for line in problems(*overrides)), problems(*overrides)
+
+
+SCHEMA = [
+    (["++grpo.sed=3"], "grpo.sed: unknown key. Did you mean 'seed'?"),
+    (["++loss_fn.tensor_parallel_size=4"], "There is policy.dtensor_cfg.tensor_parallel_size"),
+    (["grpo.adv_estimator.name=grop"], "grpo.adv_estimator.name: 'grop' is not one of 'grpo', 'gdpo', 'reinforce_plus_plus' or 'opd'. Did you mean 'grpo'?"),
+    (["grpo.seed=many"], "grpo.seed: 'many'"),
+    (["policy.train_micro_batch_size=0"], "policy.train_micro_batch_size: 0: input should be greater than 0"),
+    (["data.train={dataset_name: gsm8k, promt_file: x}"], "data.train: unknown key 'promt_file'. Did you mean 'prompt_file'?"),
+    (["data.train=[{dataset_name: gsm8k}, {seed: 1}]"], "data.train.1.dataset_name: required"),
+    (["policy.scheduler=[{kwargs: {}}]"], "policy.scheduler.0:"),
+    (["grpo.seed=???"], "grpo.seed: mandatory"),
+    (["grpo.seed=${nowhere}"], "grpo.seed: Interpolation key 'nowhere' not found"),
+    (["cluster=5"], "cluster: 5"),
+    (["checkpointing.metric_name=accuracy"], "checkpointing.metric_name: 'accuracy'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), SCHEMA)
+def test_what_the_schema_refuses_is_told_in_words(overrides: list[str], message: str) -> None:
+    assert any(message in line for line in problems(*overrides)), problems(*overrides)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    lines = problems("++grpo.sed=3", "policy.precision=fp4", "policy.megatron_cfg.enabled=true")
+    assert len(lines) == 3
+
+
+def test_the_accuracy_check_of_wide_tensor_parallelism_can_be_waived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "1")
+    load_master_config(None, ["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=4", "policy.logprob_batch_size=8"])
+
+
+def test_sft_has_its_own_loop_and_its_rules() -> None:
+    good = ["data.train={dataset_name: arithmetic}", "data.validation={dataset_name: arithmetic, split: validation}"]
+    config = load_master_config(None, [*good, "policy.train_global_batch_size=32"], SFTMasterConfig)
+    assert config.sft.max_num_steps == 60 and config.checkpointing.metric_name == "val:val_loss"
+    assert any("sft.val_at_start ask for validation" in line for line in problems("data.train={dataset_name: arithmetic}", kind=SFTMasterConfig))
+    assert any("grpo: unknown key" in line for line in problems(*good, "++grpo.seed=1", kind=SFTMasterConfig))
+
+
+def test_a_configuration_built_in_python_is_checked_too() -> None:
+    config = MasterConfig()
+    check_config(config)
+    config.policy.dynamic_batching.enabled = True
+    with pytest.raises(ConfigError, match="exclude each other"):
+        check_config(config)
