@@ -45,8 +45,8 @@ def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = No
     try:
         config = kind.model_validate(filled)
     except ValidationError as error:
-        found = _without_echoes(error.errors(include_url=False), raw, filled)
-        raise ConfigError([*_describe(found, filled, kind), *_refusals_besides(found, filled, kind)], source) from error
+        found = error.errors(include_url=False)
+        raise ConfigError([*_describe(_without_echoes(found, raw, filled), filled, kind), *_refusals_besides(found, filled, kind)], source) from error
     problems = [*_required_sections(raw, kind), *refusals(config), *broken_rules(config)]
     if problems:
         raise ConfigError(problems, source)
