@@ -90,7 +90,7 @@ class ClippedPGLossFn:
         Args:
             data: per-token columns [B, S] `advantages`, `generation_logprobs`, `token_mask`, `prev_logprobs` (not read with `force_on_policy_ratio`) and
                 `reference_policy_logprobs` (with a KL penalty), and per-row [B] `sample_mask` and, for the positive-example term, `rewards`
-                and optionally `positive_nll_scale` (see `positive_nll_scale` in `nemo_rl.algorithms.grpo.advantages`).
+                and optionally `positive_nll_scale` (see the function of that name).
             global_valid_seqs: sequences of the global batch; 1 for plain sums.
             global_valid_toks: trained tokens of the global batch; 1 for plain sums.
             next_token_logprobs: c [B, T], after the sampling filters (top-k, top-p), if any.
@@ -233,6 +233,33 @@ class ClippedPGLossFn:
 
         values = {"sampling_importance_ratio": weights_BT, "is_oob_ratio": outside}
         return {name: mean(value, self.metric_normalizations[name]) for name, value in values.items()}
+
+
+def positive_nll_scale(
+    rewards_B: torch.Tensor, valid_tokens_B: torch.Tensor, sample_mask_B: torch.Tensor, *, token_level_loss: bool, global_batch_size: int | None = None
+) -> torch.Tensor:
+    """The column `positive_nll_scale` [B], which makes the positive-example term the mean over a whole global batch however that batch is cut.
+
+    Args:
+        rewards_B: rewards.
+        valid_tokens_B: trained tokens of each row.
+        sample_mask_B: 0 for rows without loss.
+        token_level_loss: `loss_fn.token_level_loss`.
+        global_batch_size: rows of one optimizer step; all rows when None.
+
+    Returns:
+        For each row, the count that divides the gradient of its global batch over the tokens of that batch's positive rows.
+
+    Raises:
+        ValueError: the global batch size does not divide the rows.
+    """
+    size = len(rewards_B) if global_batch_size is None else global_batch_size
+    if size < 1 or len(rewards_B) % size:
+        raise ValueError(f"global_batch_size={size} does not divide {len(rewards_B)} rows")
+    tokens_NB = (valid_tokens_B * sample_mask_B).double().view(-1, size)
+    count_N = tokens_NB.sum(1) if token_level_loss else sample_mask_B.double().view(-1, size).sum(1)
+    positive_N = torch.where(rewards_B.view(-1, size) > 0, tokens_NB, 0).sum(1)
+    return (count_N / (positive_N + EPSILON)).repeat_interleave(size)
 
 
 def _drop_filtered_out(mask_BT: torch.Tensor, current_BT: torch.Tensor, previous_BT: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss import ClippedPGLossFn, LossFunction, LossType, MetricNormalizer
+from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import count_valid, normalize_metrics
 
 IS = {"use_importance_sampling_correction": True}
@@ -232,10 +233,13 @@ def test_the_positive_example_term_is_split_safe_with_the_scale_of_the_whole_bat
     data["rewards"] = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
     loss_fn = loss_of(variant)
     sequences, tokens = count_valid(data)
-    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-    positive_tokens = (mask * (data["rewards"] > 0)[:, None]).sum()
     whole = run(loss_fn, data, current, [list(range(6))], (sequences, tokens))
-    data["positive_nll_scale"] = ((tokens if variant == "vapo" else sequences) / positive_tokens).expand(6)
+    own_tokens = data["token_mask"][:, 1:].sum(1)
+    scale = positive_nll_scale(data["rewards"], own_tokens, data["sample_mask"], token_level_loss=loss_fn.cfg.token_level_loss)
+    data["positive_nll_scale"] = scale
+    halves = (positive_nll_scale(data["rewards"], own_tokens, data["sample_mask"], token_level_loss=True, global_batch_size=3)).view(2, 3)
+    assert (halves == halves[:, :1]).all()
+    assert halves[0, 0] != halves[1, 0]
     split = run(loss_fn, data, current, [[0], [1, 2], [3, 4, 5]], (sequences, tokens))
     torch.testing.assert_close(split[0], whole[0], rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(split[1], whole[1], rtol=1e-6, atol=1e-12)

@@ -1,4 +1,5 @@
 """The run record: what is written comes back, and damage is found where it is and believed nowhere else."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

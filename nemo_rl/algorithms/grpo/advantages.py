@@ -1,0 +1,199 @@
+"""From rewards to per-token advantages, in row arithmetic and token stages.
+
+`row_advantages` is what a sample is worth; `compute_advantages` spreads it over tokens, running stages through whatever store holds them.
+Knows nothing of rollouts or losses. Invariant: a stage sees only its own rows; what needs all rows (whitening) is reduced by the driver in between.
+
+Shapes: B samples, S tokens of a padded row.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from nemo_rl.algorithms.grpo.baselines import GroupStatistics, group_statistics
+from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX
+from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.loss.kl import KLType, calculate_kl
+
+ApplyStage = Callable[[TokenStage], Mapping[str, torch.Tensor]]  # runs a stage where the rows are and returns its `rows`
+
+STD_EPSILON = 1e-6
+WHITENING_VARIANCE_FLOOR = 1e-8
+
+
+def row_advantages(
+    cfg: AdvEstimatorConfig, rewards_B: torch.Tensor, components: Mapping[str, torch.Tensor], group_ids_B: torch.Tensor, valid_B: torch.Tensor
+) -> torch.Tensor:
+    """What each sample is worth against its group [B]; zeros for `opd`, whose advantages come from tokens alone.
+
+    - `grpo` (https://arxiv.org/abs/2402.03300): reward minus baseline, over the deviation where that is not 0.
+    - `gdpo` (https://arxiv.org/abs/2601.05242): the same per `reward/<name>` component, weighted and summed, then standardised over the batch.
+    - `reinforce_plus_plus` (https://arxiv.org/abs/2501.03262): reward minus the plain group mean, or the reward.
+
+    Args:
+        cfg: the estimator's section.
+        rewards_B: processed total rewards.
+        components: `reward/<name>` columns, for gdpo.
+        group_ids_B: group of each sample.
+        valid_B: 0 for samples outside the baselines.
+
+    Raises:
+        ValueError: gdpo without two components, or with weights that do not match them.
+    """
+    if cfg.name == "opd":
+        return torch.zeros_like(rewards_B)
+    if cfg.name == "gdpo":
+        return _gdpo(cfg, components, group_ids_B, valid_B)
+    if cfg.name == "reinforce_plus_plus":
+        return (
+            rewards_B - group_statistics(rewards_B, group_ids_B, torch.ones_like(valid_B), leave_one_out=False).baseline_B if cfg.minus_baseline else rewards_B
+        )
+    statistics = group_statistics(rewards_B, group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline)
+    return normalized_advantages(rewards_B, statistics, normalize=cfg.normalize_rewards)
+
+
+def normalized_advantages(rewards_B: torch.Tensor, statistics: GroupStatistics, *, normalize: bool) -> torch.Tensor:
+    """Reward minus baseline, divided by the deviation plus 1e-6 where that deviation is not 0."""
+    advantages_B = rewards_B - statistics.baseline_B
+    return torch.where(statistics.std_B > 0, advantages_B / (statistics.std_B + STD_EPSILON), advantages_B) if normalize else advantages_B
+
+
+def _gdpo(cfg: AdvEstimatorConfig, components: Mapping[str, torch.Tensor], group_ids_B: torch.Tensor, valid_B: torch.Tensor) -> torch.Tensor:
+    names = sorted(name for name in components if name.startswith(COMPONENT_PREFIX))
+    if len(names) < 2:
+        raise ValueError(f"grpo.adv_estimator.name=gdpo needs at least two reward/<name> components from the environment, got {names}")
+    total_B = torch.zeros(len(group_ids_B))
+    for name, weight in zip(names, _component_weights(cfg, names), strict=True):
+        statistics = group_statistics(components[name], group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline)
+        total_B = total_B + weight * normalized_advantages(components[name], statistics, normalize=cfg.normalize_rewards)
+    centred_B = total_B - total_B.mean()
+    std = total_B.std() if len(total_B) > 1 else total_B.new_zeros(())
+    return centred_B / std if std > 0 else centred_B
+
+
+def _component_weights(cfg: AdvEstimatorConfig, names: Sequence[str]) -> list[float]:
+    weights = cfg.reward_weights
+    if weights is None:
+        return [1.0] * len(names)
+    if isinstance(weights, dict):
+        by_name = {name if name.startswith(COMPONENT_PREFIX) else COMPONENT_PREFIX + name: weight for name, weight in weights.items()}
+        if set(by_name) != set(names):
+            raise ValueError(f"grpo.adv_estimator.reward_weights names {sorted(by_name)}, the environment gives {list(names)}")
+        return [by_name[name] for name in names]
+    if len(weights) != len(names):
+        raise ValueError(f"grpo.adv_estimator.reward_weights has {len(weights)} weights for the components {list(names)}")
+    return weights
+
+
+def compute_advantages(apply: ApplyStage, cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> dict[str, float]:
+    """Write the column `advantages` [B, S] and return its metrics.
+
+    Args:
+        apply: runs a stage on the batch and returns its rows; the batch holds `row_advantages` [B], `token_mask` [B, S] and `sample_mask` [B], and the
+            log-probabilities the estimator needs.
+        cfg: `adv_estimator` and the clamps are read.
+        loss_cfg: the KL switches are read, for `use_kl_in_reward`.
+    """
+    clip = {"clip_low": cfg.advantage_clip_low, "clip_high": cfg.advantage_clip_high}
+    always = ("token_mask", "sample_mask")
+    name = cfg.adv_estimator.name
+    if name == "opd":
+        rows = apply(TokenStage(distillation_advantages, ("teacher_logprobs", "prev_logprobs", *always), ("advantages",), clip))
+    elif name == "reinforce_plus_plus":
+        unwhitened = apply(penalized_advantages_stage(loss_cfg))
+        mean, variance = whitening_statistics(unwhitened)
+        rows = apply(TokenStage(whitened_advantages, ("unwhitened_advantages", *always), ("advantages",), {"mean": mean, "variance": variance, **clip}))
+    else:
+        rows = apply(TokenStage(broadcast_advantages, ("row_advantages", *always), ("advantages",), clip))
+    return advantage_metrics(rows)
+
+
+def broadcast_advantages(columns: BatchedDataDict, *, clip_low: float | None = None, clip_high: float | None = None) -> StageOutput:
+    """Every token of a row gets the row's advantage."""
+    advantages_BS = columns["row_advantages"][:, None].expand(columns["token_mask"].shape)
+    return _finish(columns, advantages_BS, clip_low, clip_high)
+
+
+def distillation_advantages(columns: BatchedDataDict, *, clip_low: float | None = None, clip_high: float | None = None) -> StageOutput:
+    """On-policy distillation: teacher minus student log-probability of each trained token."""
+    gap_BS = columns["teacher_logprobs"] - columns["prev_logprobs"]
+    return _finish(columns, torch.where(_trained(columns) != 0, gap_BS, 0).detach(), clip_low, clip_high)
+
+
+def penalized_advantages_stage(loss_cfg: ClippedPGLossConfig) -> TokenStage:
+    """The first of REINFORCE++'s two stages, with the KL penalty in it when `use_kl_in_reward`."""
+    if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
+        return TokenStage(penalized_advantages, ("row_advantages", "token_mask", "sample_mask"), ("unwhitened_advantages",))
+    params = {
+        "kl_penalty": loss_cfg.reference_policy_kl_penalty,
+        "kl_type": loss_cfg.reference_policy_kl_type,
+        "input_clamp": loss_cfg.kl_input_clamp_value,
+        "output_clamp": loss_cfg.kl_output_clamp_value,
+    }
+    reads = ("row_advantages", "token_mask", "sample_mask", "prev_logprobs", "reference_policy_logprobs")
+    return TokenStage(penalized_advantages, reads, ("unwhitened_advantages",), params)
+
+
+def penalized_advantages(
+    columns: BatchedDataDict, *, kl_penalty: float = 0.0, kl_type: KLType = "k3", input_clamp: float | None = None, output_clamp: float | None = None
+) -> StageOutput:
+    """Row advantages per token, minus the penalty times KL(training policy || reference); with the sums that whitening needs."""
+    mask_BS = _trained(columns)
+    advantages_BS = columns["row_advantages"][:, None].expand(mask_BS.shape)
+    if kl_penalty:
+        policy_BS, reference_BS = (torch.where(mask_BS != 0, columns[name], 0) for name in ("prev_logprobs", "reference_policy_logprobs"))
+        advantages_BS = advantages_BS - kl_penalty * calculate_kl(policy_BS, reference_BS, kl_type, input_clamp, output_clamp)
+    weighted_BS = (advantages_BS * mask_BS).double()
+    rows = {"sum": weighted_BS.sum(-1), "sum_of_squares": (weighted_BS * advantages_BS.double()).sum(-1), "count": mask_BS.double().sum(-1)}
+    return StageOutput({"unwhitened_advantages": advantages_BS.contiguous()}, rows)
+
+
+def whitening_statistics(rows: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """Mean and variance over all trained tokens, from the sums of `penalized_advantages`."""
+    count = rows["count"].sum().item()
+    if count == 0:
+        return 0.0, 1.0
+    mean = rows["sum"].sum().item() / count
+    return mean, max(rows["sum_of_squares"].sum().item() / count - mean**2, 0.0)
+
+
+def whitened_advantages(
+    columns: BatchedDataDict, *, mean: float, variance: float, clip_low: float | None = None, clip_high: float | None = None
+) -> StageOutput:
+    """Advantages with the batch's mean taken off and divided by its deviation (variance at least 1e-8); 0 where nothing is trained."""
+    white_BS = (columns["unwhitened_advantages"] - mean) / math.sqrt(max(variance, WHITENING_VARIANCE_FLOOR))
+    return _finish(columns, torch.where(_trained(columns) != 0, white_BS, 0), clip_low, clip_high)
+
+
+def _trained(columns: BatchedDataDict) -> torch.Tensor:
+    return columns["token_mask"] * columns["sample_mask"][:, None]
+
+
+def _finish(columns: BatchedDataDict, advantages_BS: torch.Tensor, clip_low: float | None, clip_high: float | None) -> StageOutput:
+    if clip_low is not None or clip_high is not None:
+        advantages_BS = advantages_BS.clamp(clip_low, clip_high)
+    trained_BS = _trained(columns) != 0
+    rows = {
+        "sum": torch.where(trained_BS, advantages_BS, 0).double().sum(-1),
+        "count": trained_BS.sum(-1),
+        "min": torch.where(trained_BS, advantages_BS, torch.inf).amin(-1),
+        "max": torch.where(trained_BS, advantages_BS, -torch.inf).amax(-1),
+    }
+    return StageOutput({"advantages": advantages_BS.contiguous()}, rows)
+
+
+def advantage_metrics(rows: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """`advantages/{mean,max,min,sum}` over trained tokens; zeros when there are none."""
+    count = int(rows["count"].sum())
+    if count == 0:
+        return dict.fromkeys(("advantages/mean", "advantages/max", "advantages/min", "advantages/sum"), 0.0)
+    total = rows["sum"].sum().item()
+    return {
+        "advantages/mean": total / count,
+        "advantages/max": rows["max"].max().item(),
+        "advantages/min": rows["min"].min().item(),
+        "advantages/sum": total,
+    }

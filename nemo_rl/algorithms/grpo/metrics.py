@@ -1,0 +1,115 @@
+"""The numbers of a training step: microbatch metrics joined into one per name, and what the rewards and lengths of the batch say.
+
+Knows the names metrics have in NeMo-RL's dashboards, and how each is joined; it writes to no logger.
+Invariant: joining does not depend on how the batch was cut into microbatches, since losses normalise by global counts.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_rl.loss.normalization import is_extremum
+
+_AVERAGED = frozenset({"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
+
+
+def aggregate_microbatch_metrics(metrics: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """One number per metric from its values in every microbatch (and rank).
+
+    Summed, except: values that every microbatch repeats (learning rate, weight decay, rewards, global counts, prompt length) are averaged, and
+    `*_min` and `*_max` take the extremum of the finite ones, -1 when there is none.
+
+    Args:
+        metrics: values per name, numbers or scalar tensors.
+    """
+    return {name: _aggregate(name, [float(value) for value in values]) for name, values in metrics.items() if len(values)}
+
+
+def _aggregate(name: str, values: Sequence[float]) -> float:
+    if is_extremum(name):
+        finite = [value for value in values if math.isfinite(value)]
+        return (min(finite) if "_min" in name else max(finite)) if finite else -1.0
+    total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    return total / len(values) if name in _AVERAGED else total
+
+
+def collect_microbatch_metrics(microbatches: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Values per name, from one mapping per microbatch."""
+    collected: dict[str, list[Any]] = {}
+    for metrics in microbatches:
+        for name, value in metrics.items():
+            collected.setdefault(name, []).append(value)
+    return collected
+
+
+def batch_metrics(rewards_B: torch.Tensor, baseline_B: torch.Tensor, prompt_lengths_B: torch.Tensor, total_lengths_B: torch.Tensor) -> dict[str, float]:
+    """What the trained batch looks like.
+
+    Args:
+        rewards_B: rewards the advantages were made of.
+        baseline_B: baseline of each sample; where it is 0 (or 1) all of its group behind it failed (or succeeded).
+        prompt_lengths_B: tokens of each prompt.
+        total_lengths_B: tokens of each prompt with its response.
+
+    Returns:
+        `reward`, `baseline_reward/{pct_0,pct_1,pct_mixed}` (fractions), `mean_prompt_length`, `total_num_tokens`.
+    """
+    zero, one = ((baseline_B == value).double().mean().item() for value in (0, 1))
+    return {
+        "reward": rewards_B.double().mean().item(),
+        "baseline_reward/pct_0": zero,
+        "baseline_reward/pct_1": one,
+        "baseline_reward/pct_mixed": max(1.0 - zero - one, 0.0),
+        "mean_prompt_length": prompt_lengths_B.double().mean().item(),
+        "total_num_tokens": total_lengths_B.double().sum().item(),
+    }
+
+
+def throughput_metrics(
+    samples: int, tokens: float, seconds: Mapping[str, float], *, num_devices: int, train_devices: int, generation_devices: int, generated_tokens: float
+) -> dict[str, float]:
+    """The `performance/` metrics of a step that follow from its times.
+
+    Args:
+        samples: samples trained on.
+        tokens: tokens trained on, prompts included.
+        seconds: durations by timer name (`total_step_time`, `policy_training`, `policy_and_reference_logprobs`, `generation`); absent or 0 gives no metric.
+        num_devices: accelerators of the run.
+        train_devices: accelerators that train.
+        generation_devices: accelerators that generate.
+        generated_tokens: tokens sampled.
+    """
+    metrics: dict[str, float] = {}
+
+    def rate(name: str, amount: float, timer: str, devices: int) -> None:
+        if seconds.get(timer, 0.0) > 0:
+            metrics[name] = amount / seconds[timer]
+            metrics[f"{name}_per_gpu"] = metrics[name] / devices
+
+    rate("samples_per_sec", samples, "total_step_time", num_devices)
+    rate("tokens_per_sec", tokens, "total_step_time", num_devices)
+    rate("policy_training_tokens_per_sec", tokens, "policy_training", train_devices)
+    rate("policy_and_reference_logprobs_tokens_per_sec", tokens, "policy_and_reference_logprobs", train_devices)
+    rate("generation_tokens_per_sec", generated_tokens, "generation", generation_devices)
+    training = seconds.get("policy_training", 0.0) + seconds.get("policy_and_reference_logprobs", 0.0)
+    if training > 0:
+        metrics["training_worker_group_tokens_per_sec"] = tokens / training
+        metrics["training_worker_group_tokens_per_sec_per_gpu"] = tokens / training / train_devices
+    return metrics
+
+
+def validation_metrics(rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, *, generations_per_prompt: int = 1) -> dict[str, float]:
+    """`accuracy` (mean reward), `avg_length`, and with several generations per prompt `pass_k`: the fraction of prompts with one that has the full reward of 1.
+
+    Args:
+        rewards_B: rewards; the generations of a prompt are next to each other.
+        response_lengths_B: tokens of each response.
+        generations_per_prompt: k.
+    """
+    metrics = {"accuracy": rewards_B.double().mean().item(), "avg_length": response_lengths_B.double().mean().item()}
+    if generations_per_prompt > 1:
+        solved = (rewards_B.view(-1, generations_per_prompt) >= 1).any(dim=1)
+        metrics["pass_k"] = solved.double().mean().item()
+    return metrics

@@ -1,0 +1,75 @@
+"""Step metrics: joining microbatches, batch statistics, throughput, validation; seeds and the public path."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.algorithms import utils
+from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics, batch_metrics, collect_microbatch_metrics, throughput_metrics, validation_metrics
+
+
+def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:
+    microbatches = [
+        {"loss": 0.1, "lr": 1e-3, "global_valid_toks": 9, "probs_ratio_min": float("inf"), "probs_ratio_clamped_max": -float("inf"), "num_valid_samples": 2},
+        {
+            "loss": torch.tensor(0.2),
+            "lr": 1e-3,
+            "global_valid_toks": 9,
+            "probs_ratio_min": 0.5,
+            "probs_ratio_clamped_max": -float("inf"),
+            "num_valid_samples": 3,
+        },
+    ]
+    metrics = aggregate_microbatch_metrics(collect_microbatch_metrics(microbatches))
+    assert metrics == pytest.approx(
+        {"loss": 0.3, "lr": 1e-3, "global_valid_toks": 9, "probs_ratio_min": 0.5, "probs_ratio_clamped_max": -1.0, "num_valid_samples": 5}
+    )
+    assert np.isnan(aggregate_microbatch_metrics({"loss": [1.0, float("nan")]})["loss"])
+
+
+def test_batch_metrics_say_how_many_samples_have_a_decided_baseline() -> None:
+    metrics = batch_metrics(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.5, 0.0, 0.0]), torch.tensor([4, 4, 6, 6]), torch.tensor([10, 10, 10, 11]))
+    assert metrics == {
+        "reward": 0.5,
+        "baseline_reward/pct_0": 0.5,
+        "baseline_reward/pct_1": 0.25,
+        "baseline_reward/pct_mixed": 0.25,
+        "mean_prompt_length": 5.0,
+        "total_num_tokens": 41.0,
+    }
+
+
+def test_throughput_counts_the_devices_that_did_the_work() -> None:
+    seconds = {"total_step_time": 10.0, "policy_training": 2.0, "policy_and_reference_logprobs": 3.0, "generation": 4.0}
+    metrics = throughput_metrics(20, 1000.0, seconds, num_devices=4, train_devices=2, generation_devices=4, generated_tokens=800.0)
+    assert metrics["samples_per_sec"] == 2.0
+    assert metrics["tokens_per_sec_per_gpu"] == 25.0
+    assert metrics["policy_training_tokens_per_sec_per_gpu"] == 250.0
+    assert metrics["training_worker_group_tokens_per_sec"] == 200.0
+    assert metrics["generation_tokens_per_sec_per_gpu"] == 50.0
+    assert "samples_per_sec" not in throughput_metrics(20, 1.0, {}, num_devices=1, train_devices=1, generation_devices=1, generated_tokens=1.0)
+
+
+def test_validation_counts_a_prompt_as_solved_when_any_of_its_samples_is() -> None:
+    metrics = validation_metrics(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([3, 5, 7, 9]), generations_per_prompt=2)
+    assert metrics == {"accuracy": 0.25, "avg_length": 6.0, "pass_k": 0.5}
+    assert "pass_k" not in validation_metrics(torch.ones(2), torch.ones(2))
+
+
+def test_a_seed_fixes_every_generator() -> None:
+    draws = []
+    for _ in range(2):
+        utils.set_seed(2**40 + 3)
+        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert draws[0] == draws[1]
+
+
+def test_the_public_path_offers_the_functions_of_their_rooms() -> None:
+    values = torch.tensor([1.0, 3.0])
+    assert utils.masked_mean(values, torch.ones(2)).item() == pytest.approx(2.0)
+    assert utils.calculate_kl(values, values).abs().max() == 0
+    assert utils.calculate_baseline_and_std_per_prompt(torch.zeros(2, 1), values, torch.ones(2))[0].tolist() == [3.0, 1.0]
+    with pytest.raises(AttributeError, match="get_model"):
+        _ = utils.get_model

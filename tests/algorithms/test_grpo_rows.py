@@ -1,0 +1,175 @@
+"""GRPO's row stages: rewards, baselines, dynamic sampling and masks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.grpo.baselines import calculate_baseline_and_std_per_prompt, group_ids, group_statistics
+from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError, sampling_metrics, select_rows
+from nemo_rl.algorithms.grpo.masks import (
+    mask_by_sequence_error,
+    mask_sample_filter,
+    overlong_filter,
+    sequence_error_stage,
+    skipped_sequence_error_metrics,
+)
+from nemo_rl.algorithms.grpo.rewards import process_rewards, scale_rewards, shape_rewards
+from nemo_rl.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+REWARDS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0, 1e3]), st.booleans()), min_size=1, max_size=24)
+
+
+def baseline_by_loops(rewards: list[float], groups: list[int], valid: list[bool], leave_one_out: bool) -> tuple[list[float], list[float]]:
+    baselines, stds = [], []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        members = [j for j in range(len(rewards)) if groups[j] == group and valid[j]]
+        behind = [rewards[j] for j in members if not (leave_one_out and j == i)]
+        if len(members) <= 1 or not behind:
+            baselines.append(reward)
+            stds.append(0.0)
+            continue
+        mean = math.fsum(behind) / len(behind)
+        # (E[r^2] - E[r]^2) n / (n - 1), in the form that does not cancel.
+        variance = math.fsum((r - mean) ** 2 for r in behind) / (len(behind) - 1) if len(behind) > 1 else 0.0
+        baselines.append(mean)
+        stds.append(0.0 if len(set(behind)) == 1 else math.sqrt(variance))
+    return baselines, stds
+
+
+@given(rows=REWARDS, leave_one_out=st.booleans())
+def test_baseline_and_deviation_equal_their_formula(rows: list[tuple[int, float, bool]], leave_one_out: bool) -> None:
+    groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
+    prompts = torch.tensor([[group, 7] for group in groups])
+    baseline, std = calculate_baseline_and_std_per_prompt(prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), leave_one_out)
+    expected_baseline, expected_std = baseline_by_loops(rewards, groups, valid, leave_one_out)
+    assert baseline.tolist() == pytest.approx(expected_baseline, rel=1e-9, abs=1e-12)
+    assert std.tolist() == pytest.approx(expected_std, rel=1e-9, abs=1e-12)
+
+
+@given(reward=st.floats(-1e3, 1e3, width=32), size=st.integers(1, 20), leave_one_out=st.booleans())
+def test_equal_rewards_have_a_deviation_of_exactly_zero(reward: float, size: int, leave_one_out: bool) -> None:
+    statistics = group_statistics(torch.full((size,), reward), torch.zeros(size, dtype=torch.long), torch.ones(size), leave_one_out=leave_one_out)
+    assert statistics.std_B.tolist() == [0.0] * size
+
+
+def test_the_odd_one_out_has_no_deviation_when_left_out() -> None:
+    statistics = group_statistics(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long), torch.ones(4), leave_one_out=True)
+    assert statistics.std_B[0] == 0
+    assert (statistics.std_B[1:] > 0).all()
+    two = group_statistics(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), torch.ones(2), leave_one_out=True)
+    assert two.std_B.tolist() == [0.0, 0.0]
+    assert two.baseline_B.tolist() == [0.0, 1.0]
+
+
+def test_rows_with_equal_prompts_form_a_group() -> None:
+    ids = group_ids(torch.tensor([[5, 6, 0], [1, 2, 3], [5, 6, 0], [5, 6, 1]]))
+    assert ids[0] == ids[2]
+    assert len(set(ids.tolist())) == 3
+
+
+def test_scaling_clamps_and_maps_linearly_and_says_what_it_clamped(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = RewardScalingConfig(enabled=True, source_min=0, source_max=2, target_min=-1, target_max=1)
+    assert scale_rewards(torch.tensor([-3.0, 0.0, 1.0, 1.5, 9.0]), cfg).tolist() == [-1, -1, 0, 0.5, 1]
+    assert "rewards_clamped=2 of=5" in caplog.text
+    with pytest.raises(ValueError, match="source_max"):
+        scale_rewards(torch.ones(1), RewardScalingConfig(source_min=1, source_max=1))
+
+
+def test_overlong_shaping_has_no_floor() -> None:
+    cfg = RewardShapingConfig(enabled=True, overlong_buffer_length=10, overlong_buffer_penalty=2, max_response_length=100)
+    lengths = torch.tensor([50, 90, 95, 100, 110])
+    assert shape_rewards(torch.ones(5), lengths, torch.zeros(5), cfg).tolist() == pytest.approx([1, 1, 0, -1, -3])
+
+
+def test_the_stop_properly_coefficient_replaces_the_overlong_penalty() -> None:
+    cfg = RewardShapingConfig(enabled=True, overlong_buffer_length=10, max_response_length=20, stop_properly_penalty_coef=0.25)
+    assert shape_rewards(torch.ones(2), torch.tensor([500, 500]), torch.tensor([True, False]), cfg).tolist() == [0.25, 1.0]
+
+
+def test_rewards_are_scaled_before_they_are_shaped_and_the_unshaped_ones_are_kept() -> None:
+    cfg = GRPOConfig(
+        reward_scaling={"enabled": True, "target_min": -1, "target_max": 1},
+        reward_shaping={"enabled": True, "overlong_buffer_length": 10, "max_response_length": 20},
+    )
+    rewards = torch.tensor([1.0, 0.0])
+    processed = process_rewards(rewards, {"reward/format": torch.tensor([0.5, 1.0])}, torch.tensor([15, 5]), torch.zeros(2), cfg)
+    assert processed.unshaped_B.tolist() == [1.0, -1.0]
+    assert processed.rewards_B.tolist() == [0.5, -1.0]
+    assert processed.components["reward/format"].tolist() == [0.0, 1.0]
+    assert rewards.tolist() == [1.0, 0.0]
+
+
+@given(batches=st.lists(st.lists(st.sampled_from([0.0, 0.5]), min_size=8, max_size=8), min_size=1, max_size=6), prompts=st.integers(1, 4))
+def test_dynamic_sampling_keeps_the_first_good_rows_and_names_every_other(batches: list[list[float]], prompts: int) -> None:
+    cfg = GRPOConfig(num_prompts_per_step=prompts, num_generations_per_prompt=4, use_dynamic_sampling=True)
+    kept: list[tuple[int, int]] = []
+    for number, std in enumerate(batches, start=1):
+        selection = select_rows(torch.tensor(std), kept_before=len(kept), num_gen_batches=number, cfg=cfg)
+        assert sorted(selection.keep + selection.drop) == list(range(8))
+        assert all(std[row] != 0 for row in selection.keep)
+        kept += [(number, row) for row in selection.keep]
+        assert selection.surplus == sum(std[row] != 0 for row in selection.drop)
+        assert selection.complete == (len(kept) == prompts * 4)
+        if selection.complete:
+            break
+    good = [(number, row) for number, std in enumerate(batches, start=1) for row in range(8) if std[row] != 0]
+    assert kept == good[: prompts * 4]
+
+
+def test_dynamic_sampling_gives_up_after_its_generation_batches() -> None:
+    cfg = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=2, dynamic_sampling_max_gen_batches=3)
+    std = torch.tensor([0.0, 0.0, 0.5, 0.5])
+    assert not select_rows(std * 0, kept_before=2, num_gen_batches=3, cfg=cfg).complete
+    with pytest.raises(DynamicSamplingError, match=r"only 2 of 4 .* grpo.dynamic_sampling_max_gen_batches=3"):
+        select_rows(std * 0, kept_before=2, num_gen_batches=4, cfg=cfg)
+    selection = select_rows(std, kept_before=2, num_gen_batches=4, cfg=cfg)
+    metrics = sampling_metrics([selection] * 4, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    assert metrics == {
+        "dynamic_sampling_num_gen_batches": 4,
+        "dynamic_sampling_num_discarded_valid_samples": 0,
+        "reward": 1.0,
+        "filtered_reward": 0.5,
+    }
+
+
+def test_truncated_and_flagged_samples_lose_their_loss() -> None:
+    mask = torch.tensor([1.0, 1.0, 0.0])
+    assert overlong_filter(mask, torch.tensor([False, True, True])).tolist() == [1, 0, 0]
+    filtered, metrics = mask_sample_filter(mask, torch.tensor([1, 0, 1]))
+    assert filtered.tolist() == [0, 1, 0]
+    assert metrics == {"num_mask_sample_filtered": 1}
+
+
+def test_sequences_whose_engines_disagree_are_masked() -> None:
+    rng = np.random.default_rng(0)
+    previous, generation = (torch.tensor(-rng.exponential(1, (3, 6))) for _ in range(2))
+    token_mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+    generation[0] = previous[0]
+    previous[0, 5] = torch.nan  # not trained
+    columns = BatchedDataDict({"prev_logprobs": previous, "generation_logprobs": generation, "token_mask": token_mask})
+    error = sequence_error_stage()(columns).rows["seq_mult_prob_error"]
+    for row in (1, 2):
+        own = token_mask[row].bool()
+        assert error[row].item() == pytest.approx((generation[row] - previous[row])[own].abs().exp().mean().item(), rel=1e-6)
+    assert error[0].item() == pytest.approx(1.0)
+
+    error = torch.tensor([1.0, 1.5, 3.0, torch.nan, 9.0])
+    mask, metrics = mask_by_sequence_error(error, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]), threshold=2.0)
+    assert mask.tolist() == [1, 1, 0, 0, 0]
+    assert metrics["num_masked_seqs_by_logprob_error"] == 2
+    assert metrics["masked_correct_pct"] == 0.5
+    assert metrics["max_seq_mult_prob_error_after_mask"] == 1.5
+    assert metrics["mean_seq_mult_prob_error_after_mask"] == pytest.approx(1.25)
+
+
+def test_without_a_threshold_nothing_is_masked_but_all_is_measured() -> None:
+    mask, metrics = mask_by_sequence_error(torch.tensor([5.0, 7.0]), torch.ones(2), torch.zeros(2), threshold=None)
+    assert mask.tolist() == [1, 1]
+    assert metrics["max_seq_mult_prob_error"] == 7
+    assert metrics.keys() == skipped_sequence_error_metrics().keys()
+    assert set(skipped_sequence_error_metrics().values()) == {0.0}
