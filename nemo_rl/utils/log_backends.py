@@ -1,0 +1,233 @@
+"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, SwanLab.
+
+Each backend is one small class; its package is imported when the backend is switched on and not before.
+Knows nothing of training. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures, parameters).
+"""
+
+import importlib
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from nemo_rl.config import MlflowConfig, SwanlabConfig, WandbConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
+
+MetricValue: TypeAlias = float | list[float]
+
+
+class BackendMissing(ImportError):
+    """A metrics backend is switched on but its package is not installed."""
+
+
+class LoggerInterface(Protocol):
+    """Something that shows metrics."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+        """Metrics of a step.
+
+        Args:
+            metrics: numbers and lists of numbers, by name.
+            step: the step they belong to.
+            prefix: put before each name with a slash.
+            step_metric: name of a metric that is the x axis instead of the step.
+            step_finished: nothing more will be logged for this step.
+        """
+        ...
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """The configuration, nested."""
+        ...
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Values whose distribution is of interest."""
+        ...
+
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """A matplotlib figure."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        ...
+
+
+def require(package: str, switch: str) -> Any:
+    """Import a backend's package.
+
+    Raises:
+        BackendMissing: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.split(".", maxsplit=1)[0]
+        raise BackendMissing(
+            f"{switch}=true needs the package {name!r}, which cannot be imported ({error}); pip install {name}, or set {switch}=false"
+        ) from error
+
+
+def full_name(prefix: str, name: str) -> str:
+    """`prefix/name`, or `name` without a prefix."""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def split_scalars(metrics: Mapping[str, MetricValue]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Numbers and lists of numbers apart."""
+    scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+    return scalars, {name: value for name, value in metrics.items() if isinstance(value, list)}
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Mean, p50, p90 and max of a list, for backends without histograms."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {"mean": statistics.fmean(ordered), "p50": statistics.median(ordered), "p90": ordered[int(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
+
+
+class TensorboardLogger:
+    """TensorBoard event files in `<log_dir>/tensorboard`."""
+
+    def __init__(self, cfg: Mapping[str, Any], log_dir: Path) -> None:
+        tensorboard = require("torch.utils.tensorboard", "logger.tensorboard_enabled")
+        self._writer = tensorboard.SummaryWriter(**{"log_dir": str(log_dir / "tensorboard"), **cfg})
+
+    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+        """See `LoggerInterface`; lists become histograms."""
+        scalars, lists = split_scalars(metrics)
+        for name, value in scalars.items():
+            self._writer.add_scalar(full_name(prefix, name), value, step)
+        for name, values in lists.items():
+            self.log_histogram(values, step, full_name(prefix, name))
+        if step_finished:
+            self._writer.flush()
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface`; shown as text, since TensorBoard's own table opens another run."""
+        lines = "\n".join(f"    {name}: {value}" for name, value in params.items())
+        self._writer.add_text("config", lines)
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        if len(histogram):
+            import numpy as np
+
+            self._writer.add_histogram(name, np.asarray(histogram, dtype=np.float64), step)
+
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self._writer.add_figure(name, figure, step)
+
+    def close(self) -> None:
+        """See `LoggerInterface`."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """Weights & Biases; a step is committed when it is finished."""
+
+    def __init__(self, cfg: WandbConfig, log_dir: Path) -> None:
+        self._wandb = require("wandb", "logger.wandb_enabled")
+        arguments = {key: value for key, value in cfg.model_dump().items() if key != "log_nemo_gym_full_result_tables"}
+        self._run = self._wandb.init(dir=str(log_dir), **arguments)
+
+    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+        """See `LoggerInterface`."""
+        scalars, lists = split_scalars(metrics)
+        payload: dict[str, Any] = {full_name(prefix, name): value for name, value in scalars.items()}
+        payload |= {full_name(prefix, name): self._wandb.Histogram(values) for name, values in lists.items() if values}
+        if step_metric is None:
+            self._run.log(payload, step=step, commit=step_finished)
+            return
+        for name in payload:
+            self._run.define_metric(name, step_metric=step_metric)
+        self._run.log({**payload, step_metric: metrics.get(step_metric, step)}, commit=step_finished)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface`."""
+        self._run.config.update(dict(params), allow_val_change=True)
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self._run.log({name: self._wandb.Histogram(list(histogram))}, step=step, commit=False)
+
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self._run.log({name: self._wandb.Image(figure)}, step=step, commit=False)
+
+    def close(self) -> None:
+        """See `LoggerInterface`."""
+        self._run.finish()
+
+
+class SwanlabLogger:
+    """SwanLab."""
+
+    def __init__(self, cfg: SwanlabConfig, log_dir: Path) -> None:
+        self._swanlab = require("swanlab", "logger.swanlab_enabled")
+        arguments = {"project": cfg.project, "experiment_name": cfg.name, **(cfg.model_extra or {})}
+        self._run = self._swanlab.init(logdir=str(log_dir / "swanlab"), **arguments)
+
+    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+        """See `LoggerInterface`; lists are summarised."""
+        self._run.log(_flat_scalars(metrics, prefix), step=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface`."""
+        self._run.config.update(dict(params))
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface`; summarised."""
+        self._run.log(_flat_scalars({name: list(histogram)}, ""), step=step)
+
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self._run.log({name: self._swanlab.Image(figure)}, step=step)
+
+    def close(self) -> None:
+        """See `LoggerInterface`."""
+        self._run.finish()
+
+
+class MlflowLogger:
+    """MLflow, in `<log_dir>/mlflow` unless a tracking server is named."""
+
+    def __init__(self, cfg: MlflowConfig, log_dir: Path) -> None:
+        self._mlflow = require("mlflow", "logger.mlflow_enabled")
+        self._mlflow.set_tracking_uri(cfg.tracking_uri or (log_dir / "mlflow").absolute().as_uri())
+        if self._mlflow.get_experiment_by_name(cfg.experiment_name) is None:
+            self._mlflow.create_experiment(cfg.experiment_name, artifact_location=cfg.artifact_location)
+        self._mlflow.set_experiment(cfg.experiment_name)
+        self._mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
+
+    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+        """See `LoggerInterface`; lists are summarised, and the slashes of names become dots, because MLflow's file store takes them for directories."""
+        self._mlflow.log_metrics({name.replace("/", "."): value for name, value in _flat_scalars(metrics, prefix).items()}, step=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """See `LoggerInterface`; long values are cut to the 500 characters MLflow takes."""
+        self._mlflow.log_params({name: str(value)[:500] for name, value in params.items()})
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface`; summarised."""
+        self.log_metrics({name: list(histogram)}, step)
+
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self._mlflow.log_figure(figure, f"plots/{name.replace('/', '.')}_{step}.png")
+
+    def close(self) -> None:
+        """See `LoggerInterface`."""
+        self._mlflow.end_run()
+
+
+def _flat_scalars(metrics: Mapping[str, MetricValue], prefix: str) -> dict[str, float]:
+    scalars, lists = split_scalars(metrics)
+    summaries = {f"{name}/{kind}": value for name, values in lists.items() for kind, value in summarize(values).items()}
+    return {full_name(prefix, name): value for name, value in {**scalars, **summaries}.items()}

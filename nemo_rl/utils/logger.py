@@ -1,0 +1,203 @@
+"""The run's logger: every metric goes to `metrics.jsonl` and to each backend that is switched on.
+
+Turns tensors and numbers into plain floats once, for all of them; decides nothing about what is logged.
+Invariant: what a backend shows for a step is what the file holds for it.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils import log_backends
+from nemo_rl.utils.log_backends import LoggerInterface, MetricValue
+from nemo_rl.utils.metrics_file import MetricsFile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Logger", "LoggerInterface", "flatten_dict", "get_next_experiment_dir", "print_message_log_samples"]
+
+
+class Logger:
+    """Fans metrics out.
+
+    Args:
+        cfg: the logger section; `log_dir` is used as it is (see `get_next_experiment_dir`) and created.
+
+    Raises:
+        BackendMissing: a backend is switched on whose package is not installed.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, cfg: LoggerConfig) -> None:
+        self.log_dir = Path(cfg.log_dir)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        switched_on: list[tuple[bool, Callable[[], LoggerInterface]]] = [
+            (cfg.tensorboard_enabled, lambda: log_backends.TensorboardLogger(cfg.tensorboard, self.log_dir)),
+            (cfg.wandb_enabled, lambda: log_backends.WandbLogger(cfg.wandb, self.log_dir)),
+            (cfg.mlflow_enabled, lambda: log_backends.MlflowLogger(cfg.mlflow, self.log_dir)),
+            (cfg.swanlab_enabled, lambda: log_backends.SwanlabLogger(cfg.swanlab, self.log_dir)),
+        ]
+        self.backends: list[LoggerInterface] = [make() for enabled, make in switched_on if enabled]
+        self._file = MetricsFile(self.log_dir)
+        self._ignored: set[str] = set()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+        """Metrics of a step.
+
+        Args:
+            metrics: numbers, scalar tensors and lists or 1-D tensors of numbers, by name. Anything else is left out, with one warning per name.
+            step: the step they belong to, from 1; 0 is before training.
+            prefix: room of the metrics, such as `train`, `validation`, `timing/train`.
+            step_metric: name of a metric that is the x axis instead of the step, for backends that can.
+            step_finished: nothing more will be logged for this step.
+        """
+        plain = self._plain(metrics, prefix)
+        self._file.append(plain, step, prefix)
+        for backend in self.backends:
+            backend.log_metrics(plain, step, prefix, step_metric, step_finished)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.json`."""
+        (self.log_dir / "config.json").write_text(json.dumps(params, indent=2, default=str), encoding="utf-8")
+        flat = flatten_dict(params)
+        for backend in self.backends:
+            backend.log_hyperparams(flat)
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Values whose distribution is of interest."""
+        prefix, _, short = name.rpartition("/")
+        self._file.append({short: [float(value) for value in histogram]}, step, prefix)
+        for backend in self.backends:
+            backend.log_histogram(histogram, step, name)
+
+    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+        """A matplotlib figure, for backends that show figures."""
+        for backend in self.backends:
+            backend.log_plot(figure, step, name)
+
+    def log_batched_dict_as_jsonl(self, columns: Mapping[str, Any], filename: str) -> Path:
+        """Write a batch as one JSON object per row to `<log_dir>/<filename>`, and return that path.
+
+        Args:
+            columns: tensors or lists with one item per row.
+            filename: for example `train_data_step3.jsonl`.
+
+        Raises:
+            ValueError: the columns differ in length.
+        """
+        plain = {name: column.tolist() if hasattr(column, "tolist") else list(column) for name, column in columns.items()}
+        sizes = {name: len(column) for name, column in plain.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"columns of {filename} differ in length: {sizes}")
+        path = self.log_dir / filename
+        with path.open("w", encoding="utf-8") as file:
+            for row in zip(*plain.values(), strict=True):
+                file.write(json.dumps(dict(zip(plain, row, strict=True)), default=_plain_item) + "\n")
+        return path
+
+    def close(self) -> None:
+        """Write out what is buffered and close every backend."""
+        self._file.close()
+        for backend in self.backends:
+            backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _plain(self, metrics: Mapping[str, Any], prefix: str) -> dict[str, MetricValue]:
+        plain: dict[str, MetricValue] = {}
+        for name, value in metrics.items():
+            item = value.tolist() if hasattr(value, "tolist") else value
+            if isinstance(item, (bool, int, float)):
+                plain[name] = float(item)
+            elif isinstance(item, (list, tuple)) and all(isinstance(x, (bool, int, float)) for x in item):
+                plain[name] = [float(x) for x in item]
+            elif (full := log_backends.full_name(prefix, name)) not in self._ignored:
+                self._ignored.add(full)
+                logger.warning("metric_ignored name=%s type=%s: metrics are numbers or lists of numbers", full, type(value).__name__)
+        return plain
+
+
+def flatten_dict(nested: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
+    """Nested mappings and lists as one level, with joined names.
+
+    >>> flatten_dict({"a": {"b": 1}, "c": [2, {"d": 3}]})
+    {'a.b': 1, 'c.0': 2, 'c.1.d': 3}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        children = value if isinstance(value, Mapping) else {str(i): item for i, item in enumerate(value)} if isinstance(value, (list, tuple)) else None
+        if children:
+            flat.update({f"{key}{sep}{name}": item for name, item in flatten_dict(children, sep).items()})
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
+    """Create and return `<base_log_dir>/exp_NNN`, one above the highest there. Two runs that start at once get different ones.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    base = Path(base_log_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    while True:
+        taken = [int(match[1]) for path in base.iterdir() if (match := re.fullmatch(r"exp_(\d+)", path.name))]
+        candidate = base / f"exp_{max(taken, default=-1) + 1:03d}"
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+
+
+def print_message_log_samples(message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], num_samples: int = 5, step: int = 0) -> None:
+    """Show conversations with their rewards on the terminal: the best, the worst and some between.
+
+    Args:
+        message_logs: conversations, lists of `{role, content, ...}`.
+        rewards: reward of each.
+        num_samples: how many to show.
+        step: shown in the title.
+
+    Raises:
+        ValueError: there are not as many rewards as conversations.
+    """
+    if len(message_logs) != len(rewards):
+        raise ValueError(f"{len(message_logs)} conversations but {len(rewards)} rewards")
+    if num_samples <= 0 or not message_logs:
+        return
+    from rich.console import Console, Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    order = sorted(range(len(rewards)), key=lambda i: -float(rewards[i]))
+    count = min(num_samples, len(order))
+    picked = [order[round(k * (len(order) - 1) / max(count - 1, 1))] for k in range(count)]
+    styles = {"user": "cyan", "assistant": "green", "system": "magenta"}
+    panels = []
+    for i in dict.fromkeys(picked):
+        text = Text()
+        for message in message_logs[i]:
+            role = str(message["role"])
+            text.append(f"{role}: ", style=f"bold {styles.get(role, 'yellow')}").append(f"{message['content']}\n")
+        text.rstrip()
+        panels.append(Panel(text, title=f"sample {i} · reward {float(rewards[i]):.3g}", title_align="left"))
+    mean = sum(float(reward) for reward in rewards) / len(rewards)
+    Console(stderr=True).print(Group(Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels))
+
+
+def _plain_item(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,152 @@
+"""A run's progress on the terminal: step, reward, accuracy, tokens per second, time left.
+
+On a terminal a live display with the last steps below a bar; elsewhere (a file, a Slurm log) one plain line per step.
+Shows what it is told; measures nothing but the time between steps. Invariant: the terminal is left as it was found, also after an error.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_RECENT_STEPS = 8
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class RunProgress:
+    """Progress of a run of `total_steps` steps; a context manager.
+
+    Args:
+        total_steps: the last step's number.
+        title: what runs.
+        first_step: steps already done by earlier runs.
+        console: where to show; standard error by default, so that standard output stays clean.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        title: str = "GRPO",
+        first_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.title = title
+        self.console = console or Console(stderr=True)
+        self._clock = clock
+        self._step = first_step
+        self._phase = "starting"
+        self._accuracy: float | None = None
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=_RECENT_STEPS)
+        self._durations: deque[float] = deque(maxlen=10)
+        self._step_began = clock()
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        self._step_began = self._clock()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self.console.print(self._render())
+
+    def phase(self, name: str) -> None:
+        """What the run is doing now, such as `generation`; shown on a terminal only."""
+        self._phase = name
+
+    def validated(self, accuracy: float) -> None:
+        """The newest validation accuracy."""
+        self._accuracy = accuracy
+        if self._live is None:
+            self.console.print(f"step {self._step}/{self.total_steps} validation accuracy={accuracy:.3f}", highlight=False, soft_wrap=True)
+
+    def step_done(self, step: int, *, reward: float, loss: float, tokens: float, extra: Mapping[str, float] | None = None) -> None:
+        """A step has ended.
+
+        Args:
+            step: its number, from 1.
+            reward: its mean reward.
+            loss: its loss.
+            tokens: tokens it trained on, prompts included.
+            extra: more numbers for the plain line, by name.
+        """
+        now = self._clock()
+        seconds = max(now - self._step_began, 1e-9)
+        self._step_began = now
+        self._step = step
+        self._durations.append(seconds)
+        self._rewards.append(reward)
+        left = self.seconds_left()
+        accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
+        row = (str(step), f"{reward:.3f}", accuracy, f"{loss:+.4f}", f"{tokens / seconds:,.0f}", f"{seconds:.1f}", format_duration(left))
+        self._rows.append(row)
+        if self._live is None:
+            more = "".join(f" {name}={value:.4g}" for name, value in (extra or {}).items())
+            self.console.print(
+                f"step {step}/{self.total_steps} reward={row[1]} accuracy={row[2]} loss={row[3]} tokens/s={row[4]} step_s={row[5]} left={row[6]}{more}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def seconds_left(self) -> float:
+        """Time until the last step, at the median pace of the last ten; 0 before the first."""
+        return statistics.median(self._durations) * (self.total_steps - self._step) if self._durations else 0.0
+
+    def _render(self) -> Group:
+        head = Table.grid(padding=(0, 2), expand=False)
+        accuracy = "" if self._accuracy is None else f"accuracy {self._accuracy:.1%}"
+        left = f"{format_duration(self.seconds_left())} left" if self._durations and self._step < self.total_steps else ""
+        head.add_row(
+            Text(self.title, style="bold"),
+            ProgressBar(total=max(self.total_steps, 1), completed=self._step, width=30),
+            Text(f"{self._step}/{self.total_steps}"),
+            Text(accuracy, style="bold green"),
+            Text(left, style="dim"),
+            Text(self._phase if self._step < self.total_steps else "done", style="cyan"),
+        )
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("step", "reward", "accuracy", "loss", "tokens/s", "step s", "left"):
+            table.add_column(name, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        curve = Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green")
+        return Group(head, table, curve) if self._rows else Group(head)
+
+
+def sparkline(values: list[float]) -> str:
+    """A curve of block characters, scaled to the values' own range.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▄█'
+    """
+    if not values:
+        return ""
+    low, span = min(values), max(values) - min(values)
+    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1))] if span > 0 else _BARS[0] for value in values)
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds for people: `42s`, `3m 07s`, `2h 05m`.
+
+    >>> [format_duration(s) for s in (42, 187, 7500)]
+    ['42s', '3m 07s', '2h 05m']
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"

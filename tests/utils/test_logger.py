@@ -1,0 +1,162 @@
+"""The logger: what every run writes, backends that are switched on, and what happens when one is missing."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import matplotlib.figure
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.log_backends import BackendMissing
+from nemo_rl.utils.logger import Logger, flatten_dict, get_next_experiment_dir, print_message_log_samples
+from nemo_rl.utils.metrics_file import NoMetrics, read_metrics
+
+
+def log_two_steps(logger: Logger) -> None:
+    for step in (1, 2):
+        logger.log_metrics({"loss": torch.tensor(0.5 * step), "lr": 1e-3, "histogram/gen_tokens_length": [1, 2, 2 * step]}, step, "train")
+        logger.log_metrics({"total_step_time": 2.0 * step}, step, "timing/train", step_finished=True)
+
+
+def test_every_run_writes_one_json_line_per_call(tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        log_two_steps(logger)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prefix"]) for line in lines] == [(1, "train"), (1, "timing/train"), (2, "train"), (2, "timing/train")]
+    assert lines[2]["loss"] == 1.0
+    assert lines[2]["histogram/gen_tokens_length"] == [1, 2, 4]
+    run = read_metrics(tmp_path)
+    assert run.scalars("train/loss") == ([1, 2], [0.5, 1.0])
+    assert run.last("timing/train/total_step_time") == 4.0
+    assert run.last("train/reward") is None
+
+
+def test_values_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        logger.log_metrics({"loss": float("nan")}, 1, "train")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
+    assert math.isnan(read_metrics(tmp_path).last("train/loss"))
+
+
+def test_what_is_no_number_is_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        for step in (1, 2):
+            logger.log_metrics({"loss": 1.0, "answer": "42"}, step, "train")
+        with pytest.raises(ValueError, match="prefix"):
+            logger.log_metrics({"prefix": 1.0}, 1, "train")
+    assert caplog.text.count("metric_ignored name=train/answer type=str") == 1
+
+
+def test_a_torn_last_line_and_a_resumed_run_read_as_one(tmp_path: Path) -> None:
+    for part, steps in (("exp_000", (1, 2, 3)), ("exp_001", (3, 4))):
+        with Logger(LoggerConfig(log_dir=str(tmp_path / part))) as logger:
+            for step in steps:
+                logger.log_metrics({"loss": step + (0.5 if part == "exp_001" else 0)}, step, "train")
+    with (tmp_path / "exp_000" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "ti')
+    assert read_metrics(tmp_path).scalars("train/loss") == ([1, 2, 3, 4], [1.0, 2.0, 3.5, 4.5])
+    with pytest.raises(NoMetrics, match="neither"):
+        read_metrics(tmp_path / "exp_002")
+
+
+def test_tensorboard_gets_scalars_histograms_and_figures(tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path), tensorboard_enabled=True)) as logger:
+        log_two_steps(logger)
+        logger.log_hyperparams({"grpo": {"seed": 42}})
+        logger.log_plot(matplotlib.figure.Figure(), 2, "train/plot")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [0.5, 1.0]
+    assert [event.step for event in events.Scalars("timing/train/total_step_time")] == [1, 2]
+    assert events.Tags()["histograms"] == ["train/histogram/gen_tokens_length"]
+    assert events.Tags()["images"] == ["train/plot"]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"grpo": {"seed": 42}}
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_missing_backend_says_which_package_and_which_switch(tmp_path: Path, name: str) -> None:
+    if importlib.util.find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(BackendMissing, match=f"logger.{name}_enabled=true needs the package '{name}'"):
+        Logger(LoggerConfig(log_dir=str(tmp_path), **{f"{name}_enabled": True}))
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.config: dict[str, Any] = {}
+        self.finished = False
+
+    def log(self, payload: dict[str, Any], **where: Any) -> None:
+        self.logged.append((payload, where))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_commits_a_step_when_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, arguments = FakeRun(), {}
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **kwargs: arguments.update(kwargs) or run
+    wandb.Histogram = tuple
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with Logger(LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True, wandb={"project": "p", "name": "n", "tags": ["x"]})) as logger:
+        log_two_steps(logger)
+    assert arguments["project"] == "p"
+    assert arguments["tags"] == ["x"]
+    assert run.logged[0] == ({"train/loss": 0.5, "train/lr": 1e-3, "train/histogram/gen_tokens_length": (1.0, 2.0, 2.0)}, {"step": 1, "commit": False})
+    assert run.logged[1] == ({"timing/train/total_step_time": 2.0}, {"step": 1, "commit": True})
+    assert run.finished
+
+
+def test_mlflow_gets_lists_as_summaries_and_names_without_slashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[dict[str, float], int]] = []
+    mlflow = ModuleType("mlflow")
+    for name in ("set_tracking_uri", "get_experiment_by_name", "create_experiment", "set_experiment", "start_run", "end_run"):
+        setattr(mlflow, name, lambda *_, **__: None)
+    mlflow.log_metrics = lambda metrics, step: logged.append((metrics, step))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    with Logger(LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True)) as logger:
+        logger.log_metrics({"loss": 1.0, "lengths": list(range(11))}, 3, "train")
+    summary = {f"train.lengths.{kind}": value for kind, value in (("mean", 5.0), ("p50", 5.0), ("p90", 9.0), ("max", 10.0))}
+    assert logged == [({"train.loss": 1.0, **summary}, 3)]
+
+
+def test_experiment_directories_are_numbered_upwards(tmp_path: Path) -> None:
+    assert [get_next_experiment_dir(tmp_path).name for _ in range(2)] == ["exp_000", "exp_001"]
+    (tmp_path / "exp_041").mkdir()
+    (tmp_path / "exp_old").mkdir()
+    assert get_next_experiment_dir(tmp_path).name == "exp_042"
+
+
+def test_nested_configuration_becomes_flat() -> None:
+    assert flatten_dict({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}], "empty": {}}) == {"a.b.c": 1, "l.0": 1, "l.1.x": 2, "empty": {}}
+
+
+def test_a_batch_is_dumped_row_by_row(tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        path = logger.log_batched_dict_as_jsonl({"reward": torch.tensor([1.0, 0.0]), "content": ["a", "b"], "ids": [torch.tensor([1, 2]), [3]]}, "rows.jsonl")
+        with pytest.raises(ValueError, match="differ in length"):
+            logger.log_batched_dict_as_jsonl({"a": [1], "b": []}, "rows.jsonl")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"reward": 1.0, "content": "a", "ids": [1, 2]},
+        {"reward": 0.0, "content": "b", "ids": [3]},
+    ]
+
+
+def test_samples_shown_span_best_to_worst(capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [[{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"[answer {i}]"}] for i in range(5)]
+    print_message_log_samples(logs, [0.0, 1.0, 0.5, 0.2, 0.8], num_samples=2, step=7)
+    shown = capsys.readouterr().err
+    assert "question 1" in shown
+    assert "[answer 0]" in shown  # brackets are not markup
+    assert "question 2" not in shown
+    with pytest.raises(ValueError, match="5 conversations but 1 rewards"):
+        print_message_log_samples(logs, [0.0])

@@ -1,0 +1,44 @@
+"""Progress on a terminal and in a plain file."""
+
+import io
+
+from rich.console import Console
+
+from nemo_rl.utils.progress import RunProgress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(console: Console) -> None:
+    clock = Clock()
+    with RunProgress(5, console=console, clock=clock) as progress:
+        for step in (1, 2):
+            progress.phase("generation")
+            clock.now += 2
+            progress.step_done(step, reward=0.25 * step, loss=-0.125, tokens=1000, extra={"lr": 1e-4})
+            progress.validated(0.5)
+
+
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
+    out = io.StringIO()
+    run(Console(file=out, width=40))
+    assert out.getvalue().splitlines() == [
+        "step 1/5 reward=0.250 accuracy=- loss=-0.1250 tokens/s=500 step_s=2.0 left=8s lr=0.0001",
+        "step 1/5 validation accuracy=0.500",
+        "step 2/5 reward=0.500 accuracy=0.500 loss=-0.1250 tokens/s=500 step_s=2.0 left=6s lr=0.0001",
+        "step 2/5 validation accuracy=0.500",
+    ]
+
+
+def test_on_a_terminal_the_last_picture_stays() -> None:
+    out = io.StringIO()
+    run(Console(file=out, width=100, force_terminal=True, color_system=None))
+    last = out.getvalue()
+    for shown in ("GRPO", "2/5", "accuracy 50.0%", "tokens/s", "0.500", "reward ▁█"):
+        assert shown in last
