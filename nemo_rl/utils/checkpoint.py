@@ -1,0 +1,286 @@
+"""Checkpoint directories: written aside, made visible by one rename, kept by rule, found again on resume.
+
+`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml` and whatever the caller writes (`policy/...`, `train_dataloader.pt`).
+Knows no file format of weights and no process but its own; a background thread waits for writers so that training does not.
+Invariant: a directory called `step_N` is complete; whatever happens during a write, the last complete one stays usable.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import yaml
+
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
+
+logger = logging.getLogger(__name__)
+
+INFO_FILE = "training_info.json"
+STATUS_FILE = "latest_checkpoint_status.json"
+FINALIZE_DEADLINE_S = 1800.0
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class ResumePaths(NamedTuple):
+    """What to load. `optimizer` is None where the checkpoint has no optimizer state."""
+
+    weights: Path
+    optimizer: Path | None
+
+
+class CheckpointManager:
+    """Owns a run's checkpoint directory; a context manager that finishes pending work on exit.
+
+    Args:
+        cfg: the checkpointing section.
+        deadline_s: how long the background write of one checkpoint may take.
+
+    >>> manager = CheckpointManager(CheckpointingConfig(checkpoint_dir="results/demo"))
+    >>> manager.get_latest_checkpoint_path() is None
+    True
+    """
+
+    def __init__(self, cfg: CheckpointingConfig, deadline_s: float = FINALIZE_DEADLINE_S) -> None:
+        self.cfg = cfg
+        self.root = Path(cfg.checkpoint_dir)
+        self._deadline_s = deadline_s
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: tuple[Path, Future[None]] | None = None
+
+    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
+        """Begin a checkpoint: create `tmp_step_N` with its info and configuration. Finishes a pending one first and removes what dead runs left.
+
+        Args:
+            step: completed RL steps.
+            training_info: counters of the run, and `"<val|train>:<metric>"` for ranking.
+            run_config: a pydantic model or mapping, saved as `config.yaml`.
+
+        Returns:
+            The directory to write into.
+
+        Raises:
+            CheckpointError: it cannot be written, or the pending checkpoint failed.
+        """
+        self.finalize_pending()
+        path = self.root / f"tmp_step_{step}"
+        with self.writing(path):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._recover()
+            for stale in self.root.glob("tmp_step_*"):
+                shutil.rmtree(stale)
+            path.mkdir()
+            if run_config is not None:
+                plain = run_config.model_dump(mode="json", by_alias=True) if hasattr(run_config, "model_dump") else run_config
+                (path / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+            _write_json(path / INFO_FILE, dict(training_info))
+        return path
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Turns the failure of a write below into an error that names the directory, and removes the unfinished `path`.
+
+        Raises:
+            CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise self._unwritable(path, error) from error
+
+    def begin_finalization(self, tmp_path: Path, wait_fn: Callable[[], None] | None = None) -> None:
+        """Finish a checkpoint in the background: wait for its writers, then make it visible.
+
+        Args:
+            tmp_path: what `init_tmp_checkpoint` returned.
+            wait_fn: returns when every writer is done; what it raises is raised by the next `finalize_pending`.
+
+        Raises:
+            CheckpointError: the one pending before failed.
+        """
+        self.finalize_pending()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = (tmp_path, self._executor.submit(self._finalize_in_background, tmp_path, wait_fn))
+
+    def finalize_pending(self) -> None:
+        """Wait until the checkpoint in the background, if any, is visible.
+
+        Raises:
+            CheckpointError: its write failed or passed the deadline; earlier checkpoints are intact.
+        """
+        if self._pending is None:
+            return
+        path, future = self._pending
+        if wait([future], timeout=self._deadline_s).not_done:
+            raise CheckpointError(f"{path} was not written within {self._deadline_s:g} s; its writers hang or {self.root} is too slow{self._last_good()}")
+        self._pending = None
+        failure = future.exception()
+        if isinstance(failure, CheckpointError):
+            raise failure
+        if failure is not None:
+            raise CheckpointError(f"writing {path} failed: {failure}{self._last_good()}") from failure
+
+    def finalize_checkpoint(self, tmp_path: Path) -> Path:
+        """Make a written checkpoint visible as `step_N`, record it as the latest and remove those that are not kept.
+
+        Returns:
+            Its final directory.
+
+        Raises:
+            CheckpointError: it is incomplete, or the directory cannot be written.
+        """
+        match = re.fullmatch(r"tmp_step_(\d+)", tmp_path.name)
+        if match is None or not (tmp_path / INFO_FILE).is_file():
+            raise CheckpointError(f"{tmp_path} is no checkpoint in progress: expected tmp_step_N with {INFO_FILE}, from init_tmp_checkpoint")
+        step = int(match[1])
+        final, old = self.root / f"step_{step}", self.root / f"old_step_{step}"
+        try:
+            if final.exists():
+                final.rename(old)
+            tmp_path.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+            _write_json(self.root / STATUS_FILE, {"step": step, "path": str(final), "training_info": json.loads((final / INFO_FILE).read_text("utf-8"))})
+        except OSError as error:
+            raise self._unwritable(tmp_path, error) from error
+        self.remove_old_checkpoints()
+        return final
+
+    def shutdown(self) -> None:
+        """Finish pending work.
+
+        Raises:
+            CheckpointError: the checkpoint in the background failed.
+        """
+        try:
+            self.finalize_pending()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+                self._executor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    def get_latest_checkpoint_path(self) -> Path | None:
+        """The checkpoint with the highest step, None without one."""
+        saved = self._saved()
+        return self.root / f"step_{max(saved)}" if saved else None
+
+    def get_best_checkpoint_path(self) -> Path | None:
+        """The checkpoint with the best `metric_name`, None without one."""
+        step = best_step(self._history(), self.cfg)
+        return None if step is None else self.root / f"step_{step}"
+
+    def get_resume_paths(self, checkpoint_path: Path | str | None = None) -> ResumePaths | None:
+        """Where weights and optimizer lie in a checkpoint, by default the latest; None without one.
+
+        Raises:
+            CheckpointError: the checkpoint has no weights.
+        """
+        path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
+        if path is None:
+            return None
+        weights, optimizer = path / "policy" / "weights", path / "policy" / "optimizer"
+        if not weights.exists():
+            raise CheckpointError(f"{path} has no policy/weights; remove that directory to resume from an earlier checkpoint")
+        if not optimizer.exists():
+            logger.warning("optimizer_state_missing checkpoint=%s: the optimizer starts afresh", path)
+            return ResumePaths(weights, None)
+        return ResumePaths(weights, optimizer)
+
+    def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
+        """The counters of a checkpoint, by default the latest; None without one.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        path = self.get_latest_checkpoint_path() if checkpoint_path is None else Path(checkpoint_path)
+        if path is None:
+            return None
+        try:
+            return json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / INFO_FILE} cannot be read: {error}; remove that checkpoint to resume from an earlier one") from error
+
+    def remove_old_checkpoints(self) -> list[int]:
+        """Remove the checkpoints no rule keeps, and return their steps. One that cannot be removed is logged and tried again next time."""
+        history = self._history()
+        kept = steps_to_keep(history, self.cfg)
+        removed = []
+        for step in sorted(checkpoint.step for checkpoint in history if checkpoint.step not in kept):
+            path = self.root / f"step_{step}"
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("checkpoint_not_removed path=%s: %s", path, error)
+                continue
+            removed.append(step)
+        return removed
+
+    def _finalize_in_background(self, tmp_path: Path, wait_fn: Callable[[], None] | None) -> None:
+        with ExitStack() as unless_done:
+            unless_done.callback(shutil.rmtree, tmp_path, ignore_errors=True)
+            if wait_fn is not None:
+                with self.writing(tmp_path):
+                    wait_fn()
+            self.finalize_checkpoint(tmp_path)
+            unless_done.pop_all()
+
+    def _saved(self) -> set[int]:
+        if not self.root.is_dir():
+            return set()
+        self._recover()
+        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.root.iterdir() if (path / INFO_FILE).is_file())
+        return {int(match[1]) for match in matches if match is not None}
+
+    def _history(self) -> list[SavedStep]:
+        history = []
+        for step in self._saved():
+            try:
+                value = (self.load_training_info(self.root / f"step_{step}") or {}).get(self.cfg.metric_name or "")
+            except CheckpointError as error:
+                logger.warning("checkpoint_not_ranked step=%d: %s", step, error)
+                value = None
+            history.append(SavedStep(step, None if value is None else float(value)))
+        return history
+
+    def _recover(self) -> None:
+        """A run that died between the two renames of `finalize_checkpoint` left its checkpoint under the old name."""
+        for old in self.root.glob("old_step_*"):
+            final = self.root / old.name.removeprefix("old_")
+            if final.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(final)
+                logger.warning("checkpoint_recovered path=%s: a write that replaced it did not finish", final)
+
+    def _unwritable(self, path: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"checkpointing.checkpoint_dir={self.root}: cannot write {path.name} ({error.strerror or error}); free space or choose a directory that can be "
+            f"written{self._last_good()}"
+        )
+
+    def _last_good(self) -> str:
+        good = [int(path.name[5:]) for path in self.root.glob("step_*") if path.name[5:].isdigit() and (path / INFO_FILE).is_file()]
+        return f"; {self.root}/step_{max(good)} is intact and resumable" if good else ""
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(content, indent=2, default=float), encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,90 @@
+"""Which checkpoints are worth writing, and which stay.
+
+Decides from step numbers and recorded metrics alone; it touches no file. Invariant: the newest checkpoint always stays, so a run can go on.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.config import CheckpointingConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A finished checkpoint: its step, and the metric that ranks it, None where it was not measured."""
+
+    step: int
+    metric: float | None
+
+
+class UnknownMetric(ValueError):
+    """`checkpointing.metric_name` names a metric this run never computes."""
+
+
+def steps_to_keep(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> set[int]:
+    """The steps whose checkpoints stay: the union of three rules.
+
+    - The `keep_top_k` best of those at multiples of `save_period` (all of them when null): by metric, ties to the newer; those without the metric come
+      last, and with `metric_name` null the newest are best.
+    - The newest `ft_keep_latest_k` of all.
+    - The newest.
+
+    Args:
+        saved: finished checkpoints.
+        cfg: the checkpointing section.
+    """
+    newest_first = sorted(saved, key=lambda checkpoint: -checkpoint.step)
+    periodic = [checkpoint for checkpoint in newest_first if checkpoint.step % cfg.save_period == 0]
+    if cfg.keep_top_k is None and cfg.ft_save_period is None:
+        return {checkpoint.step for checkpoint in newest_first}
+    best = sorted(periodic, key=lambda checkpoint: _rank(checkpoint, cfg))[: cfg.keep_top_k]
+    return {checkpoint.step for checkpoint in [*best, *newest_first[: max(cfg.ft_keep_latest_k or 0, 1)]]}
+
+
+def best_step(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> int | None:
+    """The step with the best metric (ties to the newer), the newest where no metric ranks them, None without checkpoints."""
+    ranked = sorted(saved, key=lambda checkpoint: _rank(checkpoint, cfg))
+    return ranked[0].step if ranked else None
+
+
+def _rank(checkpoint: SavedStep, cfg: CheckpointingConfig) -> tuple[bool, float, int]:
+    if cfg.metric_name is None or checkpoint.metric is None or math.isnan(checkpoint.metric):
+        return (True, 0.0, -checkpoint.step)
+    return (False, -checkpoint.metric if cfg.higher_is_better else checkpoint.metric, -checkpoint.step)
+
+
+def should_save(step: int, cfg: CheckpointingConfig, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False) -> bool:
+    """Whether a checkpoint is due after `step` (from 1): at the end, before time runs out, and every `save_period` and `ft_save_period` steps."""
+    if not cfg.enabled:
+        return False
+    periodic = step % cfg.save_period == 0 or (cfg.ft_save_period is not None and step % cfg.ft_save_period == 0)
+    return is_last or early_stop or timeout or periodic
+
+
+def ranking_metric(cfg: CheckpointingConfig, step: int, *, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None) -> dict[str, float]:
+    """The entry of `training_info` that ranks a checkpoint, `{"val:accuracy": 0.5}`; empty (with a warning) where this step did not measure it.
+
+    Args:
+        cfg: `metric_name` is read.
+        step: for the warning.
+        train: training metrics of this step, without prefix.
+        val: validation metrics of this step; None when it did not validate.
+
+    Raises:
+        UnknownMetric: metrics of that kind were measured, and the named one is not among them.
+    """
+    if cfg.metric_name is None:
+        return {}
+    kind, _, name = cfg.metric_name.partition(":")
+    metrics = {"train": train, "val": val}[kind]
+    if metrics is None:
+        logger.warning("checkpoint_not_ranked step=%d metric=%s: not measured at this step; validate at every save_period", step, cfg.metric_name)
+        return {}
+    if name not in metrics:
+        raise UnknownMetric(f"checkpointing.metric_name={cfg.metric_name}: there is no such metric; {kind} metrics are {sorted(metrics)}")
+    return {cfg.metric_name: float(metrics[name])}

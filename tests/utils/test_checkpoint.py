@@ -1,0 +1,231 @@
+"""Checkpoint directories: rename at the end, kept by rule, resumable after every kind of death."""
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
+from nemo_rl.utils.checkpoint_retention import SavedStep, UnknownMetric, best_step, ranking_metric, should_save, steps_to_keep
+
+
+def manager(root: Path, **keys: Any) -> CheckpointManager:
+    return CheckpointManager(CheckpointingConfig(checkpoint_dir=str(root), **{"save_period": 1, **keys}), deadline_s=10)
+
+
+def save(checkpoints: CheckpointManager, step: int, accuracy: float | None = None, optimizer: bool = True) -> Path:
+    info = {"total_steps": step} | ({} if accuracy is None else {"val:accuracy": accuracy})
+    path = checkpoints.init_tmp_checkpoint(step, info, {"grpo": {"seed": 42}})
+    for part in ("weights", "optimizer") if optimizer else ("weights",):
+        (path / "policy" / part).mkdir(parents=True)
+        (path / "policy" / part / "data").write_text(str(step))
+    return checkpoints.finalize_checkpoint(path)
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("step_*"))
+
+
+HISTORY = st.dictionaries(st.integers(1, 60), st.none() | st.sampled_from([0.1, 0.5, 0.9, float("nan")]), min_size=1, max_size=15)
+
+
+@given(
+    history=HISTORY,
+    keep=st.none() | st.integers(1, 4),
+    period=st.integers(1, 10),
+    latest=st.none() | st.integers(1, 4),
+    higher=st.booleans(),
+    metric=st.sampled_from([None, "val:accuracy"]),
+)
+def test_retention_is_the_union_of_its_rules(
+    history: dict[int, float | None], keep: int | None, period: int, latest: int | None, higher: bool, metric: str | None
+) -> None:
+    cfg = CheckpointingConfig(keep_top_k=keep, save_period=period, ft_save_period=5, ft_keep_latest_k=latest, higher_is_better=higher, metric_name=metric)
+    kept = steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg)
+    periodic = [step for step in history if step % period == 0]
+
+    def better(a: int, b: int) -> bool:
+        """Whether a ranks before b."""
+        x, y = (history[step] if metric else None for step in (a, b))
+        x, y = (None if value is None or math.isnan(value) else value for value in (x, y))
+        if x is None or y is None or x == y:
+            return a > b if (x is None) == (y is None) else y is None
+        return x > y if higher else x < y
+
+    for step in history:
+        rank = sum(better(other, step) for other in periodic)
+        by_rank = step in periodic and (keep is None or rank < keep)
+        by_age = sum(other > step for other in history) < max(latest or 0, 1)
+        assert (step in kept) == (by_rank or by_age), step
+    assert max(history) in kept
+    best = best_step([SavedStep(step, value) for step, value in history.items()], cfg)
+    assert not any(better(other, best) for other in history)
+
+
+def test_without_limits_everything_stays() -> None:
+    cfg = CheckpointingConfig(keep_top_k=None, save_period=10)
+    assert steps_to_keep([SavedStep(step, None) for step in (3, 10, 17)], cfg) == {3, 10, 17}
+
+
+def test_saves_are_due_by_period_end_early_stop_and_timeout() -> None:
+    cfg = CheckpointingConfig(save_period=10, ft_save_period=4)
+    assert [step for step in range(1, 21) if should_save(step, cfg)] == [4, 8, 10, 12, 16, 20]
+    for reason in ("is_last", "early_stop", "timeout"):
+        assert should_save(7, cfg, **{reason: True})
+    assert not should_save(10, CheckpointingConfig(enabled=False), is_last=True)
+
+
+def test_the_ranking_metric_warns_when_not_measured_and_errs_when_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = CheckpointingConfig(metric_name="val:accuracy")
+    assert ranking_metric(cfg, 10, train={"loss": 1.0}, val={"accuracy": 0.5}) == {"val:accuracy": 0.5}
+    assert ranking_metric(cfg, 10, train={"loss": 1.0}, val=None) == {}
+    assert "checkpoint_not_ranked step=10 metric=val:accuracy" in caplog.text
+    with pytest.raises(UnknownMetric, match=r"val:accuracy.*\['avg_length'\]"):
+        ranking_metric(cfg, 10, train={}, val={"avg_length": 3.0})
+    assert ranking_metric(CheckpointingConfig(metric_name=None), 10, train={}, val={}) == {}
+
+
+def test_a_checkpoint_is_visible_only_when_complete(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    written = checkpoints.init_tmp_checkpoint(1, {"total_steps": 1}, {"grpo": {"seed": 42}})
+    assert written.name == "tmp_step_1"
+    assert checkpoints.get_latest_checkpoint_path() is None
+    assert checkpoints.get_resume_paths() is None
+    final = checkpoints.finalize_checkpoint(written)
+    assert final == checkpoints.get_latest_checkpoint_path() == tmp_path / "step_1"
+    assert checkpoints.load_training_info() == {"total_steps": 1}
+    assert (final / "config.yaml").read_text() == "grpo:\n  seed: 42\n"
+    assert json.loads((tmp_path / "latest_checkpoint_status.json").read_text())["step"] == 1
+
+
+def test_the_best_and_the_latest_stay(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1)
+    for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, None)):
+        save(checkpoints, step, accuracy)
+    assert steps(tmp_path) == [2, 4]
+    assert checkpoints.get_best_checkpoint_path() == tmp_path / "step_2"
+    assert checkpoints.get_latest_checkpoint_path() == tmp_path / "step_4"
+
+
+def test_finalisation_waits_for_the_writers_without_blocking_the_caller(tmp_path: Path) -> None:
+    written = threading.Event()
+    with manager(tmp_path) as checkpoints:
+        path = checkpoints.init_tmp_checkpoint(1, {})
+        checkpoints.begin_finalization(path, wait_fn=lambda: assert_set(written))
+        assert checkpoints.get_latest_checkpoint_path() is None
+        written.set()
+    assert steps(tmp_path) == [1]
+
+
+def test_a_failed_writer_is_raised_later_and_leaves_the_last_good_one(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+
+    def full_disk() -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(2, {}), wait_fn=full_disk)
+    with pytest.raises(CheckpointError, match=r"checkpointing.checkpoint_dir=.*No space left.*step_1 is intact"):
+        checkpoints.init_tmp_checkpoint(3, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_checkpoint_status.json", "step_1"]
+    save(checkpoints, 3)
+    assert steps(tmp_path) == [1, 3]
+
+    def lost_worker() -> None:
+        raise ConnectionError("rank 3 is gone")
+
+    checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(4, {}), wait_fn=lost_worker)
+    with pytest.raises(CheckpointError, match="rank 3 is gone"):
+        checkpoints.shutdown()
+
+
+def test_a_writer_that_hangs_passes_its_deadline(tmp_path: Path) -> None:
+    release = threading.Event()
+    checkpoints = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(tmp_path)), deadline_s=0.05)
+    checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(1, {}), wait_fn=lambda: assert_set(release))
+    with pytest.raises(CheckpointError, match="not written within"):
+        checkpoints.finalize_pending()
+    release.set()
+
+
+def test_a_full_disk_while_the_caller_writes_is_one_clear_error(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    path = checkpoints.init_tmp_checkpoint(2, {})
+    with pytest.raises(CheckpointError, match="step_1 is intact"), checkpoints.writing(path), open("/dev/full", "w") as full:
+        full.write("x")
+        full.flush()
+    assert not path.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="checkpointing.checkpoint_dir=.*file/checkpoints"):
+        manager(tmp_path / "file" / "checkpoints").init_tmp_checkpoint(1, {})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        manager(tmp_path).init_tmp_checkpoint(1, {})
+
+
+def test_a_run_that_died_while_writing_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    save(manager(tmp_path), 1)
+    manager(tmp_path).init_tmp_checkpoint(2, {})
+    again = manager(tmp_path)
+    assert again.get_latest_checkpoint_path() == tmp_path / "step_1"
+    assert (tmp_path / "tmp_step_2").exists()  # reading removes nothing: another run may be writing it
+    again.init_tmp_checkpoint(3, {})
+    assert not (tmp_path / "tmp_step_2").exists()
+
+
+def test_a_run_that_died_between_the_renames_keeps_the_replaced_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(manager(tmp_path), 5)
+    (tmp_path / "step_5").rename(tmp_path / "old_step_5")
+    assert manager(tmp_path).get_latest_checkpoint_path() == tmp_path / "step_5"
+    assert "checkpoint_recovered" in caplog.text
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1, accuracy=0.1)
+    save(checkpoints, 1, accuracy=0.7)
+    assert checkpoints.load_training_info() == {"total_steps": 1, "val:accuracy": 0.7}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_checkpoint_status.json", "step_1"]
+
+
+def test_resume_needs_weights_and_warns_without_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1, optimizer=False)
+    assert checkpoints.get_resume_paths() == (tmp_path / "step_1" / "policy" / "weights", None)
+    assert "optimizer_state_missing" in caplog.text
+    save(checkpoints, 2)
+    assert checkpoints.get_resume_paths().optimizer == tmp_path / "step_2" / "policy" / "optimizer"
+    checkpoints.finalize_checkpoint(checkpoints.init_tmp_checkpoint(3, {}))
+    with pytest.raises(CheckpointError, match="no policy/weights"):
+        checkpoints.get_resume_paths()
+
+
+def test_damaged_info_and_wrong_paths_are_named(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    (tmp_path / "step_1" / "training_info.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step_1/training_info.json cannot be read"):
+        checkpoints.load_training_info()
+    with pytest.raises(CheckpointError, match="no checkpoint in progress"):
+        checkpoints.finalize_checkpoint(tmp_path / "step_1")
+    save(checkpoints, 2, accuracy=0.5)  # a damaged one does not keep later ones from being written and ranked
+    assert checkpoints.get_best_checkpoint_path() == tmp_path / "step_2"
