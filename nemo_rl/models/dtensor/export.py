@@ -1,0 +1,39 @@
+"""The collective export of full weights in the engine's precision, tensor by tensor.
+
+Every rank iterates; each gets every full tensor for as long as it holds it. Names are Hugging Face's. Knows neither
+transports nor engines. Invariant: names, shapes and order are those of `tensor_metas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nemo_rl.models.dtensor.load import PREFIX
+from nemo_rl.models.dtensor.scorer import CausalLMScorer
+from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
+
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def hf_name(name: str) -> str:
+    """A parameter's name in the Hugging Face model."""
+    return name.removeprefix(PREFIX).replace(_CHECKPOINT_WRAPPER, "")
+
+
+def tensor_metas(scorer: CausalLMScorer, dtype: torch.dtype) -> list[TensorMeta]:
+    """Names, shapes and dtypes in export order; a tied output projection is not repeated."""
+    return [TensorMeta(hf_name(name), tuple(parameter.shape), dtype_name(dtype)) for name, parameter in scorer.named_parameters()]
+
+
+def full_weights(scorer: CausalLMScorer, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors in order, converted to `dtype` (None keeps float32) before they are gathered."""
+    for name, parameter in scorer.named_parameters():
+        tensor = parameter.detach()
+        if tensor.device != device:
+            tensor = tensor.to(device)
+        if dtype is not None:
+            tensor = tensor.to(dtype)
+        yield hf_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,120 @@
+"""Loads a Hugging Face model into its sharded form.
+
+Rank 0 reads the real weights on the host; the others build the shape only and receive their shards. Knows nothing of
+training. Invariants: weights are float32 whatever the file holds; code from a model's repository runs only when the
+configuration says so.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.dtensor import attention
+from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing, apply_fsdp, apply_tensor_parallel
+from nemo_rl.models.dtensor.scorer import CausalLMScorer
+
+PREFIX = "lm."
+
+
+class ModelNotFoundError(ValueError):
+    """There is no loadable model at `policy.model_name`."""
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The torch dtype of `policy.precision`."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
+
+
+def model_config(cfg: PolicyConfig, source: str | None = None) -> Any:
+    """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
+
+    Raises:
+        ModelNotFoundError: Nothing can be loaded from there.
+    """
+    from transformers import AutoConfig
+
+    name = source or cfg.model_name
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"policy.model_name={name!r}: no model configuration could be loaded from there ({error})") from error
+    for key, value in cfg.hf_config_overrides.items():
+        setattr(config, key, value)
+    return config
+
+
+def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | None = None) -> CausalLMScorer:
+    """The sharded model with weights.
+
+    Args:
+        cfg: The policy section.
+        mesh: This rank's groups.
+        weights_path: A checkpoint's weights directory to start from instead of `policy.model_name`.
+
+    Raises:
+        ModelNotFoundError: The model cannot be loaded.
+        CheckpointMismatchError: The checkpoint is of another model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    config = model_config(cfg)
+    source = weights_path or cfg.model_name
+    state: dict[str, torch.Tensor] = {}
+    if mesh.rank == 0:
+        state = _read_weights(source, config, cfg.trust_remote_code)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention.ATTENTION_NAME, trust_remote_code=cfg.trust_remote_code
+        )
+    model.tie_weights()
+    apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
+    if cfg.dtensor_cfg.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size)
+    apply_fsdp(scorer, model, mesh, dtype=compute_dtype(cfg.precision), cpu_offload=cfg.dtensor_cfg.cpu_offload)
+    _materialise(scorer, mesh, offloaded=cfg.dtensor_cfg.cpu_offload)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(scorer, {PREFIX + name: tensor for name, tensor in state.items()}, options=options)
+    return scorer
+
+
+class CheckpointMismatchError(ValueError):
+    """Weights do not belong to the configured model."""
+
+
+def _read_weights(source: str, config: Any, trust_remote_code: bool) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True, attn_implementation="eager"
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        if os.path.isdir(source):
+            raise CheckpointMismatchError(f"{source}: weights do not fit the configured model ({error})") from error
+        raise ModelNotFoundError(f"policy.model_name={source!r} cannot be loaded: {error}") from error
+    missing = [name for name in report["missing_keys"] if not (config.tie_word_embeddings and name.startswith("lm_head"))]
+    if missing or report.get("mismatched_keys"):
+        raise CheckpointMismatchError(f"{source}: {len(missing)} weights missing ({missing[:3]}), {len(report.get('mismatched_keys', []))} of another shape; it holds another model")
+    return model.state_dict()
+
+
+def _materialise(scorer: CausalLMScorer, mesh: ParallelMesh, *, offloaded: bool) -> None:
+    buffers = {name: buffer.clone() for name, buffer in scorer.named_buffers() if not buffer.is_meta}
+    device = torch.device("cpu") if offloaded else mesh.device
+    scorer.to_empty(device=device)
+    for name, buffer in scorer.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    for module in scorer.modules():
+        # With offloaded parameters the buffers still belong on the device that computes.
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device))

@@ -1,0 +1,101 @@
+"""The device mesh of the DTensor backend and this rank's place in it.
+
+Axes, outermost first: dp_replicate, dp_shard, cp, tp. Gradients are summed over the first three (context-parallel ranks
+hold parts of the same rows), parameters are sharded over dp_shard x cp and, layer-wise, tp. Knows no model.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nemo_rl.distributed.devices import Accelerator
+
+COLLECTIVE_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Number of ranks along each axis."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: those that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+def parallel_sizes(world: int, *, tp: int, cp: int, dp_replicate: int) -> ParallelSizes:
+    """Divides the world.
+
+    Raises:
+        ValueError: It does not divide.
+    """
+    if world % (tp * cp):
+        raise ValueError(f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} does not divide {world} ranks")
+    dp = world // (tp * cp)
+    if dp % dp_replicate:
+        raise ValueError(f"policy.dtensor_cfg.dp_replicate_size {dp_replicate} does not divide the {dp} data-parallel ranks")
+    return ParallelSizes(dp_replicate, dp // dp_replicate, cp, tp)
+
+
+class ParallelMesh:
+    """Process groups of this rank; made once per process.
+
+    Args:
+        sizes: Ranks along each axis.
+        accelerator: Kind of slot.
+    """
+
+    def __init__(self, sizes: ParallelSizes, accelerator: Accelerator) -> None:
+        self.sizes = sizes
+        self.device = accelerator.torch_device()
+        if accelerator.is_cuda:
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            dist.init_process_group(accelerator.process_group_backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        self.rank = int(os.environ["RANK"])
+        shape = (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+        self.mesh = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+        self.shard_mesh = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        self.data_mesh = self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        self.gradient_mesh = self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Mesh over which parameters are sharded: one axis, or two with replicas (HSDP)."""
+        return self.mesh["dp_replicate", "dp_shard_cp"] if self.sizes.dp_replicate > 1 else self.shard_mesh
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """Tensor-parallel mesh."""
+        return self.mesh["tp"]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Tensor-parallel group, None when there is one rank."""
+        return self.mesh.get_group("tp") if self.sizes.tp > 1 else None
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """Context-parallel group, None when there is one rank."""
+        return self.mesh.get_group("cp") if self.sizes.cp > 1 else None
+
+    @property
+    def cp_rank(self) -> int:
+        """Coordinate along cp."""
+        return self.mesh.get_local_rank("cp")
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that see different samples; the same on every one of them."""
+        dist.all_reduce(values, group=self.data_mesh.get_group())
+        return values

@@ -1,0 +1,356 @@
+"""A language-model policy over a group of workers, one per accelerator slot.
+
+Shards batches over data-parallel ranks (plainly, by dynamic batching or by packing), gathers results back into the
+caller's order, and offers the workers as source of a sync session. Knows no framework: the worker class is chosen by
+the enabled backend, in one place. Invariant: rows come back in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import ray
+import torch
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_calls import wait_for_workers
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
+from nemo_rl.weight_sync.layout import TensorMeta
+from nemo_rl.weight_sync.sender import SendSpec
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.timer import Timer
+
+logger = logging.getLogger(__name__)
+
+DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker"
+_AXES = ["data_parallel", "context_parallel", "tensor_parallel"]
+_REPLICAS = ("context_parallel", "tensor_parallel")
+_START_TIMEOUT_S = 900.0
+
+
+class Policy(PolicyInterface):
+    """A policy on the slots of a cluster.
+
+    Args:
+        cluster: Slots; all of them, unless `bundle_indices_list` names some (overlapping placement).
+        config: The policy section.
+        tokenizer: Saved beside checkpoints.
+        name_prefix: Name in messages.
+        init_optimizer: Whether this policy trains.
+        weights_path: Checkpoint weights to start from.
+        optimizer_path: Checkpoint optimizer state to start from.
+        init_reference_model: Whether the initial weights are kept for reference log-probabilities.
+        worker_extension_cls_fqn: Dotted name of a worker class to use instead of the backend's.
+        bundle_indices_list: Slots to use, as `(node_rank, [bundle])`.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig,
+        tokenizer: Any,
+        name_prefix: str = "lm_policy",
+        *,
+        init_optimizer: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_reference_model: bool = True,
+        worker_extension_cls_fqn: str | None = None,
+        bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
+    ) -> None:
+        self.cfg = config
+        self.tokenizer = tokenizer
+        world = cluster.world_size() if bundle_indices_list is None else len(bundle_indices_list)
+        self.sharding_annotations = _rank_grid(config, world)
+        builder = RayWorkerBuilder(
+            worker_extension_cls_fqn or DTENSOR_WORKER,
+            config,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
+        )
+        self.worker_group = RayWorkerGroup(
+            cluster,
+            builder,
+            name_prefix=name_prefix,
+            bundle_indices_list=bundle_indices_list,
+            sharding_annotations=self.sharding_annotations,
+            env_vars=dict(config.dtensor_cfg.env_vars),
+        )
+        self._cluster = cluster
+        self._devices: list[str] | None = None
+        self._metas: list[TensorMeta] | None = None
+        self.device_name = ""
+
+    def wait_until_started(self) -> None:
+        """Waits until every worker has loaded its model.
+
+        Raises:
+            WorkerError: A worker could not start, e.g. because the model does not exist.
+        """
+        if self._devices is None:
+            answers = self.worker_group.run("describe", timeout_s=_START_TIMEOUT_S)
+            self._devices = [answer["device"] for answer in answers]
+            self.device_name = answers[0]["device_name"]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.sharding_annotations.get_axis_size("data_parallel")
+
+    # -- sharding -----------------------------------------------------------------------------------------------------
+
+    def shard(self, data: BatchedDataDict[Any], batch_size: int | None, *, training: bool) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
+        """One shard per data-parallel rank, and the permutation that restores the caller's order (None: none needed)."""
+        packing, dynamic = self.cfg.sequence_packing, self.cfg.dynamic_batching
+        if dynamic.enabled:
+            shards, order = data.shard_by_batch_size(
+                self.data_parallel_size,
+                batch_size=batch_size,
+                dynamic_batching_args={
+                    "max_tokens_per_microbatch": dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens,
+                    "sequence_length_round": dynamic.sequence_length_round,
+                    "input_key": "input_ids",
+                    "input_lengths_key": "input_lengths",
+                },
+            )
+            return shards, order
+        if packing.enabled:
+            shards, order = data.shard_by_batch_size(
+                self.data_parallel_size,
+                batch_size=batch_size,
+                sequence_packing_args={
+                    "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
+                    "algorithm": packing.algorithm,
+                    "microbatch_order": packing.microbatch_order,
+                    "sequence_length_pad_multiple": self.cfg.make_sequence_length_divisible_by,
+                    "input_key": "input_ids",
+                    "input_lengths_key": "input_lengths",
+                },
+            )
+            return shards, order
+        return data.shard_by_batch_size(self.data_parallel_size, batch_size=batch_size), None
+
+    def _run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
+        future = self.worker_group.run_all_workers_sharded_data(
+            method, in_sharded_axes=("data_parallel",), replicate_on_axes=_REPLICAS, output_is_replicated=_REPLICAS, common_kwargs=common, data=list(shards)
+        )
+        return self.worker_group.get_all_worker_results(future)
+
+    def _score(self, method: str, data: BatchedDataDict[Any], timer: Timer | None, **common: Any) -> BatchedDataDict[Any]:
+        columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
+        with _timed(timer, f"{method}/shard_data"):
+            shards, order = self.shard(columns, None, training=False)
+        with _timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+            results = self._run_sharded(method, shards, **common)
+        merged = BatchedDataDict.from_batches(results)
+        return merged if order is None else merged.reorder_data(order)
+
+    def get_logprobs(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> BatchedDataDict[Any]:
+        """`logprobs [B, S]`; see `PolicyInterface`."""
+        return self._score("get_logprobs", data, timer)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict[Any]:
+        """`reference_logprobs [B, S]`; see `PolicyInterface`."""
+        return self._score("get_reference_policy_logprobs", data, timer, micro_batch_size=micro_batch_size)
+
+    def get_topk_logits(self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None) -> BatchedDataDict[Any]:
+        """`topk_logits`, `topk_indices` [B, S, k]; see `PolicyInterface`."""
+        return self._score("get_topk_logits", data, timer, k=k, micro_batch_size=micro_batch_size)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> TrainResult:
+        """See `PolicyInterface`.
+
+        Raises:
+            ValueError: The batch does not divide into global batches over the data-parallel ranks.
+            WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
+        """
+        gbs = gbs or self.cfg.train_global_batch_size
+        mbs = mbs or self.cfg.train_micro_batch_size
+        if data.size % gbs:
+            raise ValueError(f"{data.size} samples do not divide into global batches of policy.train_global_batch_size={gbs}")
+        with _timed(timer, "policy_training/sharding_data"):
+            shards, _ = self.shard(data, gbs, training=True)
+        with _timed(timer, "policy_training/submit_training_futures"):
+            results = self._run_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        return self._aggregate(results)
+
+    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Opens a step on every worker."""
+        self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+
+    def train_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
+        """Adds a chunk of samples to the open step; it must divide over the data-parallel ranks."""
+        with _timed(timer, "policy_training/sharding_data"):
+            shards, _ = self.shard(data, None, training=True)
+        with _timed(timer, "policy_training/submit_microbatch_futures"):
+            self._run_sharded("train_microbatches", shards)
+
+    def finish_train_step(self) -> TrainResult:
+        """Steps the optimizer once for everything since `begin_train_step`."""
+        future = self.worker_group.run_all_workers_single_data("finish_train_step")
+        results = self.worker_group.get_all_worker_results(future)
+        return self._aggregate([result for rank, result in enumerate(results) if self._leads(rank)])
+
+    def abort_train_step(self) -> None:
+        """Closes an open step without changing the weights."""
+        self.worker_group.run("abort_train_step")
+
+    def _leads(self, rank: int) -> bool:
+        coordinates = self.sharding_annotations.get_worker_coords(rank)
+        return all(coordinates[axis] == 0 for axis in _REPLICAS)
+
+    def _aggregate(self, results: Sequence[dict[str, Any]]) -> TrainResult:
+        metrics: dict[str, list[float]] = {}
+        for index, result in enumerate(results):
+            for name, values in result["all_mb_metrics"].items():
+                # Global counts are the same on every rank already.
+                if index == 0 or not name.startswith("global_valid_"):
+                    metrics.setdefault(name, []).extend(values)
+        first = results[0]
+        return cast(
+            TrainResult,
+            {
+                "loss": torch.tensor(first["loss"], dtype=torch.float32),
+                "grad_norm": first["grad_norm"],
+                "all_mb_metrics": metrics,
+                "num_ranks": self.worker_group.world_size,
+                **{key: first[key] for key in ("lr", "wd") if key in first},
+            },
+        )
+
+    # -- residency ----------------------------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Model and optimizer on the device."""
+        self.worker_group.run("prepare_for_training")
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Model on the device."""
+        self.worker_group.run("prepare_for_training" if keep_train_buffers else "prepare_for_lp_inference")
+
+    def finish_training(self) -> None:
+        """Gives cached memory back."""
+        self.worker_group.run("release_cached_memory")
+
+    def offload_before_refit(self) -> None:
+        """Optimizer to the host: weights are still needed on the device for the export."""
+        self.worker_group.run("offload_optimizer")
+
+    def offload_after_refit(self) -> None:
+        """Model and optimizer to the host."""
+        self.worker_group.run("offload_optimizer")
+        self.worker_group.run("offload_model")
+
+    def offload_to_cpu(self) -> None:
+        """Same as `offload_after_refit`."""
+        self.offload_after_refit()
+
+    def get_free_memory_bytes(self) -> int:
+        """Free device memory of the fullest slot, in bytes."""
+        return min(self.worker_group.run("free_memory"))
+
+    # -- source of a sync session -------------------------------------------------------------------------------------
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name to (shape, dtype name) of everything that a refit sends."""
+        return {meta.name: (meta.shape, meta.dtype) for meta in self.tensor_metas()}
+
+    def tensor_metas(self) -> list[TensorMeta]:
+        """What a refit sends, in order."""
+        if self._metas is None:
+            ref = self.worker_group.run_single_worker_single_data("tensor_metas", 0)
+            self._metas = wait_for_workers([ref], self.worker_group.identities[:1], what="tensor_metas")[0]
+        return self._metas
+
+    def devices(self) -> list[str]:
+        """Device identity of every rank."""
+        self.wait_until_started()
+        return list(self._devices or [])
+
+    def staging_budget(self) -> int:
+        """Bytes of one staging window on the fullest slot."""
+        return min(self.worker_group.run("staging_budget"))
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address of rank 0 and a free port there."""
+        return self._cluster.get_master_address_and_port()
+
+    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+        """Starts the export on every rank."""
+        self.worker_group.run("begin_export", spec=spec, staging_ranks=list(staging_ranks), timeout_s=timeout_s)
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Packs a window on every rank."""
+        return self.worker_group.run("export_window", index=index, timeout_s=timeout_s)
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        """Pushes a window from rank 0."""
+        ref = self.worker_group.run_single_worker_single_data("send_window", 0, index=index)
+        wait_for_workers([ref], self.worker_group.identities[:1], what="send_window", timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Ends the export on every rank that still answers."""
+        refs = [worker.close_export.remote() for worker in self.worker_group.workers]
+        ray.wait(refs, num_returns=len(refs), timeout=60.0)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
+        """Snapshots the policy; the files are complete after `finalize_async_save`."""
+        self.worker_group.run("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+        # The weights directory is a whole Hugging Face model: it carries the tokenizer too.
+        for path in (tokenizer_path, weights_path):
+            if path is not None and self.tokenizer is not None:
+                self.tokenizer.save_pretrained(path)
+
+    def finalize_async_save(self) -> None:
+        """Waits until the last snapshot is on disk.
+
+        Raises:
+            WorkerError: The disk is full or the directory cannot be written.
+        """
+        self.worker_group.run("finalize_async_save")
+
+    def run_on_all(self, method: str, **kwargs: Any) -> list[Any]:
+        """Calls a method of every worker, for worker classes of one's own."""
+        return self.worker_group.run(method, **kwargs)
+
+    def shutdown(self) -> bool:
+        """Ends the workers."""
+        return self.worker_group.shutdown(cleanup_method="shutdown")
+
+
+def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
+    tp, cp = config.dtensor_cfg.tensor_parallel_size, config.dtensor_cfg.context_parallel_size
+    if world % (tp * cp):
+        raise ValueError(f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} does not divide the {world} slots")
+    return NamedSharding(np.arange(world).reshape(world // (tp * cp), cp, tp), _AXES)
+
+
+def _timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
+    return nullcontext() if timer is None else cast(Callable[[str], AbstractContextManager[Any]], timer.time)(label)

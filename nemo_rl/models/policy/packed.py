@@ -1,0 +1,78 @@
+"""The one form in which sequences go through a model: all real tokens of a microbatch in one row, with their borders.
+
+Padded, dynamic and packed microbatches differ only in which sequences share a row; here each becomes the same packed
+row, so that no compute is spent on padding and every mode computes the same numbers. Knows no model. Invariant: what
+is scattered back lies where the token lay in the padded batch.
+
+Shapes: B sequences, S padded width, T tokens of the row (padding segment included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One packed row.
+
+    Attributes:
+        input_ids_T: Token ids.
+        position_ids_T: Position of each token inside its sequence.
+        target_ids_T: The token that follows inside the sequence; 0 at a sequence's last token and on padding.
+        cu_seqlens: Borders of the segments, int32 [segments + 1], starting at 0 and ending at T.
+        max_seqlen: Longest segment.
+        source_N: Flat index into the padded [B, S] batch of each real token, N <= T.
+        shape: (B, S) of the padded batch.
+    """
+
+    input_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor
+    target_ids_T: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    source_N: torch.Tensor
+    shape: tuple[int, int]
+
+    def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
+        batch, width = self.shape
+        real = values_T[: self.source_N.numel()]
+        flat = values_T.new_zeros((batch * width, *values_T.shape[1:])).index_copy(0, self.source_N, real)
+        return flat.view(batch, width, *values_T.shape[1:])
+
+
+def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1) -> PackedBatch:
+    """Packs a right-padded microbatch.
+
+    Args:
+        data: `input_ids [B, S]` and `input_lengths [B]`.
+        device: Where the row is needed.
+        multiple: The row is padded to a multiple of this by a segment of its own, which nothing attends to.
+    """
+    ids_BS, lengths_B = data["input_ids"], data["input_lengths"].to(torch.long).cpu()
+    batch, width = ids_BS.shape
+    positions_BS = torch.arange(width).expand(batch, width)
+    real_BS = positions_BS < lengths_B[:, None]
+    source_N = real_BS.reshape(-1).nonzero(as_tuple=True)[0]
+    ids_N = ids_BS.cpu().reshape(-1)[source_N]
+    next_BS = torch.zeros_like(ids_BS, device="cpu")
+    next_BS[:, :-1] = ids_BS[:, 1:].cpu()
+    next_BS.masked_fill_(positions_BS + 1 >= lengths_B[:, None], 0)
+    lengths = [int(n) for n in lengths_B if n > 0]
+    padding = -sum(lengths) % multiple
+    borders = torch.tensor([0, *lengths, *([padding] if padding else [])], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    extra = torch.zeros(padding, dtype=torch.long)
+    return PackedBatch(
+        torch.cat([ids_N, extra]).to(device, non_blocking=True),
+        torch.cat([positions_BS.reshape(-1)[source_N], torch.arange(padding)]).to(device, non_blocking=True),
+        torch.cat([next_BS.reshape(-1)[source_N], extra]).to(device, non_blocking=True),
+        borders.to(device, non_blocking=True),
+        max([*lengths, padding], default=0),
+        source_N.to(device, non_blocking=True),
+        (batch, width),
+    )
