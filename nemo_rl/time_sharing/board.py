@@ -1,0 +1,112 @@
+"""The planner's working copy of the GPUs while one plan is made: who could give what, what is claimed and what is reserved.
+
+It starts from a snapshot and records each decision, so that later decisions of the same plan see earlier ones. The snapshot stays as it was.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nemo_rl.time_sharing.plan import Plan, Reason, Shrink, Snapshot
+from nemo_rl.time_sharing.state import PipelineState, QueuedWant
+from nemo_rl.time_sharing.types import FALLING, Phase, Priority
+
+FREE, FREEING, RANK, BLOCKED = 0, 1, 2, 3
+"""What a GPU is to the plan: idle; being freed by a rank that is falling asleep; under a waking or awake rank; out of reach (fixed, claimed, failed)."""
+
+
+class Reservation(NamedTuple):
+    """A request that waits for a GPU: its label, its pipeline, when the GPUs are expected free, and the request (None: a hungry pipeline)."""
+
+    label: str
+    name: str
+    free_at: float
+    queued: QueuedWant | None
+
+
+class Board:
+    """GPUs and ranks as they will be once the decisions so far are carried out."""
+
+    def __init__(self, snapshot: Snapshot, now: float) -> None:
+        self.now = now
+        self.limits = snapshot.limits
+        self.pipelines = snapshot.pipelines
+        self.owner = snapshot.owner
+        self.claimed = snapshot.claimed
+        self.quarantined = snapshot.quarantined
+        self.reserved: dict[int, Reservation] = {}
+        self.shrunk: set[tuple[str, int]] = set()
+        self.no_expand: set[str] = set()
+        self.fixed_this_plan: set[str] = set()
+        self.kind = self._kinds()
+        self.counts: dict[str, int] = {
+            name: len(p.claimed_ranks) + sum(1 for rank in p.awake.values() if rank.phase not in FALLING) for name, p in snapshot.pipelines.items()
+        }
+
+    def _kinds(self) -> bytearray:
+        kind = bytearray(len(self.owner))
+        for gpu, lease in enumerate(self.owner):
+            if lease is None:
+                continue
+            pipeline = self.pipelines[lease.pipeline]
+            if lease.rank < 0 or pipeline.fenced:
+                kind[gpu] = BLOCKED
+                continue
+            phase = pipeline.awake[lease.rank].phase
+            kind[gpu] = BLOCKED if phase is Phase.FAILED else FREEING if phase in FALLING else RANK
+        for gpu in self.claimed:
+            kind[gpu] = BLOCKED
+        for gpu in self.quarantined:
+            kind[gpu] = BLOCKED
+        return kind
+
+    def ranks_of(self, name: str) -> tuple[tuple[int, ...], ...]:
+        return self.pipelines[name].topology.ranks
+
+    def shrink(self, result: Plan, name: str, rank: int, because: Reason) -> None:
+        """Puts a rank to sleep, once per plan; one that is already falling asleep needs no order."""
+        awake = self.pipelines[name].awake[rank]
+        if awake.phase in FALLING or (name, rank) in self.shrunk:
+            return
+        self.shrunk.add((name, rank))
+        self.counts[name] -= 1
+        for gpu in self.ranks_of(name)[rank]:
+            if self.kind[gpu] == RANK:
+                self.kind[gpu] = FREEING
+        result.shrinks.append(Shrink(name, rank, because))
+
+    def claim(self, gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            self.kind[gpu] = BLOCKED
+
+    def granted_fixed(self, name: str) -> None:
+        self.fixed_this_plan.add(name)
+
+    def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
+        for gpu in gpus:
+            self.reserved.setdefault(gpu, reservation)
+
+    def estimate(self, pipeline: PipelineState, priority: Priority) -> float | None:
+        """How long this pipeline's holds of this kind have lasted, seconds; None before the first has ended."""
+        return pipeline.hold_estimates.get(priority)
+
+    def free_at(self, gpu: int) -> float:
+        """When a blocked GPU is expected back, as far as past holds tell; infinity when they do not."""
+        lease = self.owner[gpu]
+        if lease is None or lease.rank >= 0:
+            return float("inf")
+        holder = self.pipelines[lease.pipeline]
+        held = holder.held.get(lease.cluster)
+        seconds = None if held is None else self.estimate(holder, held.priority)
+        return float("inf") if held is None or seconds is None else max(held.since + seconds, self.now)
+
+    def why_blocked(self, gpu: int) -> Reason:
+        if gpu in self.quarantined:
+            return ("quarantined", gpu)
+        claim = self.claimed.get(gpu)
+        if claim is not None:
+            return ("claimed", gpu, f"{claim.cluster} of {claim.pipeline}")
+        lease = self.owner[gpu]
+        if lease is not None:
+            return ("held", gpu, f"{lease.cluster} of {lease.pipeline}")
+        return ("claimed", gpu, "a request earlier in the queue")

@@ -1,0 +1,220 @@
+"""Shares what is left among generation: a first rank for whoever has none, then ranks by remaining work times weight.
+
+Free GPUs go to the pipeline that is furthest below its share. A busy GPU moves only when the giver stays better served than the taker becomes, so
+no move can be undone by the next plan, and only after it has served its minimum hold. Nothing shrinks without somebody to take the GPUs.
+"""
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from nemo_rl.time_sharing.board import BLOCKED, FREE, FREEING, RANK, Board, Reservation
+from nemo_rl.time_sharing.plan import Expand, Plan, Reason
+from nemo_rl.time_sharing.shares import Claimant, fill, whole_ranks
+from nemo_rl.time_sharing.state import PipelineState
+from nemo_rl.time_sharing.types import Phase, Priority
+
+
+def useful_ranks(pipeline: PipelineState) -> int:
+    """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while it has demand."""
+    remaining = pipeline.demand.remaining
+    if remaining <= 0 or pipeline.leaving or pipeline.fenced:
+        return 0
+    ranks = len(pipeline.topology.ranks)
+    most = max(int(pipeline.spec.max_share * ranks + 1e-9), 1)
+    return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)
+
+
+def turn_seconds(board: Board, pipeline: PipelineState) -> float:
+    """How long a pipeline keeps a rank before another may have it: the minimum hold, longer for heavier pipelines."""
+    return board.limits.min_hold_s * max(pipeline.spec.weight, 0.1)
+
+
+def share(board: Board, result: Plan) -> None:
+    """Adds the expands and shrinks of elastic generation to the plan."""
+    budget = sum(1 for kind in board.kind if kind != BLOCKED)
+    claimants = [_claimant(name, pipeline) for name, pipeline in board.pipelines.items() if useful_ranks(pipeline) > 0]
+    if not claimants:
+        return
+    # What generation already has or is about to get counts in the budget as well, though claimed GPUs are out of reach for new decisions.
+    budget += sum(len(claim.gpus) for claim in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values())
+    budget += sum(len(e.gpus) for e in result.expands)
+    shares = fill(budget, claimants)
+    targets = whole_ranks(budget, claimants, shares)
+    result.entitled = shares
+    open_names = [c.name for c in claimants if c.name not in board.no_expand and not _trains_next(board.pipelines[c.name])]
+    _hand_out_free(board, result, open_names, shares, targets)
+    _move_busy(board, result, open_names, shares, targets)
+
+
+def _claimant(name: str, pipeline: PipelineState) -> Claimant:
+    tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
+    cap = useful_ranks(pipeline)
+    floor = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), cap)
+    return Claimant(name, pipeline.spec.weight * pipeline.demand.remaining, floor * tp, cap * tp, tp)
+
+
+def _trains_next(pipeline: PipelineState) -> bool:
+    """Whether training waits: an expand now would only make it wait longer."""
+    return any(queued.want.priority is Priority.ACTOR_TRAINING for queued in pipeline.wants.values())
+
+
+def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
+    """The worst of a rank's GPUs; a GPU reserved for a request that will start soon counts as blocked."""
+    worst = FREE
+    kind = board.kind
+    for gpu in gpus:
+        if kind[gpu] > worst:
+            worst = kind[gpu]
+    if worst != BLOCKED and board.reserved:
+        for gpu in gpus:
+            reservation = board.reserved.get(gpu)
+            if reservation is None or (reservation.queued is None and reservation.name == name):
+                continue
+            if reservation.queued is None or reservation.free_at < board.now + board.limits.min_hold_s:
+                return BLOCKED
+    return worst
+
+
+def _candidates(board: Board, pipeline: PipelineState) -> Iterator[int]:
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure."""
+    for rank in pipeline.topology.wake_order:
+        if rank not in pipeline.awake and rank not in pipeline.claimed_ranks and pipeline.cooling.get(rank, 0.0) <= board.now:
+            yield rank
+
+
+def _expand(board: Board, result: Plan, name: str, rank: int, because: Reason, *, floor: bool = False) -> None:
+    gpus = board.ranks_of(name)[rank]
+    board.claim(gpus)
+    board.counts[name] += 1
+    result.expands.append(Expand(name, rank, gpus, floor, because))
+
+
+def _hand_out_free(board: Board, result: Plan, names: list[str], shares: dict[str, float], targets: dict[str, int]) -> None:
+    """Gives free GPUs to the pipeline with the smallest part of its share, again and again; beyond its share only what nobody entitled wants."""
+    if all(kind >= RANK for kind in board.kind):
+        return
+    scans = {name: _candidates(board, board.pipelines[name]) for name in names}
+    tps = {name: board.pipelines[name].topology.tp for name in names}
+    for spare in (False, True):
+        limits = {name: useful_ranks(board.pipelines[name]) if spare else targets[name] for name in names}
+        heap = [(board.counts[name] * tps[name] / max(shares[name], 1e-9), name) for name in names if board.counts[name] < limits[name]]
+        heapq.heapify(heap)
+        while heap:
+            _, name = heapq.heappop(heap)
+            rank = next((r for r in scans[name] if _rank_state(board, board.ranks_of(name)[r], name) <= FREEING), None)
+            if rank is None:
+                continue
+            why: Reason = ("spare",) if spare else ("share", board.counts[name] * tps[name], shares[name])
+            _expand(board, result, name, rank, why)
+            if board.counts[name] < limits[name]:
+                heapq.heappush(heap, (board.counts[name] * tps[name] / max(shares[name], 1e-9), name))
+
+
+def _move_busy(board: Board, result: Plan, names: list[str], shares: dict[str, float], targets: dict[str, int]) -> None:
+    """Moves ranks from pipelines above their share to pipelines below it, where the mapping allows."""
+    served = {name: board.counts[name] * board.pipelines[name].topology.tp / max(shares[name], 1e-9) for name in shares}
+    for name in sorted((n for n in names if board.counts[n] < targets[n]), key=lambda n: (served[n], n)):
+        pipeline = board.pipelines[name]
+        tp = pipeline.topology.tp
+        options = []
+        for rank in _candidates(board, pipeline):
+            gpus = pipeline.topology.ranks[rank]
+            if _rank_state(board, gpus, name) == RANK:
+                donors = _donors(board, gpus)
+                if donors is not None:
+                    options.append((max(-served.get(donor, math.inf) for donor, _ in donors), rank, donors))
+        options.sort()
+        for _, rank, donors in options:
+            if board.counts[name] >= targets[name]:
+                break
+            after = (board.counts[name] + 1) * tp / max(shares[name], 1e-9)
+            if all(_may_give(board, shares, donor, drank, served, name, after) for donor, drank in donors):
+                for donor, drank in donors:
+                    why: Reason = ("gives", donor, served[donor], name, served[name]) if shares.get(donor, 0.0) > 0 else ("surplus", donor, name)
+                    board.shrink(result, donor, drank, why)
+                    if donor in served:
+                        served[donor] = board.counts[donor] * board.pipelines[donor].topology.tp / max(shares[donor], 1e-9)
+                _expand(board, result, name, rank, ("share", board.counts[name] * tp, shares[name]))
+                served[name] = after
+
+
+def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
+    """The awake ranks on these GPUs, or None when one of them must not be disturbed now."""
+    donors: list[tuple[str, int]] = []
+    for gpu in gpus:
+        if board.kind[gpu] != RANK:
+            continue
+        lease = board.owner[gpu]
+        if lease is None:
+            continue
+        pair = (lease.pipeline, lease.rank)
+        if pair in donors:
+            continue
+        pipeline = board.pipelines[lease.pipeline]
+        awake = pipeline.awake[lease.rank]
+        if awake.phase is not Phase.ACTIVE:
+            return None
+        in_turn = board.now < awake.since + turn_seconds(board, pipeline)
+        if in_turn and useful_ranks(pipeline) >= board.counts[lease.pipeline]:
+            return None
+        donors.append(pair)
+    return donors
+
+
+def _may_give(board: Board, shares: dict[str, float], donor: str, rank: int, served: dict[str, float], taker: str, after: float) -> bool:
+    """Giving must leave the giver at least as well served as the taker becomes, by a margin; a pipeline without use for the rank just gives."""
+    if donor == taker or (donor, rank) in board.shrunk:
+        return False
+    pipeline = board.pipelines[donor]
+    if board.counts[donor] > useful_ranks(pipeline):
+        return True
+    left = (board.counts[donor] - 1) * pipeline.topology.tp / max(shares[donor], 1e-9)
+    return left >= after and served[donor] >= (1 + board.limits.hysteresis) * served[taker]
+
+
+def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:
+    """A pipeline with work and no rank gets one: a free one, else one whose holder has had its turn; else it reserves the likeliest."""
+    since = pipeline.hungry_since
+    if since is None or useful_ranks(pipeline) == 0 or name in board.no_expand or _trains_next(pipeline):
+        return
+    starved = board.now >= since + board.limits.aging_s * Priority.GENERATION
+    options: list[tuple[int, float, int, list[tuple[str, int]]]] = []
+    fallback: int | None = None
+    for until in pipeline.cooling.values():
+        if until > board.now:
+            result.look_again(until)
+    for rank in _candidates(board, pipeline):
+        gpus = pipeline.topology.ranks[rank]
+        state = _rank_state(board, gpus, name)
+        if state <= FREEING:
+            _expand(board, result, name, rank, ("hungry", since), floor=starved)
+            return
+        if not any(gpu in board.quarantined for gpu in gpus):
+            fallback = rank if fallback is None else fallback
+        if state == RANK:
+            donors = _donors(board, gpus)
+            if donors is not None and all((d, r) not in board.shrunk for d, r in donors):
+                held = min(board.pipelines[d].awake[r].since for d, r in donors)
+                spare = min(board.counts[d] for d, _ in donors)
+                options.append((-spare, held, rank, donors))
+            elif donors is None:
+                result.look_again(_turn_end(board, gpus))
+    if options:
+        _, _, chosen, donors = min(options)
+        for donor, rank in donors:
+            board.shrink(result, donor, rank, ("turn", donor, name, since))
+        _expand(board, result, name, chosen, ("hungry", since), floor=starved)
+    elif fallback is not None and starved:
+        board.reserve(pipeline.topology.ranks[fallback], Reservation(f"{name} (first rank)", name, board.now, None))
+
+
+def _turn_end(board: Board, gpus: tuple[int, ...]) -> float:
+    ends = [board.now]
+    for gpu in gpus:
+        lease = board.owner[gpu]
+        if lease is not None and lease.rank >= 0:
+            pipeline = board.pipelines[lease.pipeline]
+            ends.append(pipeline.awake[lease.rank].since + turn_seconds(board, pipeline))
+    return max(ends)

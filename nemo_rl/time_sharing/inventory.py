@@ -1,0 +1,59 @@
+"""Squares the books with what a pipeline says it holds, once per pipeline after a scheduler restart.
+
+The log is exact up to where it ends; if its end was lost, agents hold or have given back things the books do not know. What an agent holds and nobody
+else does is adopted; what contradicts another holder costs the pipeline that says so, because a GPU is never on two books.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.executor import Executor
+from nemo_rl.time_sharing.state import PipelineState, SchedulerState
+from nemo_rl.time_sharing.types import Phase, Status, Verb
+
+
+def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
+    """Adopts what `status` holds and the books miss, frees what the books hold and it does not; fences the pipeline where that is impossible."""
+    name, pipeline = status.pipeline, state.pipelines[status.pipeline]
+    granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
+    for held in status.holds:
+        if held.cluster in pipeline.held or held.cluster not in pipeline.topology.clusters:
+            continue
+        gpus = pipeline.topology.clusters[held.cluster].gpus
+        if not _clear(state, pipeline, gpus):
+            executor.fence(name, f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others")
+            return
+        emit(ev.Granted(name, held.cluster, held.epoch, gpus, held.priority, -1, pipeline.last_request, state.time + state.limits.max_hold_s))
+    holds = {held.cluster for held in status.holds}
+    for cluster, known in list(pipeline.held.items()):
+        if cluster not in holds and cluster not in granting:
+            emit(ev.Released(name, cluster, known.epoch, -1))
+    _ranks(state, executor, emit, status, pipeline)
+
+
+def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState) -> None:
+    name = status.pipeline
+    awake = dict(status.awake)
+    for rank, epoch in awake.items():
+        if rank in pipeline.awake or not 0 <= rank < len(pipeline.topology.ranks):
+            continue
+        if not _clear(state, pipeline, pipeline.topology.ranks[rank]):
+            executor.fence(name, f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others")
+            return
+        emit(ev.RankMoved(name, rank, Phase.WAKING, epoch))
+        executor.begin_shrink(name, rank)
+    for rank, known in list(pipeline.awake.items()):
+        if rank not in awake and known.phase is Phase.ACTIVE:
+            emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
+
+
+def _clear(state: SchedulerState, pipeline: PipelineState, gpus: tuple[int, ...]) -> bool:
+    """Whether nobody holds the GPUs; claims of others on them are dropped, since they were not yet leases."""
+    if not all(state.free(gpu) for gpu in gpus):
+        return False
+    for gpu in gpus:
+        claim = state.claimed.get(gpu)
+        if claim is not None:
+            state.drop_claim(claim.key)
+    return True

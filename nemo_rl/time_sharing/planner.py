@@ -1,0 +1,162 @@
+"""Decides who gets which GPU next: `plan(snapshot, now) -> Plan`, a pure function.
+
+First the queue: requests for fixed clusters, and pipelines whose generation has no rank at all, in aged order. Each is served completely, with all
+its victims known, or not at all; one that cannot be served reserves its GPUs against those behind it. Then the rest is shared among
+generation (`elastic`). Nothing here acts, waits or reads a clock.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl.time_sharing import elastic
+from nemo_rl.time_sharing.board import BLOCKED, FREE, FREEING, Board, Reservation
+from nemo_rl.time_sharing.plan import Grant, Plan, Reason, Reprice, Snapshot, Wait
+from nemo_rl.time_sharing.state import PipelineState, QueuedWant
+from nemo_rl.time_sharing.types import ACTOR_INFER, Priority
+
+
+class QueueItem(NamedTuple):
+    """One place in the queue; `queued` is None for a pipeline that wants its first generation rank.
+
+    The key is arrival + priority x aging: requests age at equal pace, so the order of two never changes, and a request is overtaken only by
+    those that arrive within (its priority - theirs) x aging after it.
+    """
+
+    key: float
+    name: str
+    cluster: str
+    queued: QueuedWant | None
+
+
+@dataclass(slots=True)
+class _Obstacles:
+    """What keeps a fixed request from its GPUs now, and what it would evict."""
+
+    victims: set[tuple[str, int]] = field(default_factory=set)
+    because: Reason | None = None
+    free_at: float = 0.0
+    passed: dict[str, float] = field(default_factory=dict)
+
+    def block(self, because: Reason, free_at: float) -> None:
+        if self.because is None:
+            self.because = because
+        self.free_at = max(self.free_at, free_at)
+
+
+def plan(snapshot: Snapshot, now: float) -> Plan:
+    """The decisions for this moment.
+
+    Arguments: snapshot, which is not changed; now, seconds on the scheduler's clock. Planned releases come first, then the queue, then generation.
+    """
+    board = Board(snapshot, now)
+    result = Plan()
+    for name, pipeline in snapshot.pipelines.items():
+        if pipeline.leaving and not pipeline.fenced:
+            for rank in pipeline.awake:
+                board.shrink(result, name, rank, ("leaving",))
+    for item in queue(snapshot):
+        pipeline = snapshot.pipelines[item.name]
+        if item.queued is None:
+            elastic.feed_hungry(board, result, item.name, pipeline)
+        elif item.cluster in pipeline.held:
+            _reprice(result, item, pipeline, item.queued)
+        else:
+            _serve(board, result, item, pipeline, item.queued)
+    elastic.share(board, result)
+    return result
+
+
+def queue(snapshot: Snapshot) -> list[QueueItem]:
+    """Everyone who waits, first come by aged priority."""
+    aging = snapshot.limits.aging_s
+    items = []
+    for name, pipeline in snapshot.pipelines.items():
+        if pipeline.fenced:
+            continue
+        for cluster, queued in pipeline.wants.items():
+            if not _has_claim(snapshot, pipeline, cluster):
+                items.append(QueueItem(queued.since + aging * queued.want.priority, name, cluster, queued))
+        if pipeline.hungry_since is not None:
+            items.append(QueueItem(pipeline.hungry_since + aging * Priority.GENERATION, name, ACTOR_INFER, None))
+    items.sort(key=lambda item: (item.key, item.name, item.cluster))
+    return items
+
+
+def _has_claim(snapshot: Snapshot, pipeline: PipelineState, cluster: str) -> bool:
+    claim = snapshot.claimed.get(pipeline.topology.clusters[cluster].gpus[0])
+    return claim is not None and claim.key == (pipeline.topology.pipeline, cluster, -1)
+
+
+def _reprice(result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
+    want = queued.want
+    if want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+        result.waits.append(Wait(item.name, item.cluster, want.request, ("expanding",)))
+        return
+    result.reprices.append(Reprice(item.name, item.cluster, want.request, want.priority, ("holds",)))
+
+
+def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
+    """Grants a fixed request with its whole donor set, or reserves its GPUs and evicts nobody."""
+    want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
+    found = _obstacles(board, item.name, pipeline, gpus)
+    if found.because is None and found.passed:
+        _check_backfill(board, pipeline, want.priority, found)
+    if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+        board.no_expand.add(item.name)
+        # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as they can.
+        for name, rank in found.victims:
+            if name == item.name:
+                board.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
+        found.block(("expanding",), board.now)
+    if found.because is not None:
+        result.waits.append(Wait(item.name, item.cluster, want.request, found.because))
+        board.reserve(gpus, Reservation(f"{item.name}#{want.request}", item.name, found.free_at, queued))
+        return
+    for name, rank in sorted(found.victims):
+        board.shrink(result, name, rank, ("for_grant", board.ranks_of(name)[rank], item.cluster, item.name))
+    board.claim(gpus)
+    board.granted_fixed(item.name)
+    why: Reason = ("evicts", _names(found.victims)) if found.victims else ("free",)
+    if found.passed:
+        why = ("backfill", board.now + (board.estimate(pipeline, want.priority) or 0.0))
+    result.grants.append(Grant(item.name, item.cluster, want.request, want.priority, gpus, tuple(found.passed), why))
+
+
+def _obstacles(board: Board, name: str, pipeline: PipelineState, gpus: tuple[int, ...]) -> _Obstacles:
+    found = _Obstacles(free_at=board.now)
+    for gpu in gpus:
+        kind = board.kind[gpu]
+        if kind == BLOCKED:
+            found.block(board.why_blocked(gpu), board.free_at(gpu))
+            continue
+        reservation = board.reserved.get(gpu)
+        if reservation is not None and reservation.name != name:
+            if reservation.queued is None or reservation.queued.passed >= board.limits.max_backfills:
+                found.block(("reserved", gpu, reservation.label), reservation.free_at)
+            else:
+                found.passed[reservation.label] = reservation.free_at
+        if kind in (FREE, FREEING):
+            continue
+        lease = board.owner[gpu]
+        if lease is None:
+            continue
+        awake = board.pipelines[lease.pipeline].awake[lease.rank]
+        turn_ends = awake.since + board.limits.min_hold_s
+        if awake.floor and lease.pipeline != name and board.now < turn_ends:
+            found.block(("floor", gpu, lease.pipeline), turn_ends)
+        else:
+            found.victims.add((lease.pipeline, lease.rank))
+    return found
+
+
+def _check_backfill(board: Board, pipeline: PipelineState, priority: Priority, found: _Obstacles) -> None:
+    """A later request may use reserved GPUs only when its known duration ends before the reservation can begin."""
+    seconds = board.estimate(pipeline, priority)
+    first = min(found.passed, key=lambda label: found.passed[label])
+    if seconds is None or board.now + seconds > found.passed[first]:
+        found.block(("reserved", "of its mapping", first), found.passed[first])
+
+
+def _names(victims: set[tuple[str, int]]) -> str:
+    return ", ".join(f"{name}/{rank}" for name, rank in sorted(victims))

@@ -1,0 +1,277 @@
+"""The scheduler without its wires: takes registrations, statuses and answers, plans when something changed, and keeps leases alive or fences them.
+
+Every effect is an event in the log before it is a command on the wire, so a scheduler that is killed goes on from its log; what the log has lost is
+taken from the agents' own inventories. It owns no thread, no socket and no clock: callers pass readings and carry the commands.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.executor import Executor
+from nemo_rl.time_sharing.inventory import reconcile
+from nemo_rl.time_sharing.plan import Plan, Snapshot
+from nemo_rl.time_sharing.state import PipelineState, SchedulerState, replay
+from nemo_rl.time_sharing.steady_clock import SteadyClock
+from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
+from nemo_rl.time_sharing.types import Answer, Command, Limits, Phase, Reply, Status
+from nemo_rl.time_sharing.validator import validate
+from nemo_rl.utils.record import Entry, Record
+
+logger = logging.getLogger(__name__)
+
+PlanRule = Callable[[Snapshot, float], Plan]
+_REPLAN = frozenset({ev.Requested, ev.RequestDropped, ev.Released, ev.ClaimDropped, ev.Leaving, ev.Fenced, ev.Unregistered, ev.GpusCleared, ev.InventoryDone})
+
+
+class StillRegistered(RegistrationError):
+    """An earlier incarnation of the pipeline is still being taken down; try again shortly."""
+
+
+class Scheduler:
+    """Decides and keeps the books.
+
+    record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a REAP to the daemon that
+    ends processes. clock: steady time, advanced here only. rule: the planner.
+    """
+
+    def __init__(self, record: Record, send: Callable[[Command], None], clock: SteadyClock, *, rule: PlanRule = planner.plan) -> None:
+        self.state = SchedulerState()
+        self.clock = clock
+        self._record, self._rule = record, rule
+        self._send_now = send
+        self._outbox: list[Command] = []
+        self._executor = Executor(self.state, self._emit, self._outbox.append, lambda: clock.now)
+        self._seen: dict[str, float] = {}
+        self._seqs: dict[str, int] = {}
+        self._inventoried: set[str] = set()
+        self._dirty = False
+        self._urgent = False
+        self._planned_at = float("-inf")
+        self._look_again: float | None = None
+        self._timers_due = 0.0
+
+    def open(self, pool: Pool, limits: Limits, reading: float) -> None:
+        """Begins a new log over a pool."""
+        self.clock.advance(reading)
+        self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
+        self._emit(ev.SchedulerStarted(1))
+        self._flush()
+
+    def recover(self, entries: Iterable[Entry], reading: float) -> None:
+        """Goes on from a log: nothing is granted until each registered pipeline has said what it holds, or was fenced.
+
+        Raises InconsistentLog when the log contradicts itself.
+        """
+        self.clock.advance(reading)
+        self.state.__dict__.update(replay(entries).__dict__)
+        self._restart(self.state.term + 1)
+        for name in self.state.pipelines:
+            self._seen[name] = self.clock.now
+        self._executor.resume()
+        self._finish_inventory()
+        self._flush()
+
+    def register(self, pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]], reading: float, *,
+                 incarnation: int = 0, weight: float = 1.0, min_share: float = 0.0, max_share: float = 1.0, staleness: int = 1,
+                 rank_batch: int = 1, full_overlap: bool = False) -> Topology:
+        """Registers and admits a pipeline; repeating the same registration changes nothing.
+
+        Raises RegistrationError for a mistake of the user, StillRegistered while an earlier incarnation is being taken down.
+        """
+        self._advance(reading)
+        topology = register(self.state.pool, pipeline, namespace, tps, mappings, weight=weight, min_share=min_share, max_share=max_share,
+                            staleness=staleness, rank_batch=rank_batch, full_overlap=full_overlap)
+        known = self.state.pipelines.get(pipeline)
+        if known is not None and (known.incarnation, known.spec, known.fenced) == (incarnation, topology.spec, False):
+            return known.topology
+        if known is not None:
+            if known.incarnation < incarnation and not known.fenced:
+                self._executor.fence(pipeline, f"incarnation {incarnation} takes its place")
+                self._flush()
+            raise StillRegistered(f"incarnation {known.incarnation} is still registered; try again shortly, with a larger incarnation", pipeline=pipeline)
+        spec = topology.spec
+        self._emit(ev.Registered(pipeline, incarnation, namespace, spec.clusters, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch))
+        self._seen[pipeline] = self.clock.now
+        self._seqs.pop(pipeline, None)
+        self._inventoried.add(pipeline)
+        self._flush()
+        return topology
+
+    def status(self, status: Status, reading: float) -> Reply:
+        """Takes what an agent says of itself; late and repeated statuses change nothing."""
+        self._advance(reading)
+        pipeline = self.state.pipelines.get(status.pipeline)
+        if pipeline is None or pipeline.fenced or pipeline.incarnation != status.incarnation:
+            return Reply(status.pipeline, status.incarnation, self.state.term, False)
+        reply = Reply(status.pipeline, status.incarnation, self.state.term, True)
+        if status.seq <= self._seqs.get(status.pipeline, -1):
+            return reply
+        self._seqs[status.pipeline] = status.seq
+        self._seen[status.pipeline] = self.clock.now
+        if status.term > self.state.term:
+            self._restart(status.term + 1)
+        if status.pipeline not in self._inventoried:
+            if status.term < self.state.term:
+                return reply
+            self._inventoried.add(status.pipeline)
+            reconcile(self.state, self._executor, self._emit, status)
+            self._finish_inventory()
+        if not pipeline.fenced and status.pipeline in self.state.pipelines:
+            self._take(pipeline, status)
+        self._plan_if_due()
+        self._flush()
+        return reply
+
+    def answer(self, answer: Answer, reading: float) -> None:
+        """Takes what became of a command."""
+        self._advance(reading)
+        if answer.command in self.state.commands:
+            self._executor.answer(answer)
+            self._settle_leaving(answer.pipeline)
+            self._plan_if_due()
+        self._flush()
+
+    def tick(self, reading: float) -> float:
+        """Does what is due by time alone; returns the steady time to call again at the latest."""
+        self._advance(reading)
+        now = self.clock.now
+        if now >= self._timers_due:
+            self._timers_due = min(self._executor.tick(), now + 1.0)
+            self._check_leases()
+            self._executor.retry_quarantined()
+        stale = now >= self._planned_at + self.state.limits.replan_s
+        if (self._look_again is not None and now >= self._look_again) or stale:
+            self._dirty = self._urgent = True
+        self._plan_if_due()
+        self._flush()
+        due = self._timers_due
+        if self._dirty:
+            due = min(due, self._planned_at + self.state.limits.plan_interval_s)
+        return due if self._look_again is None else min(due, self._look_again)
+
+    def hello(self) -> list[Reply]:
+        """What a restarted scheduler tells every registered agent, so that inventories come at once."""
+        return [Reply(name, p.incarnation, self.state.term, True) for name, p in self.state.pipelines.items() if not p.fenced]
+
+    def _advance(self, reading: float) -> None:
+        jumped = self.clock.advance(reading)
+        if jumped:
+            logger.warning("event=clock_jumped seconds=%.3f", jumped)
+            self._emit(ev.ClockJumped(jumped))
+
+    def _emit(self, event: object) -> None:
+        self._record.emit(event)
+        self.state.apply(event, self.clock.now)
+        if type(event) in _REPLAN or (isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE)):
+            self._dirty = self._urgent = True
+
+    def _flush(self) -> None:
+        """The log reaches the operating system before any command leaves."""
+        if self._outbox:
+            self._record.flush()
+            outbox, self._outbox[:] = list(self._outbox), []
+            for command in outbox:
+                self._send_now(command)
+
+    def _restart(self, term: int) -> None:
+        self._emit(ev.SchedulerStarted(term))
+        self._inventoried = {name for name, p in self.state.pipelines.items() if p.fenced}
+
+    def _finish_inventory(self) -> None:
+        if self.state.recovering and self._inventoried >= self.state.pipelines.keys():
+            self._emit(ev.InventoryDone(self.state.term))
+            self._executor.settle_claims()
+            self._dirty = self._urgent = True
+
+    def _take(self, pipeline: PipelineState, status: Status) -> None:
+        name = status.pipeline
+        for back in status.given_back:
+            held = pipeline.held.get(back.cluster)
+            if held is not None and held.epoch <= back.epoch:
+                self._emit(ev.Released(name, back.cluster, held.epoch, back.version))
+                self._executor.settle_claims_on(held.gpus)
+        self._take_wants(pipeline, status)
+        demand = status.demand
+        if demand.seq > pipeline.demand.seq:
+            began = pipeline.demand.remaining == 0
+            self._emit(ev.DemandReported(name, demand.target, demand.done, demand.unit, demand.seq))
+            self._dirty = True
+            self._urgent = self._urgent or began
+        for rank in status.broken:
+            if rank in pipeline.awake:
+                self._executor.begin_cooling(name, rank)
+        if status.leaving and not pipeline.leaving:
+            self._emit(ev.Leaving(name))
+            for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
+                self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
+        self._settle_leaving(name)
+
+    def _take_wants(self, pipeline: PipelineState, status: Status) -> None:
+        name = status.pipeline
+        wanted = {want.cluster: want for want in status.wants}
+        for cluster, queued in list(pipeline.wants.items()):
+            if wanted.get(cluster, None) is None or wanted[cluster].request > queued.want.request:
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, "withdrawn"))
+                if (name, cluster, -1) in self.state.claims:
+                    self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))
+        for want in status.wants:
+            if want.request <= pipeline.last_request or pipeline.leaving or want.cluster not in pipeline.topology.clusters:
+                continue
+            self._emit(ev.Requested(name, want.cluster, want.priority, want.request, want.step))
+
+    def _settle_leaving(self, name: str) -> None:
+        pipeline = self.state.pipelines.get(name)
+        if pipeline is None or not pipeline.leaving or pipeline.fenced or pipeline.awake or pipeline.held:
+            return
+        if any(command.pipeline == name for command in self.state.commands.values()):
+            return
+        for cluster, queued in list(pipeline.wants.items()):
+            self._emit(ev.RequestDropped(name, cluster, queued.want.request, "leaving"))
+        self._emit(ev.Unregistered(name, pipeline.incarnation, "left"))
+        self._seen.pop(name, None)
+        self._inventoried.discard(name)
+
+    def _check_leases(self) -> None:
+        now, limits = self.clock.now, self.state.limits
+        for name, pipeline in list(self.state.pipelines.items()):
+            if pipeline.fenced:
+                continue
+            silent = now - self._seen.setdefault(name, now)
+            overdue = next((c for c, held in pipeline.held.items() if now > held.hold_until), None)
+            if silent > limits.lease_s:
+                self._executor.fence(name, f"no heartbeat for {silent:.1f} s (lease {limits.lease_s:g} s)")
+            elif overdue is not None:
+                self._executor.fence(name, f"it held {overdue} longer than max_hold_s={limits.max_hold_s:g}")
+            else:
+                self._expire_requests(name, pipeline)
+                continue
+            self._inventoried.add(name)
+            self._finish_inventory()
+
+    def _expire_requests(self, name: str, pipeline: PipelineState) -> None:
+        for cluster, queued in list(pipeline.wants.items()):
+            if self.clock.now > queued.since + self.state.limits.request_s and (name, cluster, -1) not in self.state.claims:
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, "expired"))
+
+    def _plan_if_due(self) -> None:
+        now = self.clock.now
+        rested = now >= self._planned_at + self.state.limits.plan_interval_s
+        if not self._dirty or self.state.recovering or not (self._urgent or rested):
+            return
+        self._dirty = self._urgent = False
+        self._planned_at, self._look_again = now, None
+        snapshot = Snapshot.of(self.state)
+        plan = self._rule(snapshot, now)
+        self._look_again = plan.wake_at
+        if plan.empty:
+            return
+        problems = validate(snapshot, plan)
+        if problems:
+            logger.error("event=plan_rejected problems=%s", "; ".join(problems))
+            self._emit(ev.PlanRejected(tuple(problems)))
+            return
+        self._executor.start(plan)

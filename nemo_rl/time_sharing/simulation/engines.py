@@ -1,0 +1,213 @@
+"""Simulated generation of one job: shards that decode many samples at once, and the router in front of them.
+
+A shard with n running requests advances each of them at `tokens_per_s / (1 + n / half_batch)`, so the rate of a shard saturates and a batch never
+ends before its longest sample. Tokens are stamped with the weights that the shard really holds, which is the truth the checker judges stamps by.
+"""
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nemo_rl.time_sharing.scenario import Engine
+from nemo_rl.time_sharing.simulation.loop import Loop
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion to be generated: `length` tokens, `done` of them there; `spans` say under which weights."""
+
+    name: str
+    group: str
+    length: int
+    done: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+    mixed_kv: bool = False
+    request: str = ""
+    attempts: int = 0
+    done_before: int = 0
+
+
+@dataclass(slots=True)
+class Shard:
+    """One engine. `progress` counts the tokens that a request present all along would have got; a request ends at its own mark on that scale."""
+
+    rank: int
+    active: bool = False
+    version: int = -1
+    speed: float = 1.0
+    progress: float = 0.0
+    updated: float = 0.0
+    running: dict[str, tuple[Sample, float]] = field(default_factory=dict)
+    marks: list[tuple[float, int, int, Sample]] = field(default_factory=list)
+    timer: int = 0
+
+
+class Generation:
+    """All shards of a job and the queue before them. `finished` is called with each complete sample."""
+
+    def __init__(self, loop: Loop, engine: Engine, ranks: int, record: Record, finished: Callable[[Sample], None]) -> None:
+        self.shards = [Shard(rank) for rank in range(ranks)]
+        self.queue: deque[Sample] = deque()
+        self.busy_rank_s = 0.0
+        self._loop, self._engine, self._record, self._finished = loop, engine, record, finished
+        self._requests = 0
+
+    def submit(self, samples: list[Sample]) -> None:
+        """Adds samples to be generated."""
+        self.queue.extend(samples)
+        self._dispatch()
+
+    def set_active(self, rank: int, active: bool) -> None:
+        """Routing changed; a shard that is new takes its part of what runs elsewhere."""
+        self.shards[rank].active = active
+        if active:
+            self._rebalance(self.shards[rank])
+            self._dispatch()
+
+    def preempt(self, rank: int) -> None:
+        """Ends every request of a shard; their tokens are kept and the rest is generated elsewhere, or later."""
+        shard = self.shards[rank]
+        self._advance(shard)
+        for sample, start in list(shard.running.values()):
+            self._stop(shard, sample, start, "preempted")
+            self.queue.appendleft(sample)
+        self._arm(shard)
+        self._dispatch()
+
+    def load(self, rank: int, version: int) -> None:
+        """New weights in a shard. Requests that run across it keep their KV entries, computed by the old ones."""
+        shard = self.shards[rank]
+        self._advance(shard)
+        for name, (sample, start) in list(shard.running.items()):
+            self._close_span(shard, sample, start)
+            sample.mixed_kv = sample.mixed_kv or (sample.done > 0 and version != shard.version)
+            shard.running[name] = (sample, shard.progress)
+        shard.version = version
+
+    def set_speed(self, rank: int, speed: float) -> None:
+        """1 is normal, 0 is stuck."""
+        shard = self.shards[rank]
+        self._advance(shard)
+        shard.speed = speed
+        self._arm(shard)
+
+    def stalled(self) -> list[int]:
+        """Active shards that hold requests and make no progress."""
+        return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < 0.01]
+
+    def drop_all(self) -> None:
+        """The job is gone: everything it was generating is lost."""
+        for shard in self.shards:
+            self._advance(shard)
+            for sample, start in list(shard.running.values()):
+                self._stop(shard, sample, start, "aborted")
+            shard.active = False
+            shard.timer += 1
+        self.queue.clear()
+
+    def _rate(self, shard: Shard) -> float:
+        return shard.speed * self._engine.tokens_per_s / (1.0 + len(shard.running) / self._engine.half_batch)
+
+    def _advance(self, shard: Shard) -> None:
+        elapsed = self._loop.now - shard.updated
+        if elapsed > 0:
+            if shard.running:
+                shard.progress += elapsed * self._rate(shard)
+                self.busy_rank_s += elapsed
+            shard.updated = self._loop.now
+
+    def _dispatch(self) -> None:
+        """Least running first, up to what a shard takes; the rest waits."""
+        if not self.queue:
+            return
+        loads = [(len(shard.running), shard.rank) for shard in self.shards if shard.active and len(shard.running) < self._engine.max_running]
+        if not loads:
+            return
+        heapq.heapify(loads)
+        touched = set()
+        while self.queue and loads:
+            load, rank = heapq.heappop(loads)
+            sample = self.queue.popleft()
+            shard = self.shards[rank]
+            if rank not in touched:
+                self._advance(shard)
+                touched.add(rank)
+            self._start(shard, sample)
+            if load + 1 < self._engine.max_running:
+                heapq.heappush(loads, (load + 1, rank))
+        for rank in touched:
+            self._arm(self.shards[rank])
+
+    def _start(self, shard: Shard, sample: Sample) -> None:
+        self._requests += 1
+        sample.attempts += 1
+        sample.request = f"{sample.name}/{sample.attempts}"
+        sample.done_before = sample.done
+        shard.running[sample.name] = (sample, shard.progress)
+        heapq.heappush(shard.marks, (shard.progress + sample.length - sample.done, self._requests, sample.attempts, sample))
+        self._record.emit(RequestSubmitted(sample.request, shard.rank, sample.name))
+
+    def _rebalance(self, new: Shard) -> None:
+        """Moves requests from fuller shards until none has more than its even part."""
+        active = [shard for shard in self.shards if shard.active and shard is not new]
+        total = sum(len(shard.running) for shard in active)
+        even = -(-total // (len(active) + 1))
+        for shard in active:
+            surplus = len(shard.running) - even
+            if surplus <= 0:
+                continue
+            self._advance(shard)
+            for sample, start in list(shard.running.values())[:surplus]:
+                self._stop(shard, sample, start, "preempted")
+                self.queue.append(sample)
+            self._arm(shard)
+
+    def _stop(self, shard: Shard, sample: Sample, start: float, outcome: str) -> None:
+        self._close_span(shard, sample, start, whole=outcome == "done")
+        del shard.running[sample.name]
+        self._record.emit(RequestFinished(sample.request, shard.rank, outcome, sample.done - sample.done_before))
+
+    def _close_span(self, shard: Shard, sample: Sample, start: float, *, whole: bool = False) -> None:
+        done = sample.length if whole else min(sample.done + int(shard.progress - start + 1e-6), sample.length - 1)
+        if done > sample.done:
+            last = sample.spans[-1] if sample.spans else None
+            if last is not None and last.version == shard.version and last.end == sample.done:
+                sample.spans[-1] = VersionSpan(shard.version, last.start, done)
+            else:
+                sample.spans.append(VersionSpan(shard.version, sample.done, done))
+            sample.done = done
+
+    def _arm(self, shard: Shard) -> None:
+        shard.timer += 1
+        marks = shard.marks
+        while marks and self._outdated(shard, marks[0]):
+            heapq.heappop(marks)
+        rate = self._rate(shard)
+        if marks and rate > 0:
+            self._loop.after(max(marks[0][0] - shard.progress, 0.0) / rate, self._complete, shard, shard.timer)
+
+    def _outdated(self, shard: Shard, mark: tuple[float, int, int, Sample]) -> bool:
+        _, _, attempt, sample = mark
+        return sample.attempts != attempt or sample.name not in shard.running
+
+    def _complete(self, shard: Shard, timer: int) -> None:
+        if timer != shard.timer:
+            return
+        self._advance(shard)
+        done = []
+        while shard.marks and (self._outdated(shard, shard.marks[0]) or shard.marks[0][0] <= shard.progress + 1e-6):
+            mark = heapq.heappop(shard.marks)
+            if not self._outdated(shard, mark):
+                done.append(mark[3])
+        for sample in done:
+            _, start = shard.running[sample.name]
+            self._stop(shard, sample, start, "done")
+            self._record.emit(TokensGenerated(sample.name, sample.group, tuple(sample.spans), sample.mixed_kv))
+        self._dispatch()
+        self._arm(shard)
+        for sample in done:
+            self._finished(sample)

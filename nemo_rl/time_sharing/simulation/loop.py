@@ -1,0 +1,66 @@
+"""Virtual time: a queue of callbacks in order of their time, and a network that delays, loses and repeats messages.
+
+Two runs with the same seed and the same calls happen in the same order, because ties are broken by the order of scheduling.
+"""
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+from nemo_rl.time_sharing.scenario import Network
+
+
+class Loop:
+    """The virtual clock. `now` in seconds; `events` counts the callbacks that have run."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.stopped = False
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+
+    def at(self, time: float, callback: Callable[..., None], *arguments: object) -> None:
+        """Calls back at a time, now at the earliest."""
+        self._order += 1
+        heapq.heappush(self._queue, (max(time, self.now), self._order, callback, arguments))
+
+    def after(self, seconds: float, callback: Callable[..., None], *arguments: object) -> None:
+        self.at(self.now + seconds, callback, *arguments)
+
+    def run(self, until: float, max_events: int | None = None) -> None:
+        """Runs until the queue is empty, `stopped` is set, or time or number of events are spent."""
+        queue, pop = self._queue, heapq.heappop
+        limit = float("inf") if max_events is None else max_events
+        while queue and not self.stopped and self.events < limit:
+            time, _, callback, arguments = pop(queue)
+            if time > until:
+                self.now = until
+                return
+            self.now = time
+            self.events += 1
+            callback(*arguments)
+
+
+class Wire:
+    """Sends messages over the loop. A partitioned endpoint neither sends nor receives."""
+
+    def __init__(self, loop: Loop, network: Network, rng: random.Random) -> None:
+        self._loop, self._network, self._rng = loop, network, rng
+        self.cut_until: dict[str, float] = {}
+
+    def send(self, endpoint: str, deliver: Callable[..., None], *arguments: object) -> None:
+        """Delivers to, or from, the agent called `endpoint`: never, once or twice."""
+        network, rng = self._network, self._rng
+        if self.cut_until and self.cut_until.get(endpoint, 0.0) > self._loop.now:
+            return
+        if network.loss and rng.random() < network.loss:
+            return
+        copies = 2 if network.duplicate and rng.random() < network.duplicate else 1
+        for _ in range(copies):
+            delay = rng.expovariate(1.0) * network.delay_s
+            if network.slow and rng.random() < network.slow:
+                delay += rng.random() * network.slow_s
+            self._loop.after(delay, deliver, *arguments)

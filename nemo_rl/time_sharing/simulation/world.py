@@ -1,0 +1,271 @@
+"""The simulated cluster: the real scheduler and agents, the wire between them, the reaper, and everything that goes wrong.
+
+Deterministic by seed. The record it leaves is one log with every source in it, in the order in which things happened, so that the checker needs no
+other truth.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.events import MemoryFreed
+from nemo_rl.time_sharing.scenario import Scenario
+from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler, StillRegistered
+from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
+from nemo_rl.time_sharing.simulation.loop import Loop, Wire
+from nemo_rl.time_sharing.steady_clock import SteadyClock
+from nemo_rl.time_sharing.topology import Topology
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Outcome, Phase, Reply, Status, Verb
+from nemo_rl.utils.record import Entry, Record
+
+_JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
+
+
+class LogCopy:
+    """The record of one run plus the scheduler's own entries, from which a crashed scheduler recovers."""
+
+    def __init__(self, record: Record, clock: Callable[[], float]) -> None:
+        self.entries: list[Entry] = []
+        self._record, self._clock = record, clock
+
+    def emit(self, event: object) -> None:
+        self.entries.append(Entry(len(self.entries), self._clock(), "scheduler", event))
+        self._record.emit(event)
+
+    def bind(self, source: str) -> Record:
+        return self
+
+    def flush(self) -> None:
+        self._record.flush()
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What occupies a GPU although its owner is dead: freed by the reaper only."""
+
+    source: str
+    what: str
+    gpus: tuple[int, ...]
+
+
+class World:
+    """One simulation. `record` gets every event; `rule` is the planner; `keep_log` is needed for scheduler crashes only."""
+
+    def __init__(self, scenario: Scenario, seed: int, make_record: Callable[[Callable[[], float]], Record], *, rule: PlanRule = planner.plan) -> None:
+        self.scenario, self.seed = scenario, seed
+        self.limits = scenario.scheduler_limits
+        self.loop = Loop()
+        self.rng = random.Random(f"{seed}/world")
+        self.wire = Wire(self.loop, scenario.network, random.Random(f"{seed}/wire"))
+        self.jobs = {job.name: SimulatedJob(job, self, scenario.costs) for job in scenario.jobs}
+        self.open_jobs = len(self.jobs)
+        self._record = make_record(lambda: self.loop.now)
+        self._rule = rule
+        self._clock = SteadyClock(max_step_s=self.limits.max_tick_s)
+        self._log = LogCopy(self._record.bind("scheduler"), lambda: self._clock.now)
+        self._jump = 0.0
+        self._scheduler: Scheduler | None = None
+        self._tick_at = float("inf")
+        self._ghosts: dict[str, list[_Memory]] = {}
+
+    def run(self, *, max_events: int | None = None) -> None:
+        """Runs until every job has ended, or the horizon."""
+        self._scheduler = Scheduler(self._log, self._send_command, self._clock, rule=self._rule)
+        self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
+        for job in self.jobs.values():
+            self.loop.at(job.job.arrive_s, job.arrive)
+            if job.job.leaves_s is not None:
+                self.loop.at(job.job.leaves_s, job.stop)
+        self._arm(0.0)
+        self._plan_faults()
+        self.loop.run(self.scenario.horizon_s, max_events)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The scheduler's own log."""
+        return self._log.entries
+
+    def record_of(self, source: str) -> Record:
+        return self._record.bind(source)
+
+    def job_ended(self, job: SimulatedJob) -> None:
+        self.open_jobs -= 1
+        if self.open_jobs == 0:
+            self.loop.after(2 * self.limits.lease_s + self.limits.reap_s, self._stop_if_done)
+
+    def _stop_if_done(self) -> None:
+        if self.open_jobs == 0:
+            self.loop.stopped = True
+
+    # The wire.
+
+    def register(self, job: SimulatedJob, incarnation: int) -> Topology | None:
+        """A registration call: None when the scheduler is down or not ready for this job yet."""
+        scheduler, spec = self._scheduler, job.job
+        if scheduler is None or self.wire.cut_until.get(spec.name, 0.0) > self.loop.now:
+            return None
+        batch = max(int(spec.engine.half_batch / 4), 1)
+        try:
+            topology = scheduler.register(
+                spec.name, f"pipeline_{spec.name}_NS", {ACTOR_TRAIN: 1, ACTOR_INFER: spec.tp}, {ACTOR_TRAIN: spec.train, ACTOR_INFER: spec.infer},
+                self._reading(), incarnation=incarnation, weight=spec.weight, min_share=spec.min_share, max_share=spec.max_share,
+                staleness=spec.staleness, rank_batch=batch, full_overlap=spec.full_overlap)
+        except StillRegistered:
+            return None
+        finally:
+            self._arm(self.loop.now)
+        return topology
+
+    def to_scheduler_status(self, name: str, status: Status) -> None:
+        self.wire.send(name, self._on_status, status)
+
+    def to_scheduler_answer(self, name: str, answer: Answer) -> None:
+        self.wire.send(name, self._on_answer, answer)
+
+    def _on_status(self, status: Status) -> None:
+        if self._scheduler is not None:
+            reply = self._scheduler.status(status, self._reading())
+            self.wire.send(status.pipeline, self.jobs[status.pipeline].hear, reply)
+            self._arm(self.loop.now + self.limits.plan_interval_s)
+
+    def _on_answer(self, answer: Answer) -> None:
+        if self._scheduler is not None:
+            self._scheduler.answer(answer, self._reading())
+
+    def _send_command(self, command: Command) -> None:
+        if command.verb is Verb.REAP:
+            self.loop.after(0.5, self._reap, command)
+        else:
+            self.wire.send(command.pipeline, self.jobs[command.pipeline].obey, command)
+
+    def _reading(self) -> float:
+        return self.loop.now + self._jump
+
+    def _arm(self, at: float) -> None:
+        if at < self._tick_at - 1e-9:
+            self._tick_at = at
+            self.loop.at(at, self._tick, at)
+
+    def _tick(self, at: float) -> None:
+        if at != self._tick_at:
+            return
+        self._tick_at = float("inf")
+        if self._scheduler is not None:
+            due = self._scheduler.tick(self._reading())
+            self._arm(self.loop.now + min(max(due - self._clock.now, 0.01), 1.0))
+
+    # The reaper: a daemon on each node that ends processes and shows that their memory is free.
+
+    def _reap(self, command: Command) -> None:
+        job = self.jobs[command.pipeline]
+        failed = self.rng.random() < self.scenario.faults.reap_fails
+        if not failed:
+            if command.rank >= 0:
+                self._end_rank(job, command.rank)
+            else:
+                self.evict(job)
+                self._free_ghosts(job.job.name)
+        answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.FAILED if failed else Outcome.DONE)
+        self.loop.after(0.1, self._on_answer, answer)
+
+    def _end_rank(self, job: SimulatedJob, rank: int) -> None:
+        life = job.life
+        if life is not None and life.agent.ranks[rank].phase is not Phase.ASLEEP:
+            life.generation.preempt(rank)
+            life.started_ranks.discard(rank)
+            life.record.emit(MemoryFreed(f"rank {rank}", life.agent.topology.ranks[rank]))
+            life.agent.rank_ended(rank)
+
+    def evict(self, job: SimulatedJob) -> None:
+        """Ends all processes of a job."""
+        self._leave_ghosts(job)
+        job.kill("fenced")
+
+    def crash(self, job: SimulatedJob) -> None:
+        """The agent process dies by itself; what its workers hold on the GPUs stays until somebody ends them."""
+        if job.life is not None:
+            self._leave_ghosts(job)
+            job.kill("crashed")
+
+    def _leave_ghosts(self, job: SimulatedJob) -> None:
+        life = job.life
+        if life is None:
+            return
+        ghosts = [_Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in life.agent.holds.items()]
+        ghosts += [_Memory(f"{job.job.name}/driver", f"rank {i}", life.agent.topology.ranks[i])
+                   for i, rank in enumerate(life.agent.ranks) if rank.phase is not Phase.ASLEEP]
+        self._ghosts.setdefault(job.job.name, []).extend(ghosts)
+
+    def _free_ghosts(self, name: str) -> None:
+        for ghost in self._ghosts.pop(name, []):
+            self._record.bind(ghost.source).emit(MemoryFreed(ghost.what, ghost.gpus))
+
+    # Faults.
+
+    def _plan_faults(self) -> None:
+        faults = self.scenario.faults
+        for rate, strike in ((faults.agent_crashes, self._strike_agent), (faults.scheduler_crashes, self._strike_scheduler),
+                             (faults.partitions, self._strike_partition), (faults.stuck_shards, self._strike_stuck),
+                             (faults.slow_shards, self._strike_slow), (faults.clock_jumps, self._strike_clock)):
+            if rate:
+                self._next_strike(rate, strike)
+
+    def _next_strike(self, rate: float, strike: Callable[[], None]) -> None:
+        wait = self.rng.expovariate(rate / 3600.0)
+        if self.loop.now + wait < self.scenario.faults.until_s:
+            self.loop.after(wait, self._strike, rate, strike)
+
+    def _strike(self, rate: float, strike: Callable[[], None]) -> None:
+        if self.open_jobs:
+            strike()
+            self._next_strike(rate, strike)
+
+    def _some_job(self) -> SimulatedJob | None:
+        alive = [job for job in self.jobs.values() if job.life is not None]
+        return self.rng.choice(alive) if alive else None
+
+    def _strike_agent(self) -> None:
+        job = self._some_job()
+        if job is not None:
+            self.crash(job)
+
+    def _strike_scheduler(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler = None
+            self.loop.after(1.0 + self.rng.random() * 5.0, self._restart_scheduler)
+
+    def _restart_scheduler(self) -> None:
+        self._clock = SteadyClock(start=self._clock.now, max_step_s=self.limits.max_tick_s)
+        past = list(self._log.entries)
+        self._scheduler = Scheduler(self._log, self._send_command, self._clock, rule=self._rule)
+        self._scheduler.recover(past, self._reading())
+        for reply in self._scheduler.hello():
+            self.wire.send(reply.pipeline, self._say_hello, reply)
+        self._tick_at = float("inf")
+        self._arm(self.loop.now)
+
+    def _say_hello(self, reply: Reply) -> None:
+        self.jobs[reply.pipeline].hear(reply)
+
+    def _strike_partition(self) -> None:
+        job = self._some_job()
+        if job is not None:
+            self.wire.cut_until[job.job.name] = self.loop.now + self.rng.random() * 2 * self.scenario.faults.partition_s
+
+    def _strike_stuck(self) -> None:
+        self._set_speed(0.0)
+
+    def _strike_slow(self) -> None:
+        self._set_speed(0.05)
+
+    def _set_speed(self, speed: float) -> None:
+        job = self._some_job()
+        if job is not None and job.life is not None:
+            active = [shard.rank for shard in job.life.generation.shards if shard.active]
+            if active:
+                job.life.generation.set_speed(self.rng.choice(active), speed)
+
+    def _strike_clock(self) -> None:
+        self._jump += self.rng.choice(_JUMPS)

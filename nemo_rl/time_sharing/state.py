@@ -1,0 +1,380 @@
+"""The scheduler's whole state: a fold over its events, so that a log read again gives the same state.
+
+`SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the books (a GPU leased twice, an
+unknown rank), because a log that says so is wrong and must not be believed.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.topology import Pool, Topology
+from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Demand, Limits, Phase, PipelineSpec, Priority, Want
+from nemo_rl.utils.record import Entry
+
+_EWMA = 0.3
+
+
+class InconsistentLog(RuntimeError):
+    """An event contradicts the state that the events before it made."""
+
+
+class Lease(NamedTuple):
+    """Who holds a GPU: a fixed cluster (`rank` -1) or a generation rank, under the epoch of its grant."""
+
+    pipeline: str
+    cluster: str
+    rank: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Claim:
+    """Who gets some GPUs next, once all of them are free."""
+
+    plan: int
+    pipeline: str
+    cluster: str
+    rank: int
+    request: int
+    gpus: tuple[int, ...]
+    floor: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.pipeline, self.cluster, self.rank
+
+
+@dataclass(slots=True)
+class QueuedWant:
+    """A request in the queue: since when, and how often a later one was let past it."""
+
+    want: Want
+    since: float
+    passed: int = 0
+
+
+@dataclass(slots=True)
+class HeldCluster:
+    """A fixed cluster with its GPUs."""
+
+    epoch: int
+    gpus: tuple[int, ...]
+    priority: Priority
+    step: int
+    since: float
+    hold_until: float
+    request: int
+
+
+@dataclass(slots=True)
+class AwakeRank:
+    """A generation rank that holds its GPUs; `since` is when it got them."""
+
+    phase: Phase
+    epoch: int
+    since: float
+    version: int = -1
+    floor: bool = False
+
+
+@dataclass(slots=True)
+class PipelineState:
+    """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`: GPU-seconds of generation had."""
+
+    topology: Topology
+    incarnation: int
+    registered_at: float
+    demand: Demand = Demand()
+    wants: dict[str, QueuedWant] = field(default_factory=dict)
+    held: dict[str, HeldCluster] = field(default_factory=dict)
+    awake: dict[int, AwakeRank] = field(default_factory=dict)
+    claimed_ranks: set[int] = field(default_factory=set)
+    cooling: dict[int, float] = field(default_factory=dict)
+    releases: dict[str, int] = field(default_factory=dict)
+    hold_estimates: dict[Priority, float] = field(default_factory=dict)
+    hungry_since: float | None = None
+    service: float = 0.0
+    last_request: int = -1
+    leaving: bool = False
+    fenced: bool = False
+
+    @property
+    def spec(self) -> PipelineSpec:
+        return self.topology.spec
+
+    def rising(self) -> bool:
+        """Whether an expand is planned or under way."""
+        return bool(self.claimed_ranks) or any(rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values())
+
+
+@dataclass(slots=True)
+class PendingCommand:
+    """A command that has not ended."""
+
+    command: str
+    pipeline: str
+    verb: str
+    rank: int
+    cluster: str
+    epoch: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """GPUs that nobody may have, and whose processes to end before they come back."""
+
+    gpus: tuple[int, ...]
+    pipeline: str
+    rank: int
+    until: float
+
+
+class SchedulerState:
+    """Everything the scheduler knows. Read it freely; change it through `apply` only."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(1, 1)
+        self.limits = Limits()
+        self.term = 0
+        self.epoch = 0
+        self.plan = 0
+        self.recovering = False
+        self.time = 0.0
+        self.pipelines: dict[str, PipelineState] = {}
+        self.owner: list[Lease | None] = [None]
+        self.claims: dict[tuple[str, str, int], Claim] = {}
+        self.claimed: dict[int, Claim] = {}
+        self.quarantines: list[Quarantine] = []
+        self.quarantined: set[int] = set()
+        self.commands: dict[str, PendingCommand] = {}
+
+    def apply(self, event: object, at: float) -> None:
+        """Takes one event into the state; events of other parts of the run are not the scheduler's and change nothing."""
+        fold = _FOLDS.get(type(event))
+        if fold is not None:
+            self.time = at
+            fold(self, event, at)
+
+    def free(self, gpu: int) -> bool:
+        """Whether nobody holds the GPU (it may still be claimed)."""
+        return self.owner[gpu] is None and gpu not in self.quarantined
+
+    def pipeline(self, name: str) -> PipelineState:
+        found = self.pipelines.get(name)
+        if found is None:
+            raise InconsistentLog(f"pipeline {name!r} is not registered")
+        return found
+
+    def take(self, gpus: Iterable[int], lease: Lease) -> None:
+        for gpu in gpus:
+            if self.owner[gpu] is not None:
+                raise InconsistentLog(f"GPU {gpu} is held by {self.owner[gpu]} and cannot go to {lease}")
+            self.owner[gpu] = lease
+
+    def give_back(self, gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            self.owner[gpu] = None
+
+    def drop_claim(self, key: tuple[str, str, int]) -> None:
+        claim = self.claims.pop(key, None)
+        if claim is None:
+            return
+        for gpu in claim.gpus:
+            del self.claimed[gpu]
+        pipeline = self.pipelines.get(claim.pipeline)
+        if pipeline is not None:
+            pipeline.claimed_ranks.discard(claim.rank)
+
+    def note_hunger(self, pipeline: PipelineState, at: float) -> None:
+        fed = bool(pipeline.claimed_ranks) or any(rank.phase not in FALLING for rank in pipeline.awake.values())
+        hungry = pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced
+        if not hungry:
+            pipeline.hungry_since = None
+        elif pipeline.hungry_since is None:
+            pipeline.hungry_since = at
+
+
+def replay(entries: Iterable[Entry]) -> SchedulerState:
+    """The state that a log leads to. Raises InconsistentLog where an event contradicts the ones before it."""
+    state = SchedulerState()
+    for entry in entries:
+        try:
+            state.apply(entry.event, entry.time)
+        except InconsistentLog as error:
+            raise InconsistentLog(f"entry {entry.seq} ({type(entry.event).__name__}) at {entry.time:.3f} s: {error}") from error
+    return state
+
+
+def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None:
+    state.pool = Pool(event.nodes, event.gpus_per_node)
+    whole = {name for name, kind in Limits.__annotations__.items() if kind in ("int", int)}
+    state.limits = Limits(**{name: int(value) if name in whole else value for name, value in event.limits.items()})
+    state.owner = [None] * state.pool.size
+
+
+def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
+    state.term = event.term
+    state.recovering = bool(state.pipelines)
+
+
+def _inventory_done(state: SchedulerState, event: ev.InventoryDone, at: float) -> None:
+    state.recovering = False
+
+
+def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
+    if event.pipeline in state.pipelines:
+        raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
+    spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, event.weight, event.min_share, event.max_share, event.staleness, event.rank_batch)
+    state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
+
+
+def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.demand = Demand(event.target, event.done, event.unit, event.seq)
+    state.note_hunger(pipeline, at)
+
+
+def _requested(state: SchedulerState, event: ev.Requested, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.last_request = max(pipeline.last_request, event.request)
+    pipeline.wants[event.cluster] = QueuedWant(Want(event.cluster, event.priority, event.request, event.step), at)
+
+
+def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.wants.pop(event.cluster, None)
+
+
+def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
+    claim = Claim(event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.floor)
+    state.plan = max(state.plan, event.plan)
+    for gpu in event.gpus:
+        if gpu in state.claimed:
+            raise InconsistentLog(f"GPU {gpu} is claimed by {state.claimed[gpu].key} and cannot be claimed by {claim.key}")
+        state.claimed[gpu] = claim
+    state.claims[claim.key] = claim
+    pipeline = state.pipeline(event.pipeline)
+    if claim.rank >= 0:
+        pipeline.claimed_ranks.add(claim.rank)
+        state.note_hunger(pipeline, at)
+    for passed in event.passed:
+        name, _, request = passed.rpartition("#")
+        for queued in state.pipeline(name).wants.values():
+            if queued.want.request == int(request):
+                queued.passed += 1
+
+
+def _claim_dropped(state: SchedulerState, event: ev.ClaimDropped, at: float) -> None:
+    state.drop_claim((event.pipeline, event.cluster, event.rank))
+    state.note_hunger(state.pipeline(event.pipeline), at)
+
+
+def _granted(state: SchedulerState, event: ev.Granted, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    state.drop_claim((event.pipeline, event.cluster, -1))
+    state.take(event.gpus, Lease(event.pipeline, event.cluster, -1, event.epoch))
+    state.epoch = max(state.epoch, event.epoch)
+    pipeline.held[event.cluster] = HeldCluster(event.epoch, event.gpus, event.priority, event.step, at, event.hold_until, event.request)
+    pipeline.wants.pop(event.cluster, None)
+    pipeline.last_request = max(pipeline.last_request, event.request)
+
+
+def _repriced(state: SchedulerState, event: ev.Repriced, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    held = pipeline.held[event.cluster]
+    _note_hold(pipeline, held, at)
+    held.priority, held.step, held.since, held.request = event.priority, event.step, at, event.request
+    pipeline.wants.pop(event.cluster, None)
+
+
+def _released(state: SchedulerState, event: ev.Released, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    held = pipeline.held.pop(event.cluster)
+    pipeline.releases[event.cluster] = held.epoch
+    _note_hold(pipeline, held, at)
+    state.give_back(held.gpus)
+
+
+def _note_hold(pipeline: PipelineState, held: HeldCluster, at: float) -> None:
+    seconds = at - held.since
+    known = pipeline.hold_estimates.get(held.priority)
+    pipeline.hold_estimates[held.priority] = seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
+
+
+def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    gpus = pipeline.topology.ranks[event.rank]
+    if event.phase is Phase.WAKING:
+        state.drop_claim((event.pipeline, ACTOR_INFER, event.rank))
+        state.take(gpus, Lease(event.pipeline, ACTOR_INFER, event.rank, event.epoch))
+        state.epoch = max(state.epoch, event.epoch)
+        pipeline.awake[event.rank] = AwakeRank(Phase.WAKING, event.epoch, at, floor=event.floor)
+    elif event.phase is Phase.ASLEEP:
+        rank = pipeline.awake.pop(event.rank)
+        pipeline.service += len(gpus) * (at - rank.since)
+        state.give_back(gpus)
+        if rank.phase is Phase.FAILED:
+            pipeline.cooling[event.rank] = at + state.limits.quarantine_s
+    else:
+        rank = pipeline.awake[event.rank]
+        rank.phase, rank.version = event.phase, max(rank.version, event.version)
+    state.note_hunger(pipeline, at)
+
+
+def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> None:
+    state.pipeline(event.pipeline).cooling[event.rank] = event.until
+
+
+def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
+    state.commands[event.command] = PendingCommand(event.command, event.pipeline, event.verb, event.rank, event.cluster, event.epoch, event.deadline)
+
+
+def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> None:
+    state.commands.pop(event.command, None)
+
+
+def _leaving(state: SchedulerState, event: ev.Leaving, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.leaving = True
+    state.note_hunger(pipeline, at)
+
+
+def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.fenced = True
+    pipeline.wants.clear()
+    state.note_hunger(pipeline, at)
+
+
+def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:
+    gone = state.pipelines.pop(event.pipeline)
+    for key in [key for key in state.claims if key[0] == event.pipeline]:
+        state.drop_claim(key)
+    for held in gone.held.values():
+        state.give_back(held.gpus)
+    for rank in gone.awake:
+        state.give_back(gone.topology.ranks[rank])
+
+
+def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
+    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus]
+    state.quarantines.append(Quarantine(event.gpus, event.pipeline, event.rank, event.until))
+    state.quarantined.update(event.gpus)
+
+
+def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
+    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus]
+    state.quarantined.difference_update(event.gpus)
+
+
+_FOLDS: dict[type, Callable[..., None]] = {
+    ev.PoolOpened: _pool_opened, ev.SchedulerStarted: _started, ev.InventoryDone: _inventory_done, ev.Registered: _registered,
+    ev.DemandReported: _demand, ev.Requested: _requested, ev.RequestDropped: _request_dropped, ev.Claimed: _claimed, ev.ClaimDropped: _claim_dropped,
+    ev.Granted: _granted, ev.Repriced: _repriced, ev.Released: _released, ev.RankMoved: _rank_moved, ev.RankCooling: _rank_cooling, ev.CommandSent: _command_sent,
+    ev.CommandEnded: _command_ended, ev.Leaving: _leaving, ev.Fenced: _fenced, ev.Unregistered: _unregistered,
+    ev.GpusQuarantined: _quarantined, ev.GpusCleared: _cleared,
+}

@@ -1,0 +1,240 @@
+"""The vocabulary of time-sharing: priorities, rank phases, clusters, demand, and what goes between the scheduler and a pipeline's agent.
+
+Only values live here, all frozen. Nothing knows a clock, a log or Ray. A lower priority number wins; 0 to 5 are fixed (all GPUs of a cluster or
+none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5 at any time).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+SCHEDULER = "scheduler"
+
+
+class Priority(IntEnum):
+    """What GPUs are wanted for; the smaller number is served first."""
+
+    INITIALIZATION = 0
+    ACTOR_TRAINING = 1
+    CRITIC_TRAINING = 2
+    OLD_LOG_PROBS = 3
+    REF_LOG_PROBS = 4
+    VALUE_COMPUTE = 5
+    GENERATION = 6
+
+    @property
+    def tag(self) -> str:
+        """Three or four letters, as traces and tables show it."""
+        return _TAGS[self]
+
+
+_TAGS = ("INIT", "TRN", "CRT", "OLD", "REF", "VAL", "GEN")
+
+ACTOR_TRAIN, ACTOR_INFER, CRITIC, REFERENCE, REWARD = "actor_train", "actor_infer", "critic", "reference", "reward"
+CLUSTER_NAMES = (ACTOR_TRAIN, ACTOR_INFER, CRITIC, REFERENCE, REWARD)
+FIXED_CLUSTERS = (ACTOR_TRAIN, CRITIC, REFERENCE)
+
+
+class Phase(str, Enum):
+    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only."""
+
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    SYNCING = "syncing"
+    READY = "ready"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    FAILED = "failed"
+
+
+RISING = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY})
+FALLING = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED})
+
+
+class Verb(str, Enum):
+    """What the scheduler can tell an agent (or, for REAP, the daemon that ends processes)."""
+
+    GRANT = "grant"
+    DRAIN = "drain"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    SYNC = "sync"
+    PUBLISH = "publish"
+    ROUTE = "route"
+    REAP = "reap"
+
+
+class Outcome(str, Enum):
+    """How a command ended. STALE: the weights changed meanwhile, sync again. REFUSED: the command makes no sense to the agent."""
+
+    DONE = "done"
+    FAILED = "failed"
+    STALE = "stale"
+    REFUSED = "refused"
+
+
+class ClusterSpec(NamedTuple):
+    """One worker cluster of a pipeline: its name, the GPUs of one rank, and the GPU ids it is mapped to, sorted."""
+
+    name: str
+    tp_size: int
+    gpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """What a pipeline registers. Build it with `topology.register`, which checks every rule.
+
+    weight: its claim on contended GPUs relative to others. min_share, max_share: bounds on its part of the GPUs it is mapped to (0 to 1), while
+    it has demand. staleness: how many versions old the tokens of a trained group may be. rank_batch: how many samples one rank runs at once at
+    good speed; more ranks than remaining samples / rank_batch are of no use to it.
+    """
+
+    pipeline: str
+    namespace: str
+    clusters: tuple[ClusterSpec, ...]
+    weight: float = 1.0
+    min_share: float = 0.0
+    max_share: float = 1.0
+    staleness: int = 1
+    rank_batch: int = 1
+
+
+class Demand(NamedTuple):
+    """Standing generation demand of the step being waited for: `target` and `done` in units of `unit` samples each; a larger `seq` replaces."""
+
+    target: int = 0
+    done: int = 0
+    unit: int = 1
+    seq: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Samples still to be generated; a `done` above the target counts as the target."""
+        return max(self.target - self.done, 0) * self.unit
+
+
+class Want(NamedTuple):
+    """A fixed cluster that a pipeline waits for, or wants at another priority while it holds it. `request` is unique in the pipeline's life."""
+
+    cluster: str
+    priority: Priority
+    request: int
+    step: int = -1
+
+
+class Held(NamedTuple):
+    """A fixed cluster that a pipeline believes it holds, under the epoch of the grant."""
+
+    cluster: str
+    epoch: int
+    priority: Priority
+
+
+class GivenBack(NamedTuple):
+    """The newest hold of a cluster that the pipeline has given back, and the weight version it had published by then."""
+
+    cluster: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything an agent says unasked, as levels: repeated with each heartbeat, so that a lost one is healed by the next.
+
+    A status with a smaller `seq` than the last of the same incarnation is late and ignored. `awake`: the ranks that hold GPU memory, with
+    their epochs. `broken`: those of them that cannot serve (a refresh failed). `term`: the newest scheduler term the agent has heard of.
+    """
+
+    pipeline: str
+    incarnation: int
+    seq: int
+    demand: Demand = Demand()
+    wants: tuple[Want, ...] = ()
+    holds: tuple[Held, ...] = ()
+    given_back: tuple[GivenBack, ...] = ()
+    awake: tuple[tuple[int, int], ...] = ()
+    broken: tuple[int, ...] = ()
+    leaving: bool = False
+    term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One thing to do. Repeating it changes nothing: the agent answers a known `command` from memory; an `epoch` older than the rank's is refused."""
+
+    command: str
+    term: int
+    pipeline: str
+    incarnation: int
+    verb: Verb
+    rank: int = -1
+    epoch: int = 0
+    cluster: str = ""
+    gpus: tuple[int, ...] = ()
+    priority: Priority = Priority.GENERATION
+    step: int = -1
+    request: int = -1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Commands of one rank are obeyed in this order only: (term that made it, number within the term)."""
+        term, _, number = self.command.partition(".")
+        return int(term), int(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a command. `version` is the weight version that a SYNC loaded."""
+
+    command: str
+    pipeline: str
+    incarnation: int
+    outcome: Outcome
+    version: int = -1
+    detail: str = ""
+
+
+class Reply(NamedTuple):
+    """What the scheduler says to a status: its term, and whether this incarnation is registered; one that is not must stop what it does on GPUs."""
+
+    pipeline: str
+    incarnation: int
+    term: int
+    registered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every bound and delay of the scheduler, in seconds unless said otherwise. The defaults suit minutes-long steps."""
+
+    aging_s: float = 60.0
+    min_hold_s: float = 10.0
+    hysteresis: float = 0.10
+    max_backfills: int = 4
+    max_hold_s: float = 3600.0
+    heartbeat_s: float = 5.0
+    lease_s: float = 30.0
+    retry_s: float = 2.0
+    drain_s: float = 60.0
+    sleep_s: float = 60.0
+    wake_s: float = 120.0
+    sync_s: float = 150.0
+    route_s: float = 30.0
+    grant_s: float = 30.0
+    reap_s: float = 60.0
+    request_s: float = 86400.0
+    quarantine_s: float = 300.0
+    plan_interval_s: float = 0.25
+    replan_s: float = 5.0
+    max_tick_s: float = 5.0
+
+    def deadline_of(self, verb: Verb) -> float:
+        """How long one command may take, retries included."""
+        return {
+            Verb.GRANT: self.grant_s, Verb.DRAIN: self.drain_s, Verb.SLEEP: self.sleep_s, Verb.WAKE: self.wake_s,
+            Verb.SYNC: self.sync_s, Verb.PUBLISH: self.route_s, Verb.ROUTE: self.route_s, Verb.REAP: self.reap_s,
+        }[verb]

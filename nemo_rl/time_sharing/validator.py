@@ -1,0 +1,167 @@
+"""Checks a plan against the snapshot it was made from, by carrying it out on a copy: shrinks, then grants, then expands.
+
+Pure, and written without the planner's data structures: it shares only the snapshot and the plan. Each failure names rule, pipeline and GPU. An
+empty answer means that the executor can do everything the plan says without breaking the books.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Snapshot
+from nemo_rl.time_sharing.state import Lease
+from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Phase, Priority
+
+
+def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
+    """Every rule that the plan breaks; [] when it is sound."""
+    if plan.empty:
+        return []
+    problems = list(_named_once(plan))
+    problems += _known(snapshot, plan)
+    if problems:
+        return problems
+    problems += _idle_and_owned(snapshot)
+    freed, shrink_problems = _shrinks(snapshot, plan)
+    problems += shrink_problems
+    taken: set[int] = set()
+    for grant in plan.grants:
+        problems += _grant(snapshot, grant, freed, taken)
+    for expand in plan.expands:
+        problems += _expand(snapshot, expand, freed, taken)
+    problems += _reprices(snapshot, plan)
+    unused = freed - taken - {g for s in plan.shrinks if snapshot.pipelines[s.pipeline].leaving for g in _bundle(snapshot, s.pipeline, s.rank)}
+    problems += _pointless(snapshot, plan, unused, taken)
+    return problems
+
+
+def _named_once(plan: Plan) -> Iterator[str]:
+    """Rule 1: nothing is ordered twice. Rule 5b: no rank both sleeps and wakes."""
+    orders = Counter(("shrink", s.pipeline, str(s.rank)) for s in plan.shrinks)
+    orders.update(("grant", g.pipeline, g.cluster) for g in [*plan.grants, *plan.reprices])
+    orders.update(("expand", e.pipeline, str(e.rank)) for e in plan.expands)
+    for (what, name, which), count in orders.items():
+        if count > 1:
+            yield f"rule 1: {what} of {name}/{which} is ordered {count} times"
+    both = {(s.pipeline, s.rank) for s in plan.shrinks} & {(e.pipeline, e.rank) for e in plan.expands}
+    for name, rank in sorted(both):
+        yield f"rule 5: rank {rank} of {name} is both shrunk and expanded"
+
+
+def _known(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
+    """Rules 2, 7, 11: pipelines, clusters and ranks exist; only generation is shrunk or expanded."""
+    for grant in [*plan.grants, *plan.reprices]:
+        pipeline = snapshot.pipelines.get(grant.pipeline)
+        if pipeline is None:
+            yield f"rule 11: {grant.pipeline} is not registered"
+        elif grant.cluster == ACTOR_INFER or grant.priority is Priority.GENERATION:
+            yield f"rule 2: {grant.pipeline}/{grant.cluster} is elastic and cannot be granted as a whole"
+        elif grant.cluster not in pipeline.topology.clusters:
+            yield f"rule 11: {grant.pipeline} has no cluster {grant.cluster}"
+    for order in [*plan.shrinks, *plan.expands]:
+        pipeline = snapshot.pipelines.get(order.pipeline)
+        if pipeline is None:
+            yield f"rule 11: {order.pipeline} is not registered"
+        elif isinstance(order.rank, bool) or not isinstance(order.rank, int) or not 0 <= order.rank < len(pipeline.topology.ranks):
+            yield f"rule 7: {order.pipeline} has no rank {order.rank}"
+
+
+def _idle_and_owned(snapshot: Snapshot) -> Iterator[str]:
+    """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for each GPU."""
+    holders: dict[int, Lease] = {}
+    for name, pipeline in snapshot.pipelines.items():
+        leases = [(Lease(name, cluster, -1, held.epoch), held.gpus) for cluster, held in pipeline.held.items()]
+        leases += [(Lease(name, ACTOR_INFER, rank, awake.epoch), pipeline.topology.ranks[rank]) for rank, awake in pipeline.awake.items()]
+        for lease, gpus in leases:
+            for gpu in gpus:
+                if gpu in holders:
+                    yield f"rule 10: GPU {gpu} is held by {holders[gpu]} and by {lease}"
+                holders[gpu] = lease
+    for gpu, owner in enumerate(snapshot.owner):
+        if owner != holders.get(gpu):
+            yield f"rule 8: GPU {gpu} is on the books of {owner}, but {holders.get(gpu)} has it"
+
+
+def _bundle(snapshot: Snapshot, name: str, rank: int) -> tuple[int, ...]:
+    return snapshot.pipelines[name].topology.ranks[rank]
+
+
+def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
+    """Rules 5, 9: only ranks that are up are shrunk, and no GPU is freed twice. Returns every GPU that is or will be free."""
+    problems = []
+    freed: set[int] = set()
+    for shrink in plan.shrinks:
+        awake = snapshot.pipelines[shrink.pipeline].awake.get(shrink.rank)
+        if awake is None or awake.phase in FALLING:
+            problems.append(f"rule 5: rank {shrink.rank} of {shrink.pipeline} is not up and cannot be shrunk")
+            continue
+        for gpu in _bundle(snapshot, shrink.pipeline, shrink.rank):
+            if gpu in freed:
+                problems.append(f"rule 9: GPU {gpu} is freed twice")
+            freed.add(gpu)
+    for gpu, owner in enumerate(snapshot.owner):
+        if owner is None:
+            freed.add(gpu)
+        elif owner.rank >= 0:
+            awake = snapshot.pipelines[owner.pipeline].awake.get(owner.rank)
+            if awake is not None and awake.phase in FALLING and awake.phase is not Phase.FAILED:
+                freed.add(gpu)
+    return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
+
+
+def _take(gpus: tuple[int, ...], who: str, freed: set[int], taken: set[int]) -> Iterator[str]:
+    """Rules 4, 6: only GPUs that are or will be free are given, each once."""
+    for gpu in gpus:
+        if gpu in taken:
+            yield f"rule 6: GPU {gpu} is given twice, last to {who}"
+        elif gpu not in freed:
+            yield f"rule 4: GPU {gpu} is not free and nothing frees it for {who}"
+        taken.add(gpu)
+
+
+def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -> Iterator[str]:
+    pipeline = snapshot.pipelines[grant.pipeline]
+    if grant.cluster in pipeline.held:
+        yield f"rule 3: {grant.pipeline}/{grant.cluster} is already held"
+    if grant.gpus != pipeline.topology.clusters[grant.cluster].gpus:
+        yield f"rule 6: {grant.pipeline}/{grant.cluster} is granted {grant.gpus}, its mapping is {pipeline.topology.clusters[grant.cluster].gpus}"
+    queued = pipeline.wants.get(grant.cluster)
+    if queued is None or queued.want.request != grant.request or queued.want.priority is not grant.priority:
+        yield f"rule 3: {grant.pipeline}/{grant.cluster} did not ask for request {grant.request} at {grant.priority.name}"
+    yield from _take(grant.gpus, f"{grant.pipeline}/{grant.cluster}", freed, taken)
+
+
+def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]) -> Iterator[str]:
+    """Rules 5, 6, 7 for one expand, and that its bundle is the one that the mapping says."""
+    pipeline = snapshot.pipelines[expand.pipeline]
+    who = f"{expand.pipeline}/{expand.rank}"
+    if expand.rank in pipeline.awake or expand.rank in pipeline.claimed_ranks:
+        yield f"rule 5: rank {expand.rank} of {expand.pipeline} is already up or about to be"
+    if len(set(expand.gpus)) != pipeline.topology.tp:
+        yield f"rule 6: {who} needs {pipeline.topology.tp} different GPUs, the plan gives {expand.gpus}"
+    if expand.gpus != pipeline.topology.ranks[expand.rank]:
+        yield f"rule 12: {who} is mapped to {pipeline.topology.ranks[expand.rank]}, the plan gives {expand.gpus}"
+    if pipeline.leaving or pipeline.fenced:
+        yield f"rule 11: {expand.pipeline} is leaving and gets nothing more"
+    yield from _take(expand.gpus, who, freed, taken)
+
+
+def _reprices(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
+    for reprice in plan.reprices:
+        pipeline = snapshot.pipelines[reprice.pipeline]
+        queued = pipeline.wants.get(reprice.cluster)
+        if reprice.cluster not in pipeline.held:
+            yield f"rule 3: {reprice.pipeline}/{reprice.cluster} is not held and cannot change its priority"
+        if queued is None or queued.want.request != reprice.request:
+            yield f"rule 3: {reprice.pipeline}/{reprice.cluster} did not ask for request {reprice.request}"
+
+
+def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[str]:
+    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline leaves, or its own training waits for it to land."""
+    for shrink in plan.shrinks:
+        pipeline = snapshot.pipelines[shrink.pipeline]
+        if pipeline.leaving or taken & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
+            continue
+        if pipeline.awake[shrink.rank].phase is not Phase.ACTIVE and pipeline.wants:
+            continue
+        yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))})"
