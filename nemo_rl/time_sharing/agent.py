@@ -297,8 +297,9 @@ class Agent:
             begin(rank, command)
 
     def _drain(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ACTIVE:
-            self._unroute(rank, command.rank)
+        if rank.phase is Phase.ACTIVE or rank.broken:
+            if rank.phase is Phase.ACTIVE:
+                self._unroute(rank, command.rank)
             rank.phase = Phase.DRAINING
             self._perform(command.rank, Verb.DRAIN.value, -1, command)
             return

@@ -200,6 +200,7 @@ class CommandSent:
     cluster: str
     epoch: int
     deadline: float
+    incarnation: int = 0
 
 
 @event_kind("ts_command_ended")
@@ -246,6 +247,7 @@ class GpusQuarantined:
 
     gpus: tuple[int, ...]
     pipeline: str
+    incarnation: int
     rank: int
     until: float
     reason: str

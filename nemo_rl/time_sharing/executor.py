@@ -71,7 +71,7 @@ class Executor:
     def answer(self, answer: Answer) -> None:
         """Takes an answer. One to a command that has ended (superseded, expired, fenced) is late and changes nothing."""
         pending = self._state.commands.get(answer.command)
-        if pending is None or pending.pipeline != answer.pipeline:
+        if pending is None or (pending.pipeline, pending.incarnation) != (answer.pipeline, answer.incarnation):
             return
         self._end(pending, answer.outcome.value)
         self._after(pending, answer.outcome, answer.version)
@@ -109,9 +109,10 @@ class Executor:
         """Tries again to end what occupies quarantined GPUs whose time has come."""
         now = self._now()
         for quarantine in self._state.quarantines:
-            busy = any(c.verb == Verb.REAP and c.pipeline == quarantine.pipeline and c.rank == quarantine.rank for c in self._state.commands.values())
+            whose = (Verb.REAP, quarantine.pipeline, quarantine.incarnation, quarantine.rank)
+            busy = any((c.verb, c.pipeline, c.incarnation, c.rank) == whose for c in self._state.commands.values())
             if now >= quarantine.until and not busy:
-                self._raw_command(quarantine.pipeline, -1, Verb.REAP, quarantine.rank, 0, "", quarantine.gpus, self._state.limits.reap_s)
+                self._raw_command(quarantine.pipeline, quarantine.incarnation, Verb.REAP, quarantine.rank, 0, "", quarantine.gpus, self._state.limits.reap_s)
 
     def resume(self) -> None:
         """After a restart: takes up every command and claim that the log leaves open."""
@@ -192,7 +193,8 @@ class Executor:
 
     def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
         done = outcome is Outcome.DONE
-        quarantined = next((q for q in self._state.quarantines if (q.pipeline, q.rank) == (pending.pipeline, pending.rank)), None)
+        whose = (pending.pipeline, pending.incarnation, pending.rank)
+        quarantined = next((q for q in self._state.quarantines if (q.pipeline, q.incarnation, q.rank) == whose), None)
         if quarantined is not None:
             if done:
                 self._emit(ev.GpusCleared(quarantined.gpus))
@@ -200,7 +202,7 @@ class Executor:
             else:
                 self._quarantine(quarantined.gpus, pending)
             return
-        if pipeline is None:
+        if pipeline is None or pipeline.incarnation != pending.incarnation:
             return
         if pending.rank >= 0:
             gpus = pipeline.topology.ranks[pending.rank]
@@ -217,7 +219,7 @@ class Executor:
     def _quarantine(self, gpus: tuple[int, ...], pending: PendingCommand) -> None:
         until = self._now() + self._state.limits.quarantine_s
         logger.error("event=quarantine gpus=%s pipeline=%s rank=%d until=%.1f", gpus, pending.pipeline, pending.rank, until)
-        self._emit(ev.GpusQuarantined(gpus, pending.pipeline, pending.rank, until, "their processes could not be ended"))
+        self._emit(ev.GpusQuarantined(gpus, pending.pipeline, pending.incarnation, pending.rank, until, "their processes could not be ended"))
 
     def _asleep(self, pipeline: PipelineState, rank: int, epoch: int) -> None:
         self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.ASLEEP, epoch))
@@ -259,7 +261,7 @@ class Executor:
     def _raw_command(self, name: str, incarnation: int, verb: Verb, rank: int, epoch: int, cluster: str, gpus: tuple[int, ...], seconds: float) -> None:
         self._commands += 1
         key, now = f"{self._state.term}.{self._commands}", self._now()
-        self._emit(ev.CommandSent(key, name, verb.value, rank, cluster, epoch, now + seconds))
+        self._emit(ev.CommandSent(key, name, verb.value, rank, cluster, epoch, now + seconds, incarnation))
         command = self._fill_in(Command(key, self._state.term, name, incarnation, verb, rank, epoch, cluster, gpus))
         self._outgoing[key] = _Outgoing(command, now + self._state.limits.retry_s)
         if rank >= 0:
@@ -278,8 +280,7 @@ class Executor:
     def _rebuild(self, pending: PendingCommand) -> Command:
         pipeline = self._state.pipelines.get(pending.pipeline)
         gpus = pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else ()
-        incarnation = pipeline.incarnation if pipeline is not None else -1
-        command = Command(pending.command, self._state.term, pending.pipeline, incarnation, Verb(pending.verb), pending.rank, pending.epoch, pending.cluster, gpus)
+        command = Command(pending.command, self._state.term, pending.pipeline, pending.incarnation, Verb(pending.verb), pending.rank, pending.epoch, pending.cluster, gpus)
         return self._fill_in(command)
 
     def _resume_rank(self, pipeline: PipelineState, rank: int) -> None:

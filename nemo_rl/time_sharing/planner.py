@@ -13,7 +13,7 @@ from nemo_rl.time_sharing import elastic
 from nemo_rl.time_sharing.board import BLOCKED, FREE, FREEING, Board, Reservation
 from nemo_rl.time_sharing.plan import Grant, Plan, Reason, Reprice, Snapshot, Wait
 from nemo_rl.time_sharing.state import PipelineState, QueuedWant
-from nemo_rl.time_sharing.types import ACTOR_INFER, Priority
+from nemo_rl.time_sharing.types import ACTOR_INFER, RISING, Priority
 
 
 class QueueItem(NamedTuple):
@@ -105,8 +105,8 @@ def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState,
     if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
         board.no_expand.add(item.name)
         # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as they can.
-        for name, rank in found.victims:
-            if name == item.name:
+        for name, rank in sorted(found.victims):
+            if name == item.name and pipeline.awake[rank].phase in RISING:
                 board.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
         found.block(("expanding",), board.now)
     if found.because is not None:

@@ -121,6 +121,7 @@ class PendingCommand:
     cluster: str
     epoch: int
     deadline: float
+    incarnation: int
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class Quarantine:
 
     gpus: tuple[int, ...]
     pipeline: str
+    incarnation: int
     rank: int
     until: float
 
@@ -330,7 +332,8 @@ def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> No
 
 
 def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
-    state.commands[event.command] = PendingCommand(event.command, event.pipeline, event.verb, event.rank, event.cluster, event.epoch, event.deadline)
+    state.commands[event.command] = PendingCommand(event.command, event.pipeline, event.verb, event.rank, event.cluster, event.epoch, event.deadline,
+                                                   event.incarnation)
 
 
 def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> None:
@@ -362,7 +365,7 @@ def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> N
 
 def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
     state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus]
-    state.quarantines.append(Quarantine(event.gpus, event.pipeline, event.rank, event.until))
+    state.quarantines.append(Quarantine(event.gpus, event.pipeline, event.incarnation, event.rank, event.until))
     state.quarantined.update(event.gpus)
 
 

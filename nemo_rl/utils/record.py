@@ -70,7 +70,7 @@ class Record(Protocol):
 
     def emit(self, event: object) -> None: ...
 
-    def bind(self, source: str) -> Record: ...
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record: ...
 
     def flush(self) -> None: ...
 
@@ -81,7 +81,7 @@ class NullRecord:
     def emit(self, event: object) -> None:
         pass
 
-    def bind(self, source: str) -> Record:
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
         return self
 
     def flush(self) -> None:
@@ -98,8 +98,8 @@ class MemoryRecord:
     def emit(self, event: object) -> None:
         self.entries.append(Entry(len(self.entries), self._clock(), self._source, event))
 
-    def bind(self, source: str) -> MemoryRecord:
-        return MemoryRecord(source=source, clock=self._clock, entries=self.entries)
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> MemoryRecord:
+        return MemoryRecord(source=source, clock=clock or self._clock, entries=self.entries)
 
     def flush(self) -> None:
         pass
@@ -129,15 +129,15 @@ class RecordWriter:
         self.flush()
 
     def emit(self, event: object) -> None:
-        self._write(self.source, event)
+        self._write(self.source, self._clock, event)
 
-    def bind(self, source: str) -> BoundRecord:
-        """The same file under another source name."""
-        return BoundRecord(self, source)
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> BoundRecord:
+        """The same file under another source name, and on another clock if one is given."""
+        return BoundRecord(self, source, clock or self._clock)
 
-    def _write(self, source: str, event: object) -> None:
+    def _write(self, source: str, clock: Callable[[], float], event: object) -> None:
         with self._lock:
-            line = encode_entry(Entry(self._next, self._clock(), source, event))
+            line = encode_entry(Entry(self._next, clock(), source, event))
             self._file.write(line)
             self._next += 1
             now = time.monotonic()
@@ -167,14 +167,14 @@ class RecordWriter:
 class BoundRecord:
     """A view of a RecordWriter that speaks under another source name."""
 
-    def __init__(self, writer: RecordWriter, source: str) -> None:
-        self._writer, self._source = writer, source
+    def __init__(self, writer: RecordWriter, source: str, clock: Callable[[], float]) -> None:
+        self._writer, self._source, self._clock = writer, source, clock
 
     def emit(self, event: object) -> None:
-        self._writer._write(self._source, event)
+        self._writer._write(self._source, self._clock, event)
 
-    def bind(self, source: str) -> BoundRecord:
-        return BoundRecord(self._writer, source)
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> BoundRecord:
+        return BoundRecord(self._writer, source, clock or self._clock)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -99,15 +99,20 @@ class Generation:
         """Active shards that hold requests and make no progress."""
         return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < 0.01]
 
-    def drop_all(self) -> None:
-        """The job is gone: everything it was generating is lost."""
+    def cancel(self) -> None:
+        """Nobody wants what is being generated any more."""
+        self.queue.clear()
         for shard in self.shards:
             self._advance(shard)
             for sample, start in list(shard.running.values()):
                 self._stop(shard, sample, start, "aborted")
-            shard.active = False
             shard.timer += 1
-        self.queue.clear()
+
+    def drop_all(self) -> None:
+        """The job is gone: everything it was generating is lost."""
+        self.cancel()
+        for shard in self.shards:
+            shard.active = False
 
     def _rate(self, shard: Shard) -> float:
         return shard.speed * self._engine.tokens_per_s / (1.0 + len(shard.running) / self._engine.half_batch)

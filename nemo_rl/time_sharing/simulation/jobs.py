@@ -98,8 +98,10 @@ class SimulatedJob:
     def stop(self) -> None:
         """The user stops the job."""
         self.stopping = True
-        if self.life is not None and self.finished_at is None and not self.life.agent.leaving:
-            self._leave(self.life)
+        life = self.life
+        # A step in hand is finished first: half-trained weights are worth nothing.
+        if life is not None and not life.agent.leaving and not life.agent.holds:
+            self._leave(life)
 
     def _begin_life(self, topology: Topology) -> None:
         world = self.world
@@ -136,9 +138,7 @@ class SimulatedJob:
         for group in list(life.groups.values()):
             life.record.emit(rec.GroupDropped(group.name, "end_of_run"))
         life.groups.clear()
-        for cluster in list(life.agent.holds):
-            if life.agent.published == life.agent.cached:
-                life.agent.release(cluster)
+        life.generation.cancel()
         life.agent.leave()
 
     # The driver.
@@ -223,8 +223,7 @@ class SimulatedJob:
 
     def _log_probs_done(self, life: Life, step: int) -> None:
         self.train_gpu_s += self.job.log_probs_s * len(self.job.train)
-        if not life.agent.leaving:
-            life.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, step, self.world.loop.now)
+        life.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, step, self.world.loop.now)
 
     def _trained(self, life: Life, step: int) -> None:
         self.train_gpu_s += self.job.train_s * len(self.job.train)
@@ -282,9 +281,7 @@ class SimulatedJob:
         life = self.life
         if life is None:
             return
-        if life.agent.leaving:
-            life.agent.release(cluster)
-        elif priority is Priority.INITIALIZATION:
+        if priority is Priority.INITIALIZATION:
             self._later(life, self.job.init_s, "_initialised")
         elif priority is Priority.OLD_LOG_PROBS:
             self._later(life, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
@@ -302,8 +299,7 @@ class SimulatedJob:
         life = self.life
         if life is not None:
             life.agent.release(ACTOR_TRAIN)
-            if not life.agent.leaving:
-                self._next_step(life)
+            self._next_step(life)
 
     def dismissed(self, left: bool) -> None:
         life = self.life
@@ -316,6 +312,7 @@ class SimulatedJob:
         life.dead = True
         self.generate_gpu_s += life.generation.busy_rank_s * self.job.tp
         life.generation.drop_all()
+        self.world.leave_ghosts(self)
         self.life = None
         self._end("stopped" if self.stopping and self.trained_steps < self.job.steps else "done")
 

@@ -34,7 +34,7 @@ class LogCopy:
         self.entries.append(Entry(len(self.entries), self._clock(), "scheduler", event))
         self._record.emit(event)
 
-    def bind(self, source: str) -> Record:
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
         return self
 
     def flush(self) -> None:
@@ -64,11 +64,11 @@ class World:
         self._record = make_record(lambda: self.loop.now)
         self._rule = rule
         self._clock = SteadyClock(max_step_s=self.limits.max_tick_s)
-        self._log = LogCopy(self._record.bind("scheduler"), lambda: self._clock.now)
+        self._log = LogCopy(self._record.bind("scheduler", clock=lambda: self._clock.now), lambda: self._clock.now)
         self._jump = 0.0
         self._scheduler: Scheduler | None = None
         self._tick_at = float("inf")
-        self._ghosts: dict[str, list[_Memory]] = {}
+        self._ghosts: dict[tuple[str, int], list[_Memory]] = {}
 
     def run(self, *, max_events: int | None = None) -> None:
         """Runs until every job has ended, or the horizon."""
@@ -162,11 +162,13 @@ class World:
         job = self.jobs[command.pipeline]
         failed = self.rng.random() < self.scenario.faults.reap_fails
         if not failed:
-            if command.rank >= 0:
+            alive = job.life is not None and job.life.incarnation == command.incarnation
+            if alive and command.rank >= 0:
                 self._end_rank(job, command.rank)
-            else:
+            elif alive:
                 self.evict(job)
-                self._free_ghosts(job.job.name)
+            what = f"rank {command.rank}" if command.rank >= 0 else None
+            self._free_ghosts((job.job.name, command.incarnation), what)
         answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.FAILED if failed else Outcome.DONE)
         self.loop.after(0.1, self._on_answer, answer)
 
@@ -180,27 +182,31 @@ class World:
 
     def evict(self, job: SimulatedJob) -> None:
         """Ends all processes of a job."""
-        self._leave_ghosts(job)
+        self.leave_ghosts(job)
         job.kill("fenced")
 
     def crash(self, job: SimulatedJob) -> None:
         """The agent process dies by itself; what its workers hold on the GPUs stays until somebody ends them."""
         if job.life is not None:
-            self._leave_ghosts(job)
+            self.leave_ghosts(job)
             job.kill("crashed")
 
-    def _leave_ghosts(self, job: SimulatedJob) -> None:
+    def leave_ghosts(self, job: SimulatedJob) -> None:
+        """Notes what the job's workers occupy although nobody leads them any more."""
         life = job.life
         if life is None:
             return
         ghosts = [_Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in life.agent.holds.items()]
         ghosts += [_Memory(f"{job.job.name}/driver", f"rank {i}", life.agent.topology.ranks[i])
                    for i, rank in enumerate(life.agent.ranks) if rank.phase is not Phase.ASLEEP]
-        self._ghosts.setdefault(job.job.name, []).extend(ghosts)
+        self._ghosts.setdefault((job.job.name, life.incarnation), []).extend(ghosts)
 
-    def _free_ghosts(self, name: str) -> None:
-        for ghost in self._ghosts.pop(name, []):
-            self._record.bind(ghost.source).emit(MemoryFreed(ghost.what, ghost.gpus))
+    def _free_ghosts(self, whose: tuple[str, int], what: str | None) -> None:
+        ghosts = self._ghosts.pop(whose, [])
+        for ghost in ghosts:
+            if what in (None, ghost.what):
+                self._record.bind(ghost.source).emit(MemoryFreed(ghost.what, ghost.gpus))
+        self._ghosts[whose] = [ghost for ghost in ghosts if what not in (None, ghost.what)]
 
     # Faults.
 

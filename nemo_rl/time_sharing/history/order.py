@@ -1,0 +1,192 @@
+"""Invariants 3 (at the shard), 5, 6 and 7: what must come before what.
+
+A shard serves only published weights and takes requests only while routed; training GPUs come back after the new version is out; the next training
+waits for expands that are under way.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
+from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Entry
+
+_RISING = (Phase.WAKING, Phase.SYNCING, Phase.READY)
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    published: int | None = None
+    routed: dict[int, int] = field(default_factory=dict)
+    loaded: dict[int, int] = field(default_factory=dict)
+    awake: set[int] = field(default_factory=set)
+    running: dict[int, set[str]] = field(default_factory=dict)
+    generation: int = -1
+    trained_version: int | None = None
+    training_memory: bool = False
+    fenced: bool = False
+    rising: set[int] = field(default_factory=set)
+    claimed: set[int] = field(default_factory=set)
+    priority: Priority | None = None
+
+
+class OrderChecks:
+    """Watches shards, versions and grants of every pipeline."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._pipelines: dict[str, _Pipeline] = {}
+
+    def handlers(self) -> dict[type, Callable[[Entry], None]]:
+        return {
+            ev.Registered: self._registered, ev.Fenced: self._fenced, ev.Granted: self._granted, ev.Repriced: self._granted, ev.Released: self._released,
+            ev.RankMoved: self._rank, ev.Claimed: self._claimed, ev.ClaimDropped: self._claim_dropped, ev.MemoryTaken: self._memory_taken,
+            ev.MemoryFreed: self._memory_freed, rec.StepFinished: self._step, rec.VersionPublished: self._version_published, rec.ShardRouted: self._routed,
+            rec.ShardUnrouted: self._unrouted, rec.ShardSlept: self._slept, rec.ShardWoken: self._woken, rec.SyncFinished: self._synced,
+            rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished,
+        }
+
+    def finish(self) -> None:
+        for name, pipeline in self._pipelines.items():
+            left = sorted(request for requests in pipeline.running.values() for request in requests)
+            if left and not pipeline.fenced:
+                self._bad(7, f"request {left[0]} of {name} never finished")
+
+    def _bad(self, invariant: int, message: str) -> None:
+        self.found.append((invariant, message))
+
+    def _of(self, entry: Entry) -> _Pipeline:
+        return self._named(entry.source.partition("/")[0])
+
+    def _named(self, name: str) -> _Pipeline:
+        pipeline = self._pipelines.get(name)
+        if pipeline is None:
+            pipeline = self._pipelines[name] = _Pipeline()
+        return pipeline
+
+    def _registered(self, entry: Entry) -> None:
+        self._pipelines[entry.event.pipeline] = _Pipeline()
+
+    def _fenced(self, entry: Entry) -> None:
+        pipeline = self._named(entry.event.pipeline)
+        pipeline.fenced = True
+        pipeline.rising.clear()
+        pipeline.claimed.clear()
+
+    # Invariant 6.
+
+    def _granted(self, entry: Entry) -> None:
+        event, pipeline = entry.event, self._named(entry.event.pipeline)
+        if event.cluster != ACTOR_TRAIN:
+            return
+        pipeline.priority = event.priority
+        if event.priority is Priority.ACTOR_TRAINING:
+            under_way = pipeline.rising | pipeline.claimed
+            if under_way:
+                self._bad(6, f"{event.pipeline} may train step {event.step} while its ranks {sorted(under_way)} are being expanded")
+
+    def _rank(self, entry: Entry) -> None:
+        event, pipeline = entry.event, self._named(entry.event.pipeline)
+        pipeline.claimed.discard(event.rank)
+        if event.phase in _RISING:
+            pipeline.rising.add(event.rank)
+        else:
+            pipeline.rising.discard(event.rank)
+
+    def _claimed(self, entry: Entry) -> None:
+        if entry.event.cluster == ACTOR_INFER:
+            self._named(entry.event.pipeline).claimed.add(entry.event.rank)
+
+    def _claim_dropped(self, entry: Entry) -> None:
+        self._named(entry.event.pipeline).claimed.discard(entry.event.rank)
+
+    # Invariant 5.
+
+    def _step(self, entry: Entry) -> None:
+        pipeline = self._of(entry)
+        pipeline.trained_version = entry.event.version
+        if not pipeline.training_memory:
+            self._bad(5, f"{entry.source} finishes step {entry.event.step} without holding its training GPUs")
+        elif pipeline.priority is not Priority.ACTOR_TRAINING and not pipeline.fenced:
+            self._bad(5, f"{entry.source} finishes step {entry.event.step} while it holds its GPUs for {pipeline.priority}")
+
+    def _memory_taken(self, entry: Entry) -> None:
+        if entry.event.what == ACTOR_TRAIN:
+            self._of(entry).training_memory = True
+
+    def _memory_freed(self, entry: Entry) -> None:
+        pipeline = self._of(entry)
+        if entry.event.what == ACTOR_TRAIN:
+            pipeline.training_memory = False
+            self._check_published(entry.source, pipeline)
+
+    def _released(self, entry: Entry) -> None:
+        event = entry.event
+        if event.cluster == ACTOR_TRAIN:
+            self._check_published(event.pipeline, self._named(event.pipeline))
+
+    def _check_published(self, who: str, pipeline: _Pipeline) -> None:
+        if pipeline.fenced or pipeline.trained_version is None:
+            return
+        if pipeline.published is None or pipeline.published < pipeline.trained_version:
+            self._bad(5, f"{who} gives its training GPUs back with version {pipeline.trained_version} trained and {pipeline.published} published")
+
+    # Invariants 3 and 7.
+
+    def _version_published(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        if pipeline.published is not None and event.version < pipeline.published:
+            self._bad(3, f"{entry.source} publishes version {event.version} after {pipeline.published}")
+        pipeline.published = event.version
+        for shard, _ in sorted(pipeline.routed.items()):
+            if pipeline.loaded.get(shard) != event.version:
+                self._bad(3, f"{entry.source} publishes version {event.version} while shard {shard} serves version {pipeline.loaded.get(shard)}")
+
+    def _routed(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        self._check_generation(entry, pipeline, event.generation)
+        if event.shard not in pipeline.awake:
+            self._bad(7, f"{entry.source} routes shard {event.shard}, which is asleep")
+        if pipeline.published is None or pipeline.loaded.get(event.shard) != pipeline.published or event.version != pipeline.published:
+            self._bad(3, f"{entry.source} routes shard {event.shard} as version {event.version}; it holds {pipeline.loaded.get(event.shard)}, published is {pipeline.published}")
+        pipeline.routed[event.shard] = event.version
+
+    def _unrouted(self, entry: Entry) -> None:
+        pipeline = self._of(entry)
+        self._check_generation(entry, pipeline, entry.event.generation)
+        pipeline.routed.pop(entry.event.shard, None)
+
+    def _check_generation(self, entry: Entry, pipeline: _Pipeline, generation: int) -> None:
+        if generation <= pipeline.generation:
+            self._bad(7, f"{entry.source}: the router's generation went from {pipeline.generation} to {generation}")
+        pipeline.generation = generation
+
+    def _slept(self, entry: Entry) -> None:
+        pipeline, shard = self._of(entry), entry.event.shard
+        if pipeline.running.get(shard):
+            self._bad(7, f"{entry.source}: shard {shard} sleeps with {len(pipeline.running[shard])} requests running")
+        if shard in pipeline.routed:
+            self._bad(7, f"{entry.source}: shard {shard} sleeps while it is routed")
+        pipeline.awake.discard(shard)
+        pipeline.loaded.pop(shard, None)
+
+    def _woken(self, entry: Entry) -> None:
+        self._of(entry).awake.add(entry.event.shard)
+
+    def _synced(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        if event.outcome == "done":
+            for shard in event.checksums:
+                pipeline.loaded[int(shard)] = event.version
+
+    def _submitted(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        if event.shard not in pipeline.routed:
+            self._bad(7, f"{entry.source}: request {event.request_id} goes to shard {event.shard}, which takes no requests")
+        pipeline.running.setdefault(event.shard, set()).add(event.request_id)
+
+    def _finished(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        pipeline.running.get(event.shard, set()).discard(event.request_id)

@@ -1,0 +1,210 @@
+"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version that made them, and none is too old.
+
+The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are held against it.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record_events import VersionSpan
+
+
+@dataclass(slots=True)
+class _Group:
+    prompt: str
+    samples: int
+    done: int = 0
+    oldest: int | None = None
+    newest: int = -1
+    committed: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    sample: str
+    shard: int
+    versions: list[int]
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    """What is open in one pipeline."""
+
+    staleness: int = 0
+    groups: dict[str, _Group] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    prompts: set[str] = field(default_factory=set)
+    trained_in_step: Counter[int] = field(default_factory=Counter)
+    loaded: dict[int, int] = field(default_factory=dict)
+    running: dict[str, _Request] = field(default_factory=dict)
+    on_shard: dict[int, set[str]] = field(default_factory=dict)
+    seen_versions: dict[str, list[int]] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
+    across: set[str] = field(default_factory=set)
+    checksums: dict[int, set[str]] = field(default_factory=dict)
+    gone: bool = False
+
+
+class PromptChecks:
+    """Watches groups, requests and syncs of every pipeline."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._pipelines: dict[str, _Pipeline] = {}
+
+    def handlers(self) -> dict[type, Callable[[Entry], None]]:
+        return {
+            ev.Registered: self._registered, ev.Unregistered: self._unregistered, rec.GroupAdmitted: self._admitted, rec.GroupCommitted: self._committed,
+            rec.GroupTrained: self._trained, rec.GroupDropped: self._dropped, rec.StepFinished: self._step, rec.TokensGenerated: self._tokens,
+            rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished, rec.SyncFinished: self._synced,
+        }
+
+    def finish(self) -> None:
+        for name, pipeline in self._pipelines.items():
+            if not pipeline.gone:
+                for group in pipeline.groups:
+                    self._bad(2, f"prompt group {group} of {name} was admitted and never trained or dropped")
+
+    def _bad(self, invariant: int, message: str) -> None:
+        self.found.append((invariant, message))
+
+    def _of(self, entry: Entry) -> _Pipeline:
+        name = entry.source.partition("/")[0]
+        pipeline = self._pipelines.get(name)
+        if pipeline is None:
+            pipeline = self._pipelines[name] = _Pipeline()
+        return pipeline
+
+    def _registered(self, entry: Entry) -> None:
+        event = entry.event
+        pipeline = self._pipelines.setdefault(event.pipeline, _Pipeline())
+        pipeline.staleness, pipeline.gone = event.staleness, False
+        pipeline.loaded.clear()
+        pipeline.running.clear()
+        pipeline.on_shard.clear()
+        pipeline.trained_in_step.clear()
+
+    def _unregistered(self, entry: Entry) -> None:
+        pipeline = self._pipelines[entry.event.pipeline]
+        # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for them.
+        pipeline.gone = entry.event.reason != "left"
+
+    def _admitted(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        if event.group_id in pipeline.groups or event.group_id in pipeline.ended:
+            self._bad(2, f"prompt group {event.group_id} is admitted twice")
+        pipeline.groups[event.group_id] = _Group(event.prompt_id, event.samples)
+
+    def _committed(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        group = pipeline.groups.get(event.group_id)
+        if group is None or group.committed:
+            self._bad(2, f"prompt group {event.group_id} is committed " + ("twice" if group else "without having been admitted"))
+            return
+        group.committed = True
+        if group.done != group.samples:
+            self._bad(2, f"prompt group {event.group_id} is committed with {group.done} of {group.samples} samples")
+        if event.version != group.newest:
+            self._bad(3, f"prompt group {event.group_id} is committed as version {event.version}, its newest tokens are of {group.newest}")
+
+    def _trained(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        group = pipeline.groups.pop(event.group_id, None)
+        if group is None:
+            self._bad(2, f"prompt group {event.group_id} is trained " + ("twice" if event.group_id in pipeline.ended else "without having been admitted"))
+            return
+        pipeline.ended.add(event.group_id)
+        pipeline.trained_in_step[event.step] += 1
+        if not group.committed:
+            self._bad(2, f"prompt group {event.group_id} is trained in step {event.step} before it is complete")
+        if group.prompt in pipeline.prompts:
+            self._bad(2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}")
+        pipeline.prompts.add(group.prompt)
+        if group.oldest is not None and group.oldest < event.step - pipeline.staleness:
+            self._bad(4, f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the bound is {pipeline.staleness} versions back")
+        if group.newest > event.step:
+            self._bad(3, f"step {event.step} trains group {event.group_id} with tokens of version {group.newest}, which that step had not made yet")
+
+    def _dropped(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        if pipeline.groups.pop(event.group_id, None) is None:
+            self._bad(2, f"prompt group {event.group_id} is dropped ({event.reason}) but is not open")
+        pipeline.ended.add(event.group_id)
+
+    def _step(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        trained = pipeline.trained_in_step.pop(event.step, 0)
+        if event.groups and trained != event.groups:
+            self._bad(2, f"step {event.step} says {event.groups} groups, {trained} were trained in it")
+        if event.version != event.step + 1:
+            self._bad(3, f"step {event.step} says that it made version {event.version}; a version is the number of completed steps")
+
+    def _submitted(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        version = pipeline.loaded.get(event.shard)
+        pipeline.running[event.request_id] = _Request(event.sample_id, event.shard, [] if version is None else [version])
+        pipeline.on_shard.setdefault(event.shard, set()).add(event.request_id)
+
+    def _finished(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        request = pipeline.running.pop(event.request_id, None)
+        if request is None:
+            self._bad(7, f"request {event.request_id} finishes on shard {event.shard} without having been submitted")
+            return
+        pipeline.on_shard[request.shard].discard(event.request_id)
+        if event.tokens:
+            pipeline.seen_versions.setdefault(request.sample, []).extend(request.versions)
+            pipeline.tokens[request.sample] += event.tokens
+            if len(request.versions) > 1:
+                pipeline.across.add(request.sample)
+
+    def _synced(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        if event.outcome != "done":
+            return
+        for checksum in event.checksums.values():
+            known = pipeline.checksums.setdefault(event.version, set())
+            known.add(checksum)
+            if len(known) > 1:
+                self._bad(3, f"version {event.version} has different checksums on different shards: {sorted(known)}")
+        for shard in event.targets if hasattr(event, "targets") else [int(key) for key in event.checksums]:
+            pipeline.loaded[shard] = event.version
+            for request in pipeline.on_shard.get(shard, ()):
+                pipeline.running[request].versions.append(event.version)
+
+    def _tokens(self, entry: Entry) -> None:
+        pipeline, event = self._of(entry), entry.event
+        seen = pipeline.seen_versions.pop(event.sample_id, [])
+        produced = pipeline.tokens.pop(event.sample_id, 0)
+        crossed = event.sample_id in pipeline.across
+        pipeline.across.discard(event.sample_id)
+        self._check_spans(event.sample_id, event.spans, seen, produced)
+        stamped = [span.version for span in event.spans]
+        if crossed and len(set(stamped)) > 1 and not event.mixed_kv:
+            self._bad(3, f"sample {event.sample_id} went on through a refresh over old KV entries and is not marked")
+        group = pipeline.groups.get(event.group_id)
+        if group is None:
+            self._bad(2, f"sample {event.sample_id} belongs to group {event.group_id}, which is not open")
+            return
+        group.done += 1
+        if stamped:
+            group.oldest = min(stamped) if group.oldest is None else min(group.oldest, *stamped)
+            group.newest = max(group.newest, *stamped)
+
+    def _check_spans(self, sample: str, spans: tuple[VersionSpan, ...], seen: list[int], produced: int) -> None:
+        for before, after in zip(spans, spans[1:], strict=False):
+            if before.end != after.start:
+                self._bad(3, f"sample {sample}: tokens {before.end} to {after.start} carry no version")
+            if after.version < before.version:
+                self._bad(3, f"sample {sample}: version {after.version} follows {before.version}")
+        total = sum(span.end - span.start for span in spans)
+        if total != produced:
+            self._bad(3, f"sample {sample}: its spans cover {total} tokens, its requests produced {produced}")
+        wrong = {span.version for span in spans} - set(seen)
+        if wrong:
+            self._bad(3, f"sample {sample} is stamped with version {sorted(wrong)}, its shards held {sorted(set(seen))} while it ran")
