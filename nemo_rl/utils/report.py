@@ -1,0 +1,178 @@
+"""`python -m nemo_rl.utils.report RUN_DIR`: one HTML page and one picture of a run, from what its logger wrote.
+
+Reads `metrics.jsonl`, `config.json` and `val_data_stepN.jsonl`; needs nothing that ran. The page holds its data and its script, and loads nothing.
+Invariant: what the page shows is escaped data, so a model's output cannot run in the reader's browser.
+"""
+
+import argparse
+import json
+import logging
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_rl.utils import plots
+from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
+from nemo_rl.utils.progress import format_duration
+
+logger = logging.getLogger(__name__)
+
+_SAMPLES_SHOWN = 3
+
+
+class ReportPaths(NamedTuple):
+    """What `write_report` wrote."""
+
+    html: Path
+    png: Path
+
+
+def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: str | None = None) -> ReportPaths:
+    """Write `report.html` and `report.png`.
+
+    Args:
+        run_dir: a run's log directory, or the `logger.log_dir` that holds its `exp_NNN` parts.
+        out_dir: where to write; `run_dir` by default.
+        title: name of the run; taken from the configuration or the directory by default.
+
+    Raises:
+        NoMetrics: the directory holds no metrics.
+        ValueError: none of the metrics a report shows were logged.
+    """
+    root = Path(run_dir)
+    run = read_metrics(root)
+    newest = metrics_paths(root)[-1].parent
+    config = _read_config(newest / "config.json")
+    title = title or _title(config, root)
+    out = Path(out_dir) if out_dir is not None else root
+    out.mkdir(parents=True, exist_ok=True)
+    paths = ReportPaths(out / "report.html", out / "report.png")
+    subtitle = _subtitle(run)
+    plots.figure(run, title, subtitle).savefig(paths.png)
+    page: dict[str, Any] = {
+        "title": title,
+        "subtitle": subtitle,
+        "tiles": _tiles(run),
+        "panels": [_panel(panel) for panel in plots.main_panels(run)],
+        "more": [_panel(panel) for panel in plots.more_panels(run)],
+        "samples": _samples(newest),
+        "last": [[name, _plain(value)] for name in sorted(run.series) if (value := run.last(name)) is not None],
+        "config": config,
+    }
+    template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
+    # "</script>" in a sample would end the data block early.
+    data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
+    paths.html.write_text(template.replace("__DATA__", data), encoding="utf-8")
+    return paths
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _title(config: dict[str, Any] | None, root: Path) -> str:
+    model = (config or {}).get("policy", {}).get("model_name")
+    return f"GRPO · {Path(str(model)).name}" if model else f"Run {root.resolve().name}"
+
+
+def run_seconds(run: RunMetrics) -> float:
+    """Time spent in steps; between the first and last line where steps were not timed."""
+    timed = [value for value in run.scalars("timing/train/total_step_time")[1] if math.isfinite(value)]
+    if timed:
+        return sum(timed)
+    moments = [moment for points in run.times.values() for moment in points.values()]
+    return max(moments) - min(moments) if moments else 0.0
+
+
+def _last_step(run: RunMetrics) -> int:
+    return max((step for name, points in run.series.items() if name.startswith("train/") for step in points), default=0)
+
+
+def _first_and_last(run: RunMetrics, name: str) -> tuple[float, float] | None:
+    values = [value for value in run.scalars(name)[1] if math.isfinite(value)]
+    return (values[0], values[-1]) if values else None
+
+
+def _subtitle(run: RunMetrics) -> str:
+    parts = [f"{_last_step(run)} steps in {format_duration(run_seconds(run))}"]
+    if (accuracy := _first_and_last(run, "validation/accuracy")) is not None:
+        parts.append(f"validation accuracy {accuracy[0]:.1%} → {accuracy[1]:.1%}")
+    if (reward := _first_and_last(run, "train/reward")) is not None:
+        parts.append(f"reward {reward[0]:.3g} → {reward[1]:.3g}")
+    return "  ·  ".join(parts)
+
+
+def _tiles(run: RunMetrics) -> list[list[str]]:
+    tiles = [[str(_last_step(run)), "steps"], [format_duration(run_seconds(run)), "in steps"]]
+
+    def best(name: str, label: str, form: str) -> None:
+        values = [value for value in run.scalars(name)[1] if math.isfinite(value)]
+        if values:
+            tiles.append([format(max(values), form), label])
+
+    def mean(name: str, label: str, form: str) -> None:
+        values = [value for value in run.scalars(name)[1] if math.isfinite(value)]
+        if values:
+            tiles.append([format(sum(values) / len(values), form), label])
+
+    best("validation/accuracy", "best validation accuracy", ".1%")
+    best("train/reward", "best reward", ".3f")
+    mean("timing/train/total_step_time", "seconds per step", ".1f")
+    mean("performance/samples_per_sec", "samples per second", ",.1f")
+    mean("performance/tokens_per_sec", "tokens per second", ",.0f")
+    best("train/token_mult_prob_error", "worst engine mismatch", ".4f")
+    return tiles
+
+
+def _panel(panel: plots.Panel) -> dict[str, Any]:
+    series = [{"label": one.label, "color": one.color, "steps": one.steps, "values": [_plain(value) for value in one.values]} for one in panel.series]
+    return {"title": panel.title, "note": panel.note, "kind": panel.kind, "unit": panel.unit, "smooth": panel.smooth, "series": series}
+
+
+def _plain(value: float) -> float | None:
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def _samples(log_dir: Path) -> list[dict[str, Any]]:
+    """Validation conversations at the first and last validation that wrote them."""
+    numbered = [(int(match[1]), path) for path in log_dir.glob("val_data_step*.jsonl") if (match := re.fullmatch(r"val_data_step(\d+)\.jsonl", path.name))]
+    chosen = sorted(numbered)[:: max(len(numbered) - 1, 1)]
+    groups = [{"title": f"Validation samples at step {step}", "samples": _sample_rows(path)} for step, path in chosen]
+    return [group for group in groups if group["samples"]]
+
+
+def _sample_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            content, reward = row.get("content"), row.get("rewards", row.get("reward"))
+            if content is not None:
+                text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
+                rows.append({"text": text, "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None})
+            if len(rows) == _SAMPLES_SHOWN:
+                break
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m nemo_rl.utils.report", description="Write report.html and report.png of a run.")
+    parser.add_argument("run_dir", help="a run's log directory, or the logger.log_dir that holds its exp_NNN parts")
+    parser.add_argument("--out", help="directory to write into (default: run_dir)")
+    parser.add_argument("--title", help="name of the run")
+    parsed = parser.parse_args(arguments)
+    try:
+        paths = write_report(parsed.run_dir, parsed.out, parsed.title)
+    except (NoMetrics, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{paths.html}\n{paths.png}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

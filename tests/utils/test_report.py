@@ -1,0 +1,88 @@
+"""The report of a run: one page that carries its data, one picture, from a whole run or from little."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.metrics_file import read_metrics
+from nemo_rl.utils.plots import main_panels, phase_series, smoothed
+from nemo_rl.utils.report import main, write_report
+
+
+def log_run(log_dir: Path, steps: range) -> None:
+    with Logger(LoggerConfig(log_dir=str(log_dir))) as logger:
+        logger.log_hyperparams({"policy": {"model_name": "models/tiny"}})
+        for step in steps:
+            logger.log_metrics({"reward": step / 10, "filtered_reward": step / 10, "kl_penalty": float("nan") if step == 2 else 0.1, "lr": 1e-4}, step, "train")
+            timing = {"generation": 2.0, "policy_training": 1.0, "prepare_for_generation/total": 0.5, "prepare_for_generation/transfer_and_update_weights": 0.4}
+            logger.log_metrics({"total_step_time": 4.0, "valid_tokens_per_sec_per_gpu": 9e4, "advantage_calculation": 0.001, **timing}, step, "timing/train")
+        logger.log_metrics({"accuracy": 0.25 * (1 + steps.start % 2)}, steps[-1], "validation")
+        hostile = ["What is 1+1?", "</script><script>alert(1)</script>"]
+        logger.log_batched_dict_as_jsonl({"content": [hostile], "rewards": [0.5]}, f"val_data_step{steps[-1]}.jsonl")
+
+
+def data_of(html: Path) -> dict[str, Any]:
+    text = html.read_text()
+    assert text.count("</script>") == 2  # the page's own two blocks: nothing a model wrote can close one
+    assert not re.search(r'(src|href)="?(https?:)?//', text)
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_page_carries_its_data_and_nothing_in_it_is_markup(tmp_path: Path) -> None:
+    log_run(tmp_path, range(1, 5))
+    paths = write_report(tmp_path)
+    page = data_of(paths.html)
+    assert page["title"] == "GRPO · tiny"
+    assert page["subtitle"].startswith("4 steps in 16s")
+    titles = [panel["title"] for panel in page["panels"]]
+    assert titles == ["Reward", "Validation accuracy", "KL divergence", "Time per step"]
+    assert page["panels"][2]["series"][0]["values"] == [0.1, None, 0.1, 0.1]
+    assert page["samples"][0]["samples"][0] == {"text": "What is 1+1?\n\n</script><script>alert(1)</script>", "reward": 0.5}
+    assert matplotlib.image.imread(paths.png).shape[1] > 1000
+
+
+def test_phases_add_up_to_the_step_and_parts_are_not_counted_twice(tmp_path: Path) -> None:
+    log_run(tmp_path, range(1, 4))
+    series = {one.label: one.values for one in phase_series(read_metrics(tmp_path))}
+    assert list(series) == ["generation", "policy training", "prepare for generation", "other"]
+    assert [sum(values) for values in zip(*series.values(), strict=True)] == pytest.approx([4.0] * 3)
+
+
+def test_equal_curves_are_drawn_once(tmp_path: Path) -> None:
+    log_run(tmp_path, range(1, 4))
+    reward = main_panels(read_metrics(tmp_path))[0]
+    assert [one.label for one in reward.series] == ["reward"]
+
+
+def test_the_parts_of_a_resumed_run_make_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_run(tmp_path / "exp_000", range(1, 4))
+    log_run(tmp_path / "exp_001", range(3, 7))
+    assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--title", "Two parts"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in ("report.html", "report.png")]
+    page = data_of(tmp_path / "out" / "report.html")
+    assert page["title"] == "Two parts"
+    assert page["panels"][0]["series"][0]["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_directory_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        logger.log_metrics({"odd": 1.0}, 1, "train")
+    assert main([str(tmp_path)]) == 2
+    assert "train/odd" in capsys.readouterr().err
+
+
+def test_smoothing_keeps_gaps_and_constants() -> None:
+    values = [2.0] * 100
+    values[50] = math.nan
+    result = smoothed(values)
+    assert math.isnan(result[50])
+    assert result[:50] + result[51:] == [2.0] * 99
