@@ -30,10 +30,12 @@ class OverridesError(ConfigError):
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name that looks most like `name`; None when none does."""
-    candidates = list(valid)
-    lowered = {candidate.lower(): candidate for candidate in candidates}
+    lowered: dict[str, str] = {}
+    for candidate in valid:
+        lowered.setdefault(candidate.lower(), candidate)
     match = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
-    return lowered[match[0]] if match else None
+    longer = [candidate for candidate in lowered if len(name) >= 3 and candidate.startswith(name.lower())]
+    return lowered[(match or longer)[0]] if match or longer else None
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -1,0 +1,171 @@
+"""Message logs: tokenizing a conversation message by message, masking what the loss sees, and flattening logs into padded columns.
+
+B is conversations, S tokens of the longest one. Knows chat templates only through the tokenizer. Invariant: the token ids of a formatted
+log, joined, are the ids of the whole rendered conversation cut at message borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import LLMMessageLogType, TaskDataSpec
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str]) -> LLMMessageLogType:
+    """The log with only the given keys of each message."""
+    return [{key: message[key] for key in keys if key in message} for message in message_log]
+
+
+def add_loss_mask_to_message_log(
+    batch_message_log: Sequence[LLMMessageLogType], roles_to_train_on: Sequence[str] = ("assistant",), only_unmask_final: bool = False
+) -> None:
+    """Sets `token_loss_mask` (int64 [length], 1 where the loss sees the token) on every message, in place.
+
+    Args:
+        batch_message_log: logs whose messages have `token_ids`.
+        roles_to_train_on: roles whose tokens are trained.
+        only_unmask_final: train the last message only, if its role is among them.
+    """
+    for message_log in batch_message_log:
+        for index, message in enumerate(message_log):
+            trained = message["role"] in roles_to_train_on and (not only_unmask_final or index == len(message_log) - 1)
+            message["token_loss_mask"] = torch.full_like(message["token_ids"], int(trained))
+
+
+def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:
+    """One entry per key: tensors joined along the tokens, anything else as a list with one item per message.
+
+    A tensor that some messages lack (`generation_logprobs` of a prompt) is zero over their tokens, so that tensors stay aligned with `token_ids`.
+    """
+    keys = dict.fromkeys(key for message in message_log for key in message)
+    flat: dict[str, Any] = {}
+    for key in keys:
+        example = next(message[key] for message in message_log if key in message)
+        if isinstance(example, torch.Tensor):
+            flat[key] = torch.cat([message[key] if key in message else torch.zeros(len(message["token_ids"]), dtype=example.dtype) for message in message_log])
+        else:
+            flat[key] = [message[key] for message in message_log if key in message]
+    return flat
+
+
+def batched_message_log_to_flat_message(
+    message_logs: Sequence[LLMMessageLogType], pad_value_dict: Mapping[str, float] | None = None, make_sequence_length_divisible_by: int = 1
+) -> tuple[BatchedDataDict[Any], torch.Tensor]:
+    """Flattens each log and pads all of them on the right to one length.
+
+    Args:
+        message_logs: B logs whose messages have `token_ids`.
+        pad_value_dict: padding per tensor key, 0 where absent.
+        make_sequence_length_divisible_by: S is rounded up to a multiple of this.
+
+    Returns:
+        Columns (tensors [B, S], lists of B), and the lengths before padding (int32 [B]).
+    """
+    flats = [message_log_to_flat_messages(message_log) for message_log in message_logs]
+    lengths = torch.tensor([len(flat["token_ids"]) for flat in flats], dtype=torch.int32)
+    longest = int(lengths.max()) if flats else 0
+    width = -(-longest // make_sequence_length_divisible_by) * make_sequence_length_divisible_by
+    columns: BatchedDataDict[Any] = BatchedDataDict()
+    for key in dict.fromkeys(key for flat in flats for key in flat):
+        example = next(flat[key] for flat in flats if key in flat)
+        if isinstance(example, torch.Tensor):
+            padding = (pad_value_dict or {}).get(key, 0)
+            columns[key] = torch.stack([_padded(flat.get(key), example, width, padding) for flat in flats])
+        else:
+            columns[key] = [flat.get(key, []) for flat in flats]
+    return columns, lengths
+
+
+def get_formatted_message_log(
+    message_log: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    task_data_spec: TaskDataSpec | None = None,
+    add_bos_token: bool = False,
+    add_eos_token: bool = False,
+    add_generation_prompt: bool = False,
+) -> LLMMessageLogType:
+    """Renders a conversation through the chat template and tokenizes it message by message.
+
+    Args:
+        message_log: messages with `role` and `content`.
+        tokenizer: a Hugging Face tokenizer.
+        task_data_spec: its prompt is put around the first user message, its system prompt before everything.
+        add_bos_token: begin with the tokenizer's first token, if the template does not.
+        add_eos_token: end with the tokenizer's last token, if the template does not.
+        add_generation_prompt: end with the template's opening of an assistant message.
+
+    Returns:
+        Messages with `role`, `content` (as rendered) and `token_ids` (int64).
+
+    Raises:
+        DataError: the tokenizer has no chat template, or the template rejects the conversation.
+    """
+    messages = prompted(message_log, task_data_spec)
+    formatted: LLMMessageLogType = []
+    rendered = ""
+    for index, message in enumerate(messages):
+        last = index == len(messages) - 1
+        whole = render_chat(tokenizer, messages[: index + 1], add_generation_prompt=last and add_generation_prompt)
+        shared = _shared_prefix(rendered, whole)
+        text, rendered = whole[shared:], whole
+        if index == 0 and add_bos_token and tokenizer.bos_token and not text.startswith(tokenizer.bos_token):
+            text = tokenizer.bos_token + text
+        if last and add_eos_token and tokenizer.eos_token and not text.rstrip("\n").endswith(tokenizer.eos_token):
+            text += tokenizer.eos_token
+        formatted.append({"role": message["role"], "content": text, "token_ids": tokenize(tokenizer, text)})
+    return formatted
+
+
+def prompted(message_log: Sequence[Mapping[str, Any]], spec: TaskDataSpec | None) -> list[dict[str, Any]]:
+    """The messages with the task's prompt around the first user message and its system prompt in front."""
+    messages = [dict(message) for message in message_log]
+    if spec is not None and spec.prompt is not None:
+        first = next((message for message in messages if message["role"] == "user"), None)
+        if first is not None:
+            first["content"] = spec.prompt.format(first["content"])
+    if spec is not None and spec.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": spec.system_prompt})
+    return messages
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    """The conversation as text.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or the template rejects the conversation.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template; set policy.tokenizer.chat_template to one, to a .jinja file, "
+            "or to null for plain concatenation"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False))
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise DataError(f"the chat template of {tokenizer.name_or_path} rejects a conversation with the roles {roles}: {error}") from error
+
+
+def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+    """Token ids of the text as it stands, without special tokens added; int64 [length]."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
+
+def _padded(values: torch.Tensor | None, example: torch.Tensor, width: int, padding: float) -> torch.Tensor:
+    row = torch.full((width,), padding, dtype=example.dtype)
+    if values is not None:
+        row[: len(values)] = values
+    return row
+
+
+def _shared_prefix(shorter: str, longer: str) -> int:
+    if longer.startswith(shorter):
+        return len(shorter)
+    return next(index for index, (left, right) in enumerate(zip(shorter + "\0", longer + "\1", strict=False)) if left != right)

@@ -1,0 +1,179 @@
+"""Loaders that continue exactly where they stopped, in the middle of an epoch and in the same shuffled order.
+
+Built on torchdata's StatefulDataLoader; the order of an epoch is a function of seed and epoch alone. Knows no dataset.
+Invariant: a loader restored from `state_dict()` yields the very batches the first one would have yielded next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from nemo_rl.data.errors import DataError
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+Batch = BatchedDataDict[Any]
+CustomLoader = Callable[..., tuple[Batch, dict[str, Iterator[Batch]]]]
+
+
+class EpochBatches:
+    """Batches of row indices, epoch after epoch: the batch sampler of a resumable loader.
+
+    Args:
+        rows: rows of the dataset.
+        batch_size: rows per batch.
+        shuffle: whether each epoch has its own order, drawn from seed and epoch.
+        seed: seed of the orders.
+        drop_last: leave out a last batch that is not full.
+    """
+
+    def __init__(self, rows: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.rows = rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.next_epoch = 0
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.rows, self.batch_size)
+        return whole if self.drop_last or rest == 0 else whole + 1
+
+    def __iter__(self) -> _EpochIterator:
+        return _EpochIterator(self)
+
+    def order(self, epoch: int) -> list[int]:
+        """Row indices of an epoch, in the order they are visited."""
+        if not self.shuffle:
+            return list(range(self.rows))
+        generator = torch.Generator()
+        generator.manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(self.rows, generator=generator).tolist()
+
+
+class _EpochIterator:
+    """One epoch; it takes its number at the first batch, because the loader makes iterators that it never uses."""
+
+    def __init__(self, batches: EpochBatches) -> None:
+        self._batches = batches
+        self._epoch: int | None = None
+        self._next = 0
+        self._order: list[int] = []
+
+    def __iter__(self) -> _EpochIterator:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._epoch is None:
+            self._start(self._batches.next_epoch)
+        if self._next >= len(self._batches):
+            raise StopIteration
+        start = self._next * self._batches.batch_size
+        self._next += 1
+        return self._order[start : start + self._batches.batch_size]
+
+    def state_dict(self) -> dict[str, int]:
+        epoch = self._batches.next_epoch if self._epoch is None else self._epoch
+        return {"epoch": epoch, "next_batch": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._start(state["epoch"])
+        self._next = state["next_batch"]
+
+    def _start(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._order = self._batches.order(epoch)
+        self._batches.next_epoch = epoch + 1
+
+
+def make_loader(
+    dataset: Any,
+    batch_size: int,
+    collate_fn: Callable[[Sequence[Any]], Batch],
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    num_workers: int = 0,
+    name: str = "the dataset",
+) -> StatefulDataLoader[Batch]:
+    """A resumable loader over a map-style dataset; each `iter()` is the next epoch, or the rest of a restored one.
+
+    Args:
+        dataset: has a length and gives row i at `[i]`.
+        batch_size: rows per batch.
+        collate_fn: joins rows into a batch.
+        shuffle: see `EpochBatches`; also `seed` and `drop_last`.
+        num_workers: processes that prepare batches; 0 prepares them here.
+        name: for messages.
+
+    Raises:
+        DataError: there is no row, or no full batch although only full ones count.
+    """
+    rows = len(dataset) if isinstance(dataset, Sized) else 0
+    if rows == 0:
+        raise DataError(f"{name} is empty")
+    batches = EpochBatches(rows, batch_size, shuffle, seed, drop_last)
+    if len(batches) == 0:
+        raise DataError(f"{name} has {rows} rows, fewer than one batch of {batch_size}; take more data or smaller batches")
+    return StatefulDataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)
+
+
+class MultipleLoaders:
+    """Several loaders as one endless iterator of batches, for `data.use_multiple_dataloader`.
+
+    Args:
+        loaders: loader per task.
+        loaders_per_batch: how many loaders, in turn, make up one batch.
+        custom: `data.custom_dataloader`; called with the iterators, the loaders and what `set_records` was given, it returns a batch and the
+            iterators, and starts exhausted ones anew itself.
+    """
+
+    def __init__(self, loaders: Mapping[str, StatefulDataLoader[Batch]], loaders_per_batch: int = 1, custom: CustomLoader | None = None) -> None:
+        if not loaders:
+            raise DataError("data.use_multiple_dataloader needs at least one dataset in data.train")
+        self.loaders = dict(loaders)
+        self._loaders_per_batch = loaders_per_batch
+        self._custom = custom
+        self._records: dict[str, Any] = {}
+        self._turn = 0
+        self._iterators: dict[str, Iterator[Batch]] | None = None
+
+    def set_records(self, records: Mapping[str, Any]) -> None:
+        """What a custom function is to know at the next batch, as keyword arguments."""
+        self._records = dict(records)
+
+    def __iter__(self) -> MultipleLoaders:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterators is None:
+            self._iterators = {name: iter(loader) for name, loader in self.loaders.items()}
+        if self._custom is not None:
+            batch, self._iterators = self._custom(self._iterators, self.loaders, **self._records)
+            return batch
+        return BatchedDataDict.from_batches([self._from_next_loader(self._iterators) for _ in range(self._loaders_per_batch)])
+
+    def _from_next_loader(self, iterators: dict[str, Iterator[Batch]]) -> Batch:
+        name = list(self.loaders)[self._turn % len(self.loaders)]
+        self._turn += 1
+        batch = next(iterators[name], None)
+        if batch is None:
+            iterators[name] = iter(self.loaders[name])
+            batch = next(iterators[name])
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every loader, and whose turn it is."""
+        return {"turn": self._turn, "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict()`; loaders that the state does not know start afresh."""
+        self._turn = state["turn"]
+        self._iterators = None
+        for name, loader in self.loaders.items():
+            if name in state["loaders"]:
+                loader.load_state_dict(state["loaders"][name])

@@ -1,0 +1,85 @@
+"""All data of a run: training and validation prompts, and which environment judges which task.
+
+Reads `data.*` and decides how several datasets become one; environments are known by name only. Invariant: a task name belongs to one
+entry, so a row's task decides its prompt, processor and environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import ConcatDataset
+
+from nemo_rl.config import DataConfig, DatasetConfig
+from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
+from nemo_rl.data.datasets.raw import RawDataset
+from nemo_rl.data.datasets.registry import load_response_dataset
+from nemo_rl.data.interfaces import TaskDataSpec
+
+
+@dataclass(frozen=True)
+class TaskDatasets:
+    """Prompts of a run.
+
+    Attributes:
+        train: all training prompts.
+        validation: all validation prompts; None without.
+        env_of_task: environment name per training task.
+        env_of_validation_task: environment name per validation task.
+        train_by_task: training prompts per task, for one loader each.
+    """
+
+    train: AllTaskProcessedDataset
+    validation: AllTaskProcessedDataset | None
+    env_of_task: dict[str, str]
+    env_of_validation_task: dict[str, str]
+    train_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
+
+
+def load_datasets(tokenizer: Any, config: DataConfig) -> TaskDatasets:
+    """Loads every dataset of `data.train` and `data.validation`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        config: `data`.
+
+    Raises:
+        DataError: see `load_response_dataset`.
+    """
+    train = _load(config.train, "data.train")
+    held_out = [(entry, dataset, dataset.val_dataset) for entry, dataset in train if dataset.val_dataset is not None]
+    validation = held_out + [(entry, dataset, dataset.dataset) for entry, dataset in _load(config.validation or [], "data.validation", held_out)]
+    rows = [(entry, dataset, dataset.dataset) for entry, dataset in train]
+    return TaskDatasets(
+        train=_joined(rows, tokenizer, config.max_input_seq_length),
+        validation=_joined(validation, tokenizer, config.max_input_seq_length) if validation else None,
+        env_of_task={dataset.task_name: entry.env_name for entry, dataset, _ in rows},
+        env_of_validation_task={dataset.task_name: entry.env_name for entry, dataset, _ in validation},
+        train_by_task={one[1].task_name: _joined([one], tokenizer, config.max_input_seq_length) for one in rows},
+    )
+
+
+_Entry = tuple[DatasetConfig, RawDataset, Any]
+
+
+def _load(entries: Sequence[DatasetConfig], key: str, before: Sequence[_Entry] = ()) -> list[tuple[DatasetConfig, RawDataset]]:
+    taken = {dataset.task_name for _, dataset, _ in before}
+    loaded: list[tuple[DatasetConfig, RawDataset]] = []
+    for index, entry in enumerate(entries):
+        name, number = entry.dataset_name, 1
+        while name in taken:
+            number += 1
+            name = f"{entry.dataset_name}_{number}"
+        dataset = load_response_dataset(entry, key if len(entries) == 1 else f"{key}.{index}", name)
+        taken.add(dataset.task_name)
+        loaded.append((entry, dataset))
+    return loaded
+
+
+def _joined(entries: Sequence[_Entry], tokenizer: Any, max_seq_length: int) -> AllTaskProcessedDataset:
+    processors = {dataset.task_name: (dataset.task_spec, dataset.processor) for _, dataset, _ in entries}
+    preprocessors = {dataset.task_name: dataset.preprocessor for _, dataset, _ in entries if dataset.preprocessor is not None}
+    rows = entries[0][2] if len(entries) == 1 else ConcatDataset([part for _, _, part in entries])
+    return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec(), processors, max_seq_length, preprocessors)

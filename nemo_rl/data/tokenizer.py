@@ -1,0 +1,64 @@
+"""The tokenizer as the configuration asks for it: padding, chat template and its arguments.
+
+Decides what `policy.tokenizer.*` means; the rest is Hugging Face's. Invariant: the tokenizer has a padding token.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config import TokenizerConfig
+from nemo_rl.data.errors import DataError
+from nemo_rl.data.prompts import load_text
+
+# Chat template null: contents follow each other as they are.
+PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def get_tokenizer(config: TokenizerConfig, trust_remote_code: bool = False) -> Any:
+    """Loads a tokenizer.
+
+    Args:
+        config: `policy.tokenizer`.
+        trust_remote_code: `policy.trust_remote_code`; off, a repository's own Python code is never run.
+
+    Returns:
+        A Hugging Face tokenizer whose padding token is its end-of-sequence token where it has none.
+
+    Raises:
+        DataError: there is no such tokenizer, it needs code that is not trusted, or a template file is missing.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"policy.tokenizer.name {config.name}: cannot be loaded as a tokenizer, neither as a directory nor from the hub: {reason}") from error
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise DataError(f"policy.tokenizer.name {config.name}: has neither a padding nor an end-of-sequence token, so rows cannot be padded")
+        tokenizer.pad_token = tokenizer.eos_token
+    template = chat_template(config.chat_template)
+    if template is not None:
+        tokenizer.chat_template = template
+    if config.chat_template_kwargs:
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **config.chat_template_kwargs)
+    return tokenizer
+
+
+def chat_template(setting: str | None) -> str | None:
+    """The template that `policy.tokenizer.chat_template` stands for; None keeps the model's own.
+
+    Raises:
+        DataError: a `.jinja` file is missing.
+    """
+    if setting is None:
+        return PASSTHROUGH_TEMPLATE
+    if setting == "default":
+        return None
+    if "\n" not in setting and Path(setting).suffix == ".jinja":
+        return load_text(setting, "policy.tokenizer.chat_template")
+    return setting

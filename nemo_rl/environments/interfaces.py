@@ -1,0 +1,56 @@
+"""What an environment is: it is given conversations and answers with rewards, observations and whether each one is over.
+
+A user's environment is one class that derives from `EnvironmentInterface`; named in YAML as `env.<name>.class`, it becomes a Ray actor.
+Knows no model, tokenizer or loop. Invariant: entry i of everything returned belongs to conversation i.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple
+
+import torch
+from typing_extensions import TypeVar
+
+from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+MetadataT = TypeVar("MetadataT", default=Any)
+Observation = dict[str, str]
+
+
+class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
+    """What one step gives back, for B conversations.
+
+    Attributes:
+        observations: B messages {role, content} that follow the responses; content may be empty.
+        metadata: B items for the next step; None keeps nothing.
+        next_stop_strings: B lists of strings that end the next response; None per item, or in all, leaves the run's own.
+        rewards: float [B]; or several components, each under a name `reward/<name>`.
+        terminateds: bool [B].
+        answers: B extracted answers, for logs; None where there is none.
+    """
+
+    observations: Sequence[Observation]
+    metadata: Sequence[MetadataT | None]
+    next_stop_strings: Sequence[Sequence[str] | None] | None
+    rewards: torch.Tensor | Mapping[str, torch.Tensor]
+    terminateds: torch.Tensor
+    answers: Sequence[str | None] | None = None
+
+
+class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
+    """Judges responses. Built with the mapping `env.<name>` (without `class` and `step_timeout_s`) as its one argument."""
+
+    @abc.abstractmethod
+    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[MetadataT]) -> EnvironmentReturn[MetadataT]:
+        """Takes B conversations that end with an assistant message, and what is known of each, and judges them."""
+
+    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """May change a finished batch and adds metrics to the log; does neither unless overridden."""
+        return batch, {}
+
+    def shutdown(self) -> None:
+        """Releases what the environment holds."""
+        return

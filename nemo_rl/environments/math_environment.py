@@ -1,0 +1,104 @@
+"""Judges mathematical and multiple-choice answers: one turn, reward 0 or 1.
+
+The response is everything the assistant said in the conversation; the expected answer is `ground_truth` of its metadata. Which verifier
+is meant by the configuration is decided here; verifying is done by `verifier_pool`. Invariant: every conversation ends with the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from nemo_rl.config import MathEnvConfig
+from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.verifier_pool import VerifierPool
+from nemo_rl.environments.verifiers import Verdict, quick
+
+_BOXED = re.compile(r"\\boxed\s*\{")
+
+
+class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
+    """`env.math`.
+
+    Args:
+        cfg: the keys of `env.math`.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        self.cfg = MathEnvConfig.model_validate(dict(cfg))
+        self._is_math = self.cfg.verifier_type == "math"
+        verifier = self.cfg.math_verify_impl if self._is_math else self.cfg.verifier_type
+        self._reads_plain_integers = verifier == "hf_math_verify"
+        self._pool = VerifierPool(verifier, self.cfg.num_workers, self.cfg.verify_timeout_s)
+
+    @override
+    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+        """Verifies B responses."""
+        verdicts = self._verify([(response_of(log), str(item["ground_truth"])) for log, item in zip(message_log_batch, metadata, strict=True)])
+        return _finished(verdicts, metadata, torch.tensor([verdict.reward for verdict in verdicts]), self.cfg.stop_strings)
+
+    @override
+    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """Adds the share of right answers, and how many were given up at the deadline."""
+        metrics = {"verify_timeouts": float(self._pool.timeouts)}
+        if "rewards" in batch and len(batch["rewards"]):
+            metrics["accuracy"] = float(torch.as_tensor(batch["rewards"]).float().mean())
+        return batch, metrics
+
+    @override
+    def shutdown(self) -> None:
+        """Ends the verifier processes."""
+        self._pool.shutdown()
+
+    def _verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        verdicts = [quick(*pair) if self._reads_plain_integers else None for pair in pairs]
+        hard = [index for index, verdict in enumerate(verdicts) if verdict is None]
+        for index, verdict in zip(hard, self._pool.verify([pairs[index] for index in hard]), strict=True):
+            verdicts[index] = verdict
+        return [verdict for verdict in verdicts if verdict is not None]
+
+
+class MathMultiRewardEnvironment(MathEnvironment):
+    """`env.math_multi_reward`: three components, for estimators that weigh them.
+
+    `reward/correctness` is MathEnvironment's; `reward/integer` is 1 when the answer that was read is a whole number; `reward/format` is 1
+    when the response puts exactly one answer in `\\boxed{}`.
+    """
+
+    @override
+    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+        """Verifies B responses."""
+        responses = [response_of(log) for log in message_log_batch]
+        verdicts = self._verify([(response, str(item["ground_truth"])) for response, item in zip(responses, metadata, strict=True)])
+        rewards = {
+            "reward/correctness": torch.tensor([verdict.reward for verdict in verdicts]),
+            "reward/integer": torch.tensor([float(re.fullmatch(r"[+-]?\d+", verdict.answer or "") is not None) for verdict in verdicts]),
+            "reward/format": torch.tensor([float(len(_BOXED.findall(response)) == 1) for response in responses]),
+        }
+        return _finished(verdicts, metadata, rewards, self.cfg.stop_strings)
+
+
+def response_of(message_log: LLMMessageLogType) -> str:
+    """Everything the assistant said, joined."""
+    return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
+
+
+def _finished(
+    verdicts: Sequence[Verdict], metadata: Sequence[dict[str, Any]], rewards: torch.Tensor | dict[str, torch.Tensor], stop_strings: list[str] | None
+) -> EnvironmentReturn[dict[str, Any]]:
+    size = len(verdicts)
+    said = ["Environment: correct" if verdict.reward == 1.0 else "Environment: incorrect" for verdict in verdicts]
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": text} for text in said],
+        metadata=list(metadata),
+        next_stop_strings=[stop_strings] * size,
+        rewards=rewards,
+        terminateds=torch.ones(size, dtype=torch.bool),
+        answers=[verdict.answer for verdict in verdicts],
+    )

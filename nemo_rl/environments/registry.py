@@ -1,0 +1,91 @@
+"""Environments by name, and their actors.
+
+`env.<name>.class` in YAML is all that a user's environment needs; `register_env` gives a class a name from Python. Knows no environment's
+inner life. Invariant: an environment gets exactly the keys of its mapping, without those that are read here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_rl.config import ConfigError, EnvConfig, EnvironmentConfig
+from nemo_rl.config.dotted import import_dotted
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.environments.errors import UnknownEnvironment
+
+_CLASSES: dict[str, str] = {
+    "math": "nemo_rl.environments.math_environment.MathEnvironment",
+    "math_default": "nemo_rl.environments.math_environment.MathEnvironment",
+    "math_multi_reward": "nemo_rl.environments.math_environment.MathMultiRewardEnvironment",
+    "code": "nemo_rl.environments.code_environment.CodeEnvironment",
+    "code_jaccard": "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment",
+}
+_NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
+_READ_HERE = ("class", "step_timeout_s")
+
+
+def register_env(env_name: str, actor_class_fqn: str) -> None:
+    """Gives an environment class a name, for `data.*.env_name`.
+
+    Raises:
+        UnknownEnvironment: another class has that name already.
+    """
+    known = _CLASSES.get(env_name)
+    if known is not None and known != actor_class_fqn:
+        raise UnknownEnvironment(f"there is an environment {env_name!r} already: {known}")
+    _CLASSES[env_name] = actor_class_fqn
+
+
+def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
+    """The class behind an environment name.
+
+    Raises:
+        UnknownEnvironment: no class has that name.
+        ConfigError: the class cannot be imported, or has no `step`.
+    """
+    path = config.env_class if config is not None and config.env_class is not None else _CLASSES.get(name)
+    if path is None:
+        hint = "is not built yet" if name in _NOT_BUILT else f"is no environment.{did_you_mean(name, _CLASSES)} A new one needs env.{name}.class"
+        raise UnknownEnvironment(f"data.*.env_name: {name!r} {hint}")
+    found = import_dotted(path, f"env.{name}.class")
+    if not callable(getattr(_plain_class(found), "step", None)):
+        raise ConfigError([f"env.{name}.class: {path} has no method step; derive it from nemo_rl.environments.interfaces.EnvironmentInterface"])
+    return found
+
+
+def environment_settings(config: EnvironmentConfig | None) -> dict[str, Any]:
+    """What an environment is built with: the keys of its mapping but for those read here."""
+    return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
+
+
+def create_env(name: str, env_configs: EnvConfig) -> Any:
+    """Starts an environment as a Ray actor, without an accelerator.
+
+    Args:
+        name: the environment's name.
+        env_configs: `env`.
+
+    Returns:
+        The actor's handle.
+
+    Raises:
+        UnknownEnvironment, ConfigError: see `environment_class`.
+    """
+    import ray
+
+    found = environment_class(name, section_of(name, env_configs))
+    actor = found if isinstance(found, ray.actor.ActorClass) else ray.remote(found)
+    # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
+    return actor.options(num_cpus=0, num_gpus=0, max_concurrency=1).remote(environment_settings(section_of(name, env_configs)))
+
+
+def section_of(name: str, env_configs: EnvConfig) -> EnvironmentConfig | None:
+    """The mapping of an environment; a built-in one that is not written down has its defaults."""
+    section = env_configs.of(name)
+    if section is not None or name not in _CLASSES:
+        return section
+    return type(env_configs).model_validate({name: {}}).of(name)
+
+
+def _plain_class(found: Any) -> Any:
+    return getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)

@@ -1,0 +1,53 @@
+"""Data and environments of a run together: prompts, and for each task the actor that judges it.
+
+Starts one actor per environment name, however many tasks use it. Knows neither policy nor loop. Invariant: every task has an environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nemo_rl.config import DataConfig, EnvConfig
+from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
+from nemo_rl.data.errors import DataError
+from nemo_rl.data.setup import TaskDatasets, load_datasets
+from nemo_rl.environments.registry import create_env, environment_class, section_of
+
+ResponseData = tuple[AllTaskProcessedDataset, AllTaskProcessedDataset | None, dict[str, Any], dict[str, Any]]
+
+
+def setup_response_data(tokenizer: Any, data_config: DataConfig, env_configs: EnvConfig, is_vlm: bool = False) -> ResponseData:
+    """Loads datasets and starts environments.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        data_config: `data`.
+        env_configs: `env`.
+        is_vlm: not built yet.
+
+    Returns:
+        Training prompts, validation prompts (None without), environment actor per training task and per validation task.
+
+    Raises:
+        DataError: see `nemo_rl.data.setup.load_datasets`.
+        UnknownEnvironment, ConfigError: see `nemo_rl.environments.registry.environment_class`.
+    """
+    if is_vlm:
+        raise DataError("datasets of images (is_vlm) are not built yet")
+    datasets = load_datasets(tokenizer, data_config)
+    actors = start_environments([*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()], env_configs)
+    return datasets.train, datasets.validation, *_by_task(datasets, actors)
+
+
+def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str, Any]:
+    """One actor per name; every class is looked up before the first actor starts."""
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        environment_class(name, section_of(name, env_configs))
+    return {name: create_env(name, env_configs) for name in wanted}
+
+
+def _by_task(datasets: TaskDatasets, actors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    train = {task: actors[env] for task, env in datasets.env_of_task.items()}
+    return train, {task: actors[env] for task, env in datasets.env_of_validation_task.items()}

@@ -1,0 +1,118 @@
+"""Loaders continue exactly where they stopped."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.errors import DataError
+from nemo_rl.data.loader import EpochBatches, MultipleLoaders, make_loader
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+def collate(rows: Sequence[int]) -> BatchedDataDict[Any]:
+    return BatchedDataDict(idx=torch.tensor(list(rows)))
+
+
+def loader(rows: int = 23, batch_size: int = 4, num_workers: int = 0, shuffle: bool = True, drop_last: bool = True) -> Any:
+    return make_loader(list(range(rows)), batch_size, collate, shuffle=shuffle, seed=5, drop_last=drop_last, num_workers=num_workers)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def batches(source: Any, epochs: int) -> list[list[int]]:
+    return [batch["idx"].tolist() for _ in range(epochs) for batch in source]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 14))
+def test_a_restored_loader_yields_what_the_first_would_have_yielded(stop_after: int) -> None:
+    expected = batches(loader(), 4)
+    first, seen = loader(), []
+    while len(seen) < stop_after:
+        for batch in first:
+            seen.append(batch["idx"].tolist())
+            if len(seen) == stop_after:
+                break
+    second = loader()
+    second.load_state_dict(through_a_file(first.state_dict()))
+    rest = batches(second, 4)
+    assert seen == expected[:stop_after]
+    assert rest[: len(expected) - stop_after] == expected[stop_after:]
+
+
+@pytest.mark.parametrize("stop_after", [2, 5, 7])
+def test_workers_that_read_ahead_do_not_lose_batches(stop_after: int) -> None:
+    expected = batches(loader(), 3)
+    first, seen = loader(num_workers=2), []
+    while len(seen) < stop_after:
+        for batch in first:
+            seen.append(batch["idx"].tolist())
+            if len(seen) == stop_after:
+                state = through_a_file(first.state_dict())
+                break
+    second = loader(num_workers=2)
+    second.load_state_dict(state)
+    rest = batches(second, 3)
+    assert seen + rest[: len(expected) - stop_after] == expected
+
+
+def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
+    source = loader(rows=20)
+    epochs = [[index for batch in batches(source, 1) for index in batch] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_validation_loaders_keep_the_order_and_the_last_batch() -> None:
+    assert batches(loader(rows=5, batch_size=2, shuffle=False, drop_last=False), 1) == [[0, 1], [2, 3], [4]]
+
+
+def test_too_little_data_is_refused() -> None:
+    with pytest.raises(DataError, match="the dataset is empty"):
+        loader(rows=0)
+    with pytest.raises(DataError, match="the dataset has 3 rows, fewer than one batch of 4"):
+        loader(rows=3)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_the_number_of_batches_is_what_comes_out(rows: int, size: int, drop_last: bool) -> None:
+    order = EpochBatches(rows, size, True, 0, drop_last)
+    assert len(list(order)) == len(order)
+
+
+def multiple(custom: Any = None) -> MultipleLoaders:
+    return MultipleLoaders({"a": loader(rows=8), "b": make_loader(list(range(100, 120)), 4, collate, shuffle=True, seed=1, drop_last=True)}, 2, custom)
+
+
+def test_several_loaders_take_turns_for_ever_and_can_be_restored() -> None:
+    source = multiple()
+    seen = [next(source)["idx"].tolist() for _ in range(9)]
+    assert all(max(batch[:4]) < 8 and min(batch[4:]) >= 100 for batch in seen)
+    first = multiple()
+    for _ in range(4):
+        next(first)
+    second = multiple()
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert [next(second)["idx"].tolist() for _ in range(5)] == seen[4:]
+
+
+def test_a_custom_function_mixes_the_loaders() -> None:
+    def only_b(iterators: dict[str, Any], loaders: dict[str, Any], step: int) -> tuple[Any, dict[str, Any]]:
+        batch = next(iterators["b"])
+        return BatchedDataDict(idx=batch["idx"] + step), iterators
+
+    source = multiple(only_b)
+    source.set_records({"step": 1000})
+    assert next(source)["idx"].min() >= 1100

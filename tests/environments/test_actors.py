@@ -1,0 +1,96 @@
+"""Environments as Ray actors: one class and one line of YAML, and failures that name the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.config import MasterConfig
+from nemo_rl.data.utils import setup_response_data
+from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
+
+pytestmark = pytest.mark.ray
+ray = pytest.importorskip("ray")
+
+THEIRS = """
+import os, time, torch
+
+class Env:
+    def __init__(self, cfg):
+        self.bonus = cfg["bonus"]
+
+    def step(self, message_log_batch, metadata):
+        what = message_log_batch[0][-1]["content"]
+        if what == "raise":
+            raise KeyError("nothing here")
+        if what == "hang":
+            time.sleep(60)
+        if what == "die":
+            os._exit(3)
+        size = len(metadata) - (what == "short")
+        return [{"role": "environment", "content": ""}] * size, metadata, None, torch.full((size,), self.bonus), torch.ones(size), None
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "their_env.py").write_text(THEIRS)
+    sys.path.insert(0, str(folder))
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
+    yield folder
+    ray.shutdown()
+    sys.path.remove(str(folder))
+
+
+def started(tokenizer: Any = None) -> Any:
+    config = MasterConfig(
+        env={"mine": {"class": "their_env.Env", "bonus": 2.5}},
+        data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "env_name": "mine", "prompt_file": None, "split_validation_size": 2}},
+    )
+    train, validation, task_to_env, val_task_to_env = setup_response_data(tokenizer, config.data, config.env)
+    assert len(train) == 7 and validation is not None and task_to_env == val_task_to_env
+    return task_to_env["arithmetic"]
+
+
+def said(what: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": what}]] * 2
+
+
+def test_a_users_environment_becomes_an_actor_and_its_failures_name_it(cluster: Path) -> None:
+    actor = started()
+    result = step_environment(actor, said("fine"), [{}, {}], timeout_s=60, name="mine")
+    assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [2.5, 2.5]
+    for what, message in (("raise", "environment mine raised on 2 conversations: KeyError"), ("short", r"1 observations for 2")):
+        with pytest.raises(EnvironmentFailure, match=message):
+            step_environment(actor, said(what), [{}, {}], timeout_s=60, name="mine")
+    with pytest.raises(EnvironmentFailure, match="environment mine did not answer for 2 conversations within 1 s"):
+        step_environment(actor, said("hang"), [{}, {}], timeout_s=1, name="mine")
+    dying = started()
+    with pytest.raises(EnvironmentFailure, match="environment mine died while judging 2 conversations"):
+        step_environment(dying, said("die"), [{}, {}], timeout_s=60, name="mine")
+    for handle in (actor, dying):
+        ray.kill(handle)
+
+
+def test_mathematics_runs_as_an_actor(cluster: Path) -> None:
+    config = MasterConfig(env={"math": {"num_workers": 1}}, data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "prompt_file": None}})
+    _, _, task_to_env, _ = setup_response_data(None, config.data, config.env)
+    actor = task_to_env["arithmetic"]
+    result = step_environment(actor, said("so \\boxed{19.0}"), [{"ground_truth": "19"}, {"ground_truth": "20"}], timeout_s=120, name="math")
+    assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [1.0, 0.0]
+    ray.get(actor.shutdown.remote())
+    ray.kill(actor)
+
+
+def test_an_unknown_environment_starts_nothing(cluster: Path) -> None:
+    config = MasterConfig(data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "env_name": "mth", "prompt_file": None}})
+    with pytest.raises(UnknownEnvironment, match="Did you mean 'math'"):
+        setup_response_data(None, config.data, config.env)

@@ -1,0 +1,84 @@
+"""The checked call: an environment that raises, hangs, or returns the wrong number of anything gives an error that names it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.environments.interfaces import EnvironmentReturn
+
+LOGS = [[{"role": "user", "content": str(n)}] for n in range(3)]
+
+
+def good(size: int = 3, **changes: Any) -> EnvironmentReturn[Any]:
+    parts: dict[str, Any] = {
+        "observations": [{"role": "environment", "content": ""}] * size,
+        "metadata": [None] * size,
+        "next_stop_strings": [None] * size,
+        "rewards": torch.ones(size),
+        "terminateds": torch.ones(size),
+        "answers": None,
+    }
+    return EnvironmentReturn(**{**parts, **changes})
+
+
+class Scripted:
+    def __init__(self, behaviour: Callable[[], Any]) -> None:
+        self.behaviour = behaviour
+
+    def step(self, message_log_batch: Any, metadata: Any) -> Any:
+        return self.behaviour()
+
+
+def call(behaviour: Callable[[], Any], timeout_s: float = 5.0) -> EnvironmentReturn[Any]:
+    return step_environment(Scripted(behaviour), LOGS, [{}] * 3, timeout_s=timeout_s, name="mine")
+
+
+def fails() -> Any:
+    raise KeyError("ground_truth")
+
+
+def test_a_good_return_is_normalised() -> None:
+    result = call(lambda: good(rewards=[1, 0, 1], next_stop_strings=None))
+    assert isinstance(result.rewards, torch.Tensor) and result.rewards.dtype == torch.float32 and result.rewards.tolist() == [1.0, 0.0, 1.0]
+    assert result.terminateds.dtype == torch.bool and result.answers == [None] * 3 and result.next_stop_strings == [None] * 3
+
+
+def test_reward_components_are_kept_apart() -> None:
+    result = call(lambda: good(rewards={"reward/a": torch.ones(3), "reward/b": torch.zeros(3)}))
+    assert isinstance(result.rewards, dict) and set(result.rewards) == {"reward/a", "reward/b"}
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (fails, r"environment mine raised on 3 conversations: KeyError\('ground_truth'\)"),
+    (lambda: None, "environment mine returned a NoneType, not an EnvironmentReturn"),
+    (lambda: good(rewards=torch.ones(2)), r"rewards of shape \[2\] for 3 conversations; expected \[3\]"),
+    (lambda: good(rewards=torch.ones(3, 1)), r"rewards of shape \[3, 1\]"),
+    (lambda: good(rewards=["x"] * 3), "rewards that are no numbers"),
+    (lambda: good(rewards=torch.tensor([1.0, float("nan"), 0.0])), r"rewards that are not finite, for conversations \[1\]"),
+    (lambda: good(rewards={"a": torch.ones(3)}), "components are named reward/<name>"),
+    (lambda: good(rewards={"reward/a": torch.ones(4)}), r"reward/a of shape \[4\]"),
+    (lambda: good(terminateds=torch.ones(1)), r"terminateds of shape \[1\]"),
+    (lambda: good(observations=[]), "returned 0 observations for 3 conversations"),
+    (lambda: good(observations=["text"] * 3), "observation 0 is 'text', not a message"),
+    (lambda: good(metadata=[None] * 4), "returned 4 metadata for 3"),
+    (lambda: good(answers=["x"]), "returned 1 answers for 3"),
+    (lambda: good(next_stop_strings=[["a"]]), "returned 1 next_stop_strings for 3"),
+]
+
+
+@pytest.mark.parametrize(("behaviour", "message"), WRONG)
+def test_a_wrong_return_is_refused_by_name(behaviour: Callable[[], Any], message: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=message):
+        call(behaviour)
+
+
+def test_an_environment_that_hangs_is_given_up() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"environment mine did not answer for 3 conversations within 0.2 s; .*env.mine.step_timeout_s"):
+        call(lambda: time.sleep(30), timeout_s=0.2)
