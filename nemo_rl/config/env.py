@@ -41,6 +41,7 @@ class CodeEnvConfig(EnvironmentConfig):
 
     num_workers: PositiveInt = Field(8, description="Processes that run code.")
     terminate_on_evaluation: bool = Field(True, description="End the episode once code has run.")
+    run_timeout_s: float = Field(10.0, gt=0, description="Seconds that the code of one response may run.")
 
 
 class CodeJaccardEnvConfig(EnvironmentConfig):

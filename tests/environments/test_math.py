@@ -58,6 +58,7 @@ def test_a_verifier_stuck_in_c_code_is_ended_by_its_deadline() -> None:
         digits = "(" + "1" * 4000 + ")"
         verdicts = pool.verify([("\\boxed{" + digits + "^{" + "9" * 9 + "}}", "\\sin(" + digits + "^{" + "9" * 9 + "})"), ("\\boxed{1/2}", "0.5")])
         assert [verdict.reward for verdict in verdicts] == [0.0, 1.0]
+        assert pool.timeouts == 1
     finally:
         pool.shutdown()
 

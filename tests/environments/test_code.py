@@ -1,0 +1,50 @@
+"""Code in responses is run, within limits, and its output comes back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.code_environment import CodeEnvironment, code_in, run_python
+
+
+def stepped(responses: list[str], metadata: list[dict[str, Any]], **cfg: Any) -> Any:
+    environment = CodeEnvironment({"num_workers": 2, **cfg})
+    try:
+        return step_environment(environment, [[{"role": "assistant", "content": text}] for text in responses], metadata, timeout_s=60, name="code")
+    finally:
+        environment.shutdown()
+
+
+def test_code_is_found_between_tags_and_fences_even_when_a_stop_string_cut_it() -> None:
+    assert code_in("a <code>x = 1</code> b <code>y = 2</code>") == "x = 1\ny = 2"
+    assert code_in("```python\nx = 1\n```") == "x = 1\n"
+    assert code_in("<code>print(1)") == "print(1)"
+    assert code_in("no code") is None
+
+
+def test_output_tests_and_failures_decide_the_reward() -> None:
+    responses = ["<code>print(6*7)</code>", "<code>print(6*7)</code>", "<code>def f(): return 1</code>", "<code>def f(): return 2</code>", "<code>1/0</code>", "talk"]
+    metadata: list[dict[str, Any]] = [{"ground_truth": "42"}, {}, {"tests": "assert f() == 1"}, {"tests": "assert f() == 1"}, {"ground_truth": ""}, {}]
+    result = stepped(responses, metadata)
+    assert result.rewards.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert result.observations[0]["content"] == "\n<result>\n42\n</result>\n" and result.observations[5]["content"] == ""
+    assert "ZeroDivisionError" in result.observations[4]["content"]
+    assert result.terminateds.all()
+
+
+def test_conversations_go_on_until_there_is_no_code() -> None:
+    assert stepped(["<code>1</code>", "done"], [{}, {}], terminate_on_evaluation=False).terminateds.tolist() == [False, True]
+
+
+def test_code_that_does_not_end_is_ended_with_what_it_started() -> None:
+    before = time.monotonic()
+    run = run_python("import subprocess\nprint('began', flush=True)\nsubprocess.run(['sleep', '60'])", 1.0)
+    assert not run.succeeded and run.output == "began\n[ended after 1 s]"
+    assert time.monotonic() - before < 30
+
+
+def test_memory_and_output_are_limited() -> None:
+    assert "MemoryError" in run_python("x = bytearray(8 * 1024**3)", 20).output
+    assert len(run_python("print('x' * 100_000)", 20).output) < 4100
