@@ -7,6 +7,7 @@ Invariant: what a backend shows for a step is what the file holds for it.
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +49,7 @@ class Logger:
         self.backends: list[LoggerInterface] = [make() for enabled, make in switched_on if enabled]
         self._file = MetricsFile(self.log_dir)
         self._ignored: set[str] = set()
+        self._lock = threading.Lock()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
         """Metrics of a step.
@@ -60,9 +62,11 @@ class Logger:
             step_finished: nothing more will be logged for this step.
         """
         plain = self._plain(metrics, prefix)
-        self._file.append(plain, step, prefix)
-        for backend in self.backends:
-            backend.log_metrics(plain, step, prefix, step_metric, step_finished)
+        # Monitors log from their own threads.
+        with self._lock:
+            self._file.append(plain, step, prefix)
+            for backend in self.backends:
+                backend.log_metrics(plain, step, prefix, step_metric, step_finished)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.json`."""
