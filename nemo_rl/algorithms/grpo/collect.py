@@ -1,0 +1,124 @@
+"""Collects the experience of one step: rollouts, rewards, and with dynamic sampling as many batches as it takes.
+
+Draws prompts, rolls them out, scores rewards and keeps what teaches something. Knows no training. Invariants: a step's
+batch has exactly prompts x generations rows; every admitted prompt group is recorded as committed, and rows that are
+dropped are cleared from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_rl.algorithms.grpo.dynamic_sampling import Selection, sampling_metrics, select_rows
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
+from nemo_rl.models.generation.interfaces import GenerationSamplingParams
+from nemo_rl.models.generation.seeds import VALIDATION_STEP_OFFSET
+from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
+
+NextBatch = Callable[[], BatchedDataDict[Any]]
+
+
+def training_plan(run: GRPORun) -> RolloutPlan:
+    """How training rollouts of the current step are drawn."""
+    generation = run.config.policy.generation
+    sampling = GenerationSamplingParams(generation.temperature, generation.top_p, generation.top_k)
+    return RolloutPlan(run.config.grpo.seed, run.state.step, sampling, _limits(run), tuple(generation.stop_strings or ()))
+
+
+def validation_plan(run: GRPORun, batch: int) -> RolloutPlan:
+    """How validation batch `batch` is drawn; the same at every validation, so that curves compare like with like."""
+    generation = run.config.policy.generation
+    sampling = GenerationSamplingParams(generation.val_temperature, generation.val_top_p, generation.val_top_k)
+    return RolloutPlan(run.config.grpo.seed, VALIDATION_STEP_OFFSET + batch, sampling, _limits(run), tuple(generation.stop_strings or ()))
+
+
+def _limits(run: GRPORun) -> RolloutLimits:
+    policy, grpo = run.config.policy, run.config.grpo
+    return RolloutLimits(policy.max_total_sequence_length, policy.generation.max_new_tokens, grpo.max_rollout_turns)
+
+
+def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience[Any]:
+    """The scored experience of the current step, rows filtered.
+
+    Raises:
+        DynamicSamplingError: Too few groups differ in their rewards.
+        StopIteration: The prompts ran out before the step was full.
+    """
+    cfg = run.config.grpo
+    kept: list[Experience[Any]] = []
+    selections: list[Selection] = []
+    generated_rewards: list[torch.Tensor] = []
+    first_prompt = 0
+    while True:
+        with run.timer.time("data_processing"):
+            prompts = next_batch()
+            batch = number_samples(prompts, cfg.num_generations_per_prompt, first_prompt)
+        _record_admission(run, batch, first_prompt, prompts)
+        first_prompt += prompts.size
+        experience = _roll_out(run, batch, attempt=len(selections))
+        with run.timer.time("reward_calculation"):
+            score_rewards(experience.rows, cfg)
+        if not cfg.use_dynamic_sampling:
+            filter_rows(experience.rows, cfg)
+            return experience
+        with run.timer.time("dynamic_sampling"):
+            generated_rewards.append(experience.rows["reward"])
+            kept_rows = sum(part.rows.size for part in kept)
+            selection = select_rows(experience.rows["std"], kept_before=kept_rows, num_gen_batches=len(selections) + 1, cfg=cfg)
+            selections.append(selection)
+            kept.append(_keep(run, experience, selection))
+        if selection.complete:
+            joined = _join(run, kept)
+            joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), joined.rows["reward"])
+            filter_rows(joined.rows, cfg)
+            return joined
+
+
+def _roll_out(run: GRPORun, batch: BatchedDataDict[Any], attempt: int) -> Experience[Any]:
+    with run.timer.time("generation"):
+        rollout = run.rollouts.roll_out(batch, training_plan(run), attempt)
+    columns = rollout.columns
+    for group in columns.rows["prompt_number"].unique().tolist():
+        rows = columns.rows["prompt_number"] == group
+        version = int(columns.rows["weight_version"][rows].max())
+        run.record.emit(GroupCommitted(group_id(run.state.step, group), version, int(columns.rows["generated_lengths"][rows].sum())))
+    return Experience(run.store.write(columns.tokens), columns.rows, columns.texts, dict(rollout.metrics))
+
+
+def group_id(step: int, prompt: int) -> str:
+    """Identity of a prompt group in the run record."""
+    return f"{step}-{prompt}"
+
+
+def _record_admission(run: GRPORun, batch: BatchedDataDict[Any], first_prompt: int, prompts: BatchedDataDict[Any]) -> None:
+    for offset, index in enumerate(prompts["idx"]):
+        identity = group_id(run.state.step, first_prompt + offset)
+        run.record.emit(GroupAdmitted(identity, f"{run.state.epoch}-{index}", batch.size // prompts.size, run.state.step))
+
+
+def _keep(run: GRPORun, experience: Experience[Any], selection: Selection) -> Experience[Any]:
+    numbers = experience.rows["prompt_number"]
+    kept_groups = set(numbers[selection.keep].tolist())
+    for group in sorted(set(numbers.tolist()) - kept_groups):
+        run.record.emit(GroupDropped(group_id(run.state.step, group), "zero_variance"))
+    part = Experience(
+        run.store.select(experience.handle, selection.keep),
+        experience.rows.select_indices(selection.keep),
+        [experience.texts[row] for row in selection.keep],
+        experience.metrics,
+    )
+    run.store.clear(run.store.select(experience.handle, selection.drop))
+    return part
+
+
+def _join(run: GRPORun, parts: list[Experience[Any]]) -> Experience[Any]:
+    if len(parts) == 1:
+        return parts[0]
+    rows = BatchedDataDict.from_batches([part.rows for part in parts])
+    return Experience(run.store.concat([part.handle for part in parts]), rows, [text for part in parts for text in part.texts], dict(parts[-1].metrics))

@@ -1,0 +1,111 @@
+"""Brings generation to the policy's version, whichever way the two are placed.
+
+Compares versions instead of keeping flags: generation that already has the wanted version is left alone, so validation
+and the next step share one refit. Colocated, it wakes the engine's weights, sends, moves training out of the way where
+memory requires it, and wakes the KV cache. Knows policy and generation by the session's protocols. Invariant: after
+`bring_to` generation serves exactly that version.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+from nemo_rl.config import WeightSyncConfig
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
+from nemo_rl.utils.timer import Timer
+from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_MARGIN = 1.1
+
+
+class Refitter:
+    """Refits one generation backend from one policy.
+
+    Args:
+        policy: Source of weights.
+        generation: Targets.
+        cfg: `weight_sync.*`.
+        colocated: Whether both share their slots.
+        cuda: Whether slots are GPUs.
+        record: Run record.
+    """
+
+    def __init__(self, policy: Any, generation: Any, cfg: WeightSyncConfig, *, colocated: bool, cuda: bool, record: Record) -> None:
+        self._policy = policy
+        self._generation = generation
+        self._options = SyncOptions(cfg.transport, cfg.bucket_bytes, cfg.verify, cfg.timeout_s)
+        self._colocated = colocated
+        self._cuda = cuda
+        self._record = record
+        self._released_bytes = 0
+        self._asleep = False
+        self.version: int | None = None
+        self.last_report: SyncReport | None = None
+
+    def bring_to(self, version: int, timer: Timer | None = None) -> None:
+        """Makes generation serve `version`, awake.
+
+        Raises:
+            WorkerError: A worker failed.
+            TransportError: The weights could not be sent within the deadline.
+        """
+        current = self.version == version and self._generation.weights_resident
+        if current and not self._asleep:
+            return
+        offload = self._colocated and self._must_offload()
+        if offload:
+            self._policy.offload_before_refit()
+        if self._asleep:
+            self._generation.prepare_for_generation(tags=["weights"])
+        if not current:
+            self._sync(version, timer)
+        if offload:
+            self._policy.offload_after_refit()
+        if self._asleep:
+            self._generation.prepare_for_generation(tags=["kv_cache"])
+        else:
+            self._generation.invalidate_kv_cache()
+        self._asleep = False
+        self.version = version
+
+    def _sync(self, version: int, timer: Timer | None) -> None:
+        session = SyncSession(self._policy, self._generation, version=version, options=self._options, cuda=self._cuda)
+        shards = tuple(range(self._generation.dp_size))
+        self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport))
+        outcome = "failed"
+        try:
+            with timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
+                self.last_report = session.run()
+            outcome = "done"
+        finally:
+            sent = self.last_report.nbytes if outcome == "done" and self.last_report is not None else 0
+            self._record.emit(SyncFinished(session.session_id, version, outcome, sent))
+        self._record.emit(VersionPublished(version, shards))
+
+    def release_device(self) -> None:
+        """Puts colocated generation to sleep, so that training has the device; nothing to do elsewhere."""
+        if not self._colocated or self._asleep:
+            return
+        report = self._generation.sleep()
+        self._released_bytes = max((shard["before"] - shard["after"] for shard in report), default=0)
+        self._asleep = True
+
+    def _must_offload(self) -> bool:
+        # Training state may stay where it is when the engine's memory fits beside it: moving it costs seconds per step.
+        if not self._cuda or not self._asleep:
+            return False
+        free = self._policy.get_free_memory_bytes()
+        return free < _MEMORY_MARGIN * self._released_bytes
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last refit, for the prefix `refit`."""
+        report = self.last_report
+        if report is None:
+            return {}
+        seconds = {f"{phase}_s": duration for phase, duration in report.seconds.items()}
+        return {"gib": report.nbytes / (1 << 30), "windows": float(report.windows), "version": float(report.version), **seconds}

@@ -1,0 +1,132 @@
+"""Everything one GRPO run consists of, as one named object, and the counters that a checkpoint carries.
+
+Holds references only; what is done with them is the drivers' business. Invariant: `state.step` is the number of
+completed RL steps and thereby the version of the policy's weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.config import MasterConfig
+from nemo_rl.experience.rollout_source import RolloutSource
+from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.timer import TimeoutChecker, Timer
+
+
+@dataclass
+class GRPOState:
+    """Counters of a run.
+
+    Attributes:
+        step: Completed RL steps (`total_steps` in checkpoints).
+        epoch: Completed passes over the data.
+        step_in_epoch: Steps since the epoch began (`current_step` in checkpoints).
+        consumed_samples: Prompts trained on.
+        total_valid_tokens: Tokens trained on.
+        val_metrics: Metrics of the last validation.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
+    val_metrics: dict[str, float] = field(default_factory=dict)
+
+    def training_info(self) -> dict[str, Any]:
+        """The counters under the names that checkpoints use."""
+        return {
+            "total_steps": self.step,
+            "current_step": self.step_in_epoch,
+            "current_epoch": self.epoch,
+            "consumed_samples": self.consumed_samples,
+            "total_valid_tokens": self.total_valid_tokens,
+            "val_metrics": self.val_metrics,
+            **({"val_reward": self.val_metrics["accuracy"]} if "accuracy" in self.val_metrics else {}),
+        }
+
+    @classmethod
+    def from_training_info(cls, info: dict[str, Any]) -> GRPOState:
+        """The counters of a checkpoint."""
+        return cls(
+            step=info["total_steps"],
+            epoch=info["current_epoch"],
+            step_in_epoch=info["current_step"],
+            consumed_samples=info["consumed_samples"],
+            total_valid_tokens=info["total_valid_tokens"],
+            val_metrics=info.get("val_metrics", {}),
+        )
+
+    def copy(self) -> GRPOState:
+        """An independent copy."""
+        return GRPOState(**asdict(self))
+
+
+@dataclass
+class GRPORun:
+    """One run, set up and ready to be driven.
+
+    Attributes:
+        config: The merged configuration.
+        tokenizer: The policy's.
+        policy: The trained policy.
+        generation: The engines; None when rollouts are replayed and nothing validates.
+        refitter: Brings generation to the policy's version; None without generation.
+        rollouts: Where training rollouts come from.
+        validation_rollouts: Where validation rollouts come from.
+        store: Where a step's columns live.
+        loss_fn: The loss.
+        train_loader: Training prompts.
+        val_loader: Validation prompts, or None.
+        logger: Metrics.
+        checkpointer: Checkpoints.
+        state: Counters.
+        record: Run record.
+        timer: Times of the current step.
+        timeout: Watches `checkpointing.checkpoint_must_save_by`.
+        progress: What a person watches.
+        environments: Environment actors, to be ended with the run.
+        clusters: Slots, to be given back.
+        device_count: Slots of the run, and of training and generation.
+    """
+
+    config: MasterConfig
+    tokenizer: Any
+    policy: Policy
+    generation: Any
+    refitter: Refitter | None
+    rollouts: RolloutSource
+    validation_rollouts: RolloutSource | None
+    store: ExperienceStore[Any]
+    loss_fn: LossFunction
+    train_loader: Any
+    val_loader: Any
+    logger: Logger
+    checkpointer: CheckpointManager
+    state: GRPOState
+    record: Record
+    timer: Timer
+    timeout: TimeoutChecker
+    progress: RunProgress
+    environments: dict[str, Any]
+    clusters: list[Any]
+    device_count: DeviceCount
+    setup_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """Accelerator slots of the run."""
+
+    total: int
+    training: int
+    generation: int

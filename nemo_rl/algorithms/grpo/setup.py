@@ -1,0 +1,283 @@
+"""Builds a GRPO run from its configuration.
+
+Checks everything that needs no accelerator first (tokenizer, model, data), then starts Ray, reserves slots, builds
+engines and policy at the same time and restores the latest checkpoint. Invariants: a mistake in the configuration
+raises before Ray starts; whatever was built is ended again when a later part fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
+from nemo_rl.algorithms.grpo.saving import latest_checkpoint, restore_loader
+from nemo_rl.algorithms.utils import set_seed
+from nemo_rl.config import MasterConfig
+from nemo_rl.config.placement import generation_world_size, training_world_size
+from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.loader import MultipleLoaders, make_loader
+from nemo_rl.data.setup import TaskDatasets, load_datasets
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.environments.registry import section_of
+from nemo_rl.environments.setup import start_environments
+from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
+from nemo_rl.experience.rollouts import RolloutRunner
+from nemo_rl.experience.store import InProcessStore
+from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.models.dtensor.load import model_config
+from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.timer import TimeoutChecker, Timer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Clusters:
+    """Slots of training and of generation; the same object when they share them."""
+
+    training: RayVirtualCluster
+    generation: RayVirtualCluster | None
+
+
+def setup(config: MasterConfig) -> GRPORun:
+    """A run that is ready to be driven.
+
+    Args:
+        config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
+
+    Raises:
+        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not there.
+        CheckpointError: A checkpoint exists but cannot be resumed.
+    """
+    started = time.monotonic()
+    set_seed(config.grpo.seed)
+    tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
+    model_config(config.policy)
+    datasets = load_datasets(tokenizer, config.data)
+    train_loader, val_loader = _loaders(config, datasets)
+    checkpointer = CheckpointManager(config.checkpointing)
+    checkpoint = latest_checkpoint(checkpointer) if config.checkpointing.enabled else None
+    state = GRPOState()
+    if checkpoint is not None:
+        state = GRPOState.from_training_info(checkpoint[1])
+        if not restore_loader(train_loader, checkpoint[0], checkpoint[1], [entry.dataset_name for entry in config.data.train]):
+            logger.warning("resume=loader_ignored checkpoint=%s reason=datasets_changed", checkpoint[0])
+    config.logger.log_dir = str(get_next_experiment_dir(config.logger.log_dir))
+    with ExitStack() as undo:
+        accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
+        undo.callback(shutdown_ray)
+        run = _build(config, tokenizer, datasets, accelerator, checkpointer, state, (train_loader, val_loader), undo, checkpoint[0] if checkpoint else None)
+        undo.pop_all()
+    run.setup_seconds["total_setup_time_s"] = time.monotonic() - started
+    run.logger.log_hyperparams(config.to_dict())
+    run.logger.log_metrics(run.setup_seconds, state.step, prefix="timing/setup")
+    logger.info("setup=done seconds=%.1f step=%d log_dir=%s", run.setup_seconds["total_setup_time_s"], state.step, config.logger.log_dir)
+    return run
+
+
+def _build(
+    config: MasterConfig,
+    tokenizer: Any,
+    datasets: TaskDatasets,
+    accelerator: Accelerator,
+    checkpointer: CheckpointManager,
+    state: GRPOState,
+    loaders: tuple[Any, Any],
+    undo: ExitStack,
+    checkpoint: Path | None,
+) -> GRPORun:
+    began = time.monotonic()
+    log = Logger(config.logger)
+    record = RecordWriter(Path(config.logger.log_dir) / "record.jsonl", source="driver")
+    clusters = _reserve(config, accelerator)
+    undo.callback(clusters.training.shutdown)
+    generation = _start_generation(config, clusters.generation, tokenizer)
+    if generation is not None:
+        undo.callback(generation.shutdown)
+    policy = _start_policy(config, clusters.training, tokenizer, checkpointer, checkpoint)
+    undo.callback(policy.shutdown)
+    names = [*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()]
+    actors = start_environments(names, config.env) if generation is not None else {}
+    policy.wait_until_started()
+    seconds = {"policy_init_time_s": time.monotonic() - began}
+    refitter = None
+    if generation is not None:
+        generation.wait_until_started()
+        seconds["vllm_init_time_s"] = time.monotonic() - began
+        refitter = Refitter(policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"))
+    train_source, val_source = _sources(config, tokenizer, generation, datasets, actors)
+    return GRPORun(
+        config=config,
+        tokenizer=tokenizer,
+        policy=policy,
+        generation=generation,
+        refitter=refitter,
+        rollouts=train_source,
+        validation_rollouts=val_source,
+        store=InProcessStore(tokenizer.pad_token_id),
+        loss_fn=ClippedPGLossFn(config.loss_fn),
+        train_loader=loaders[0],
+        val_loader=loaders[1],
+        logger=log,
+        checkpointer=checkpointer,
+        state=state,
+        record=record,
+        timer=Timer(),
+        timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
+        progress=RunProgress(_total_steps(config, loaders[0]), first_step=state.step),
+        environments=actors,
+        clusters=[cluster for cluster in {id(c): c for c in (clusters.training, clusters.generation) if c is not None}.values()],
+        device_count=DeviceCount(
+            config.cluster.gpus_per_node * config.cluster.num_nodes, training_world_size(config), generation_world_size(config) if generation is not None else 0
+        ),
+        setup_seconds=seconds,
+    )
+
+
+def _total_steps(config: MasterConfig, loader: Any) -> int:
+    if config.data.use_multiple_dataloader or config.grpo.use_dynamic_sampling:
+        return config.grpo.max_num_steps
+    return min(config.grpo.max_num_steps, len(loader) * config.grpo.max_num_epochs)
+
+
+def _loaders(config: MasterConfig, datasets: TaskDatasets) -> tuple[Any, Any]:
+    grpo, data = config.grpo, config.data
+    common: dict[str, Any] = {"collate_fn": rl_collate_fn, "num_workers": data.num_workers, "seed": grpo.seed}
+    if data.use_multiple_dataloader:
+        each = data.num_prompts_per_dataloader or grpo.num_prompts_per_step
+        by_task = {
+            task: make_loader(dataset, each, shuffle=data.shuffle, drop_last=True, name=f"data.train ({task})", **common)
+            for task, dataset in datasets.train_by_task.items()
+        }
+        train: Any = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
+    else:
+        size = int(grpo.num_prompts_per_step * grpo.batch_multiplier)
+        train = make_loader(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train", **common)
+    validation = None
+    if datasets.validation is not None:
+        size = min(grpo.val_batch_size, len(datasets.validation))
+        validation = make_loader(datasets.validation, size, shuffle=False, drop_last=False, name="data.validation", **common)
+    return train, validation
+
+
+def _custom_loader(config: MasterConfig) -> Any:
+    from nemo_rl.config.dotted import import_dotted
+
+    path = config.data.custom_dataloader
+    return None if path is None else import_dotted(path, "data.custom_dataloader")
+
+
+def _reserve(config: MasterConfig, accelerator: Accelerator) -> _Clusters:
+    cluster, colocated = config.cluster, config.policy.generation.colocated
+
+    def reserve(name: str, per_node: list[int], groups: int) -> RayVirtualCluster:
+        return RayVirtualCluster(
+            per_node,
+            use_gpus=accelerator.is_cuda,
+            max_colocated_worker_groups=groups,
+            num_gpus_per_node=cluster.gpus_per_node,
+            name=name,
+            port_range_low=cluster.master_port_range_low,
+            port_range_high=cluster.master_port_range_high,
+        )
+
+    nodes, each = cluster.num_nodes, cluster.gpus_per_node
+    replayed = config.grpo.rollout_replay is not None and not _validates(config)
+    if replayed or colocated.enabled:
+        shared = reserve("policy", [each] * nodes, 2)
+        return _Clusters(shared, None if replayed else shared)
+    if nodes == 1:
+        own = colocated.resources.gpus_per_node or 0
+        return _Clusters(reserve("policy", [each - own], 1), reserve("generation", [own], 1))
+    own = colocated.resources.num_nodes or 0
+    return _Clusters(reserve("policy", [each] * (nodes - own), 1), reserve("generation", [each] * own, 1))
+
+
+def _validates(config: MasterConfig) -> bool:
+    return config.grpo.val_period > 0 or config.grpo.val_at_start or config.grpo.val_at_end
+
+
+def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, tokenizer: Any) -> VllmGeneration | None:
+    if cluster is None:
+        return None
+    generation = config.policy.generation
+    return VllmGeneration(
+        cluster,
+        config.policy,
+        config.cluster,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=generation.stop_token_ids or [tokenizer.eos_token_id],
+        seed=config.grpo.seed,
+        colocated=generation.colocated.enabled,
+        request_timeout_s=float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900")),
+    )
+
+
+def _start_policy(config: MasterConfig, cluster: RayVirtualCluster, tokenizer: Any, checkpointer: CheckpointManager, checkpoint: Path | None) -> Policy:
+    resume = checkpointer.get_resume_paths(checkpoint) if checkpoint is not None else None
+    if resume is not None and resume.optimizer is None:
+        logger.warning("resume=fresh_optimizer checkpoint=%s: it has no optimizer state", checkpoint)
+    return Policy(
+        cluster,
+        config.policy,
+        tokenizer,
+        weights_path=str(resume.weights.resolve()) if resume else None,
+        optimizer_path=str(resume.optimizer.resolve()) if resume and resume.optimizer else None,
+        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0 and not config.grpo.skip_reference_policy_logprobs_calculation,
+    )
+
+
+def _sources(
+    config: MasterConfig, tokenizer: Any, generation: VllmGeneration | None, datasets: TaskDatasets, actors: dict[str, Any]
+) -> tuple[RolloutSource, RolloutSource | None]:
+    def live(env_of_task: dict[str, str]) -> LiveRollouts:
+        environments = {}
+        for task, name in env_of_task.items():
+            section = section_of(name, config.env)
+            environments[task] = EnvironmentHandle(name, actors[name], section.step_timeout_s if section is not None else 600.0)
+        runner = RolloutRunner(generation, tokenizer, environments) if generation is not None else None
+        if runner is None:
+            raise RuntimeError("live rollouts need generation")
+        return LiveRollouts(runner, pad_token_id=tokenizer.pad_token_id, multiple=config.policy.make_sequence_length_divisible_by)
+
+    validation = live(datasets.env_of_validation_task) if generation is not None and datasets.validation is not None else None
+    if config.grpo.rollout_replay is not None:
+        return ReplayedRollouts(config.grpo.rollout_replay), validation
+    training: RolloutSource = live(datasets.env_of_task)
+    if config.grpo.rollout_record is not None:
+        training = RecordedRollouts(training, config.grpo.rollout_record)
+    return training, validation
+
+
+def close(run: GRPORun) -> None:
+    """Ends everything the run started; safe after a failure, and no process is left."""
+    import ray
+
+    with ExitStack() as stack:
+        stack.callback(shutdown_ray)
+        for cluster in run.clusters:
+            stack.callback(cluster.shutdown)
+        for actor in run.environments.values():
+            stack.callback(ray.kill, actor)
+        if run.generation is not None:
+            stack.callback(run.generation.shutdown)
+        stack.callback(run.policy.shutdown)
+        stack.callback(run.logger.close)
+        stack.callback(run.record.flush)
+        stack.callback(run.checkpointer.shutdown)

@@ -1,0 +1,153 @@
+"""The synchronous driver: generate, score, train, refit, in order, one step after the other.
+
+Decides only when a stage runs; what stages do lives in `stages`, `collect`, `validation` and `saving`. Invariants: a
+step either completes (weights, counters and record agree) or raises with the weights of the step before; the version of
+the weights is the number of completed steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_rl.algorithms.grpo.collect import collect_experience, group_id
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.saving import save_checkpoint
+from nemo_rl.algorithms.grpo.stages import Experience, compute_logprobs, mask_and_weigh, needs_previous_logprobs, needs_reference_logprobs, train
+from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
+from nemo_rl.algorithms.grpo.validation import validate
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.checkpoint_retention import should_save
+from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
+
+logger = logging.getLogger(__name__)
+
+
+def grpo_train(run: GRPORun) -> None:
+    """Drives a run to its end.
+
+    Raises:
+        NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CheckpointError: The run cannot go on; the
+            last checkpoint is usable.
+    """
+    cfg = run.config.grpo
+    run.timeout.start_iterations()
+    if cfg.val_at_start and run.state.step == 0:
+        validate(run, 0)
+    prompts = _Prompts(run)
+    while not prompts.finished():
+        run.timer.reset()
+        with run.timer.time("total_step_time"):
+            try:
+                experience, metrics, result = run_step(run, prompts)
+            except StopIteration:
+                logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
+                break
+            _complete_step(run, experience)
+            val_metrics = validate(run, run.state.step) if _validation_due(run, prompts) else None
+            run.timeout.mark_iteration()
+            stop = _early_stop(run, val_metrics)
+            timed_out = run.timeout.check_save()
+            if should_save(run.state.step, run.config.checkpointing, is_last=prompts.finished(), early_stop=stop, timeout=timed_out):
+                with run.timer.time("checkpointing"):
+                    save_checkpoint(run, metrics, val_metrics)
+            log_samples(run, experience, run.state.step)
+        log_step(run, experience, metrics, result)
+        run.store.clear(experience.handle)
+        run.record.flush()
+        if stop or timed_out:
+            logger.info("run=ended step=%d reason=%s", run.state.step, "early_stop" if stop else "checkpoint_must_save_by")
+            break
+    run.checkpointer.finalize_pending()
+
+
+def run_step(run: GRPORun, prompts: _Prompts) -> tuple[Experience[Any], dict[str, Any], Any]:
+    """One step up to and including the optimizer; the weights are then those of version `state.step + 1`."""
+    cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
+    run.record.emit(StepBegun(run.state.step))
+    run.progress.phase("generation")
+    with timer.time("prepare_for_generation/total"):
+        if run.refitter is not None:
+            run.refitter.bring_to(run.state.step, timer)
+    experience = collect_experience(run, prompts.next)
+    run.progress.phase("log-probabilities")
+    with timer.time("logprob_inference_prep"):
+        if run.refitter is not None:
+            run.refitter.release_device()
+        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
+            run.policy.prepare_for_lp_inference()
+    with timer.time("policy_and_reference_logprobs"):
+        compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
+    with timer.time("advantage_calculation"):
+        mask_and_weigh(experience, run.store, cfg, loss_cfg)
+    run.progress.phase("training")
+    with timer.time("training_prep"):
+        run.policy.prepare_for_training()
+    with timer.time("policy_training"):
+        result = train(experience, run.store, run.policy, run.loss_fn, cfg, loss_cfg, timer)
+    return experience, step_metrics(run, experience, result), result
+
+
+def _complete_step(run: GRPORun, experience: Experience[Any]) -> None:
+    state, rows = run.state, experience.rows
+    trained = sorted(set(rows["prompt_number"].tolist()))
+    for prompt in trained:
+        run.record.emit(GroupTrained(group_id(state.step, prompt), state.step))
+    run.record.emit(StepFinished(state.step, state.step + 1, len(trained)))
+    state.step += 1
+    state.step_in_epoch += 1
+    state.consumed_samples += run.config.grpo.num_prompts_per_step
+    state.total_valid_tokens += int(rows["generated_lengths"][rows["sample_mask"] != 0].sum())
+
+
+class _Prompts:
+    """Prompt batches across epochs, and whether the run is over."""
+
+    def __init__(self, run: GRPORun) -> None:
+        self._run = run
+        self._endless = run.config.data.use_multiple_dataloader
+        self._iterator: Iterator[BatchedDataDict[Any]] = iter(run.train_loader)
+
+    def next(self) -> BatchedDataDict[Any]:
+        """The next batch; at an epoch's end the next epoch's first.
+
+        Raises:
+            StopIteration: The last epoch is over.
+        """
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._run.state.epoch += 1
+            self._run.state.step_in_epoch = 0
+            if self._run.state.epoch >= self._run.config.grpo.max_num_epochs:
+                raise StopIteration
+            self._iterator = iter(self._run.train_loader)
+            batch = next(self._iterator)
+        return batch
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        cfg, state = self._run.config.grpo, self._run.state
+        if state.step >= cfg.max_num_steps:
+            return True
+        if self._endless or cfg.use_dynamic_sampling:
+            return not self._endless and state.epoch >= cfg.max_num_epochs
+        per_epoch = len(self._run.train_loader)
+        return state.epoch >= cfg.max_num_epochs or (state.epoch == cfg.max_num_epochs - 1 and state.step_in_epoch >= per_epoch)
+
+
+def _validation_due(run: GRPORun, prompts: _Prompts) -> bool:
+    cfg, step = run.config.grpo, run.state.step
+    if cfg.val_at_end and prompts.finished():
+        return True
+    return cfg.val_period > 0 and step % cfg.val_period == 0 and step >= max(cfg.val_start_at, 0)
+
+
+def _early_stop(run: GRPORun, val_metrics: dict[str, float] | None) -> bool:
+    name, threshold = run.config.grpo.stop_at_validation_metric, run.config.grpo.stop_at_validation_metric_threshold
+    if name is None or threshold is None or val_metrics is None:
+        return False
+    short = name.removeprefix("val:").removeprefix("validation/")
+    if short not in val_metrics:
+        raise ValueError(f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}")
+    return val_metrics[short] >= threshold

@@ -1,0 +1,69 @@
+"""Validation: rolls held-out prompts out with the validation sampling and reports accuracy.
+
+Uses the same rollouts as training and no training state. Invariant: exactly floor(max_val_samples / val_batch_size)
+batches run, each drawn with the same seeds at every validation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nemo_rl.algorithms.grpo.collect import validation_plan
+from nemo_rl.algorithms.grpo.metrics import validation_metrics
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.experience.rollouts import number_samples
+
+
+def validate(run: GRPORun, step: int) -> dict[str, float]:
+    """Runs validation and logs it under step `step` (0: before training).
+
+    Returns:
+        `accuracy`, `avg_length` and, with several generations per prompt, `pass_k`.
+
+    Raises:
+        ValueError: There is no validation data, or not one full batch.
+    """
+    cfg = run.config.grpo
+    if run.val_loader is None or run.validation_rollouts is None:
+        raise ValueError("validation needs data.validation (or data.train.split_validation_size); set it, or switch val_period, val_at_start and val_at_end off")
+    run.progress.phase("validation")
+    with run.timer.time("total_validation_time"):
+        if run.refitter is not None:
+            run.refitter.bring_to(run.state.step, run.timer)
+        rewards, lengths, texts = _roll_out_all(run)
+    metrics = validation_metrics(rewards, lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
+    run.logger.log_metrics(metrics, step, prefix="validation")
+    run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation")
+    run.logger.log_batched_dict_as_jsonl({"content": texts, "rewards": rewards}, f"val_data_step{step}.jsonl")
+    run.progress.validated(metrics["accuracy"])
+    run.state.val_metrics = metrics
+    return metrics
+
+
+def _roll_out_all(run: GRPORun) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    cfg = run.config.grpo
+    rewards: list[torch.Tensor] = []
+    lengths: list[torch.Tensor] = []
+    texts: list[str] = []
+    for index, prompts in enumerate(_batches(run)):
+        batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
+        source: Any = run.validation_rollouts
+        columns = source.roll_out(batch, validation_plan(run, index), 0).columns
+        rewards.append(columns.rows["total_reward"])
+        lengths.append(columns.rows["generated_lengths"])
+        texts += columns.texts
+    return torch.cat(rewards), torch.cat(lengths), texts
+
+
+def _batches(run: GRPORun) -> list[Any]:
+    wanted = run.config.grpo.max_val_samples // run.config.grpo.val_batch_size
+    batches = []
+    for batch in run.val_loader:
+        if len(batches) == wanted:
+            break
+        batches.append(batch)
+    if not batches:
+        raise ValueError(f"grpo.max_val_samples={run.config.grpo.max_val_samples} holds no batch of grpo.val_batch_size={run.config.grpo.val_batch_size}")
+    return batches

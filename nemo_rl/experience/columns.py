@@ -1,0 +1,79 @@
+"""Finished trajectories as columns: token columns that training reads, and row columns that the driver decides on.
+
+Decides which tokens are trained: those of responses generated in this rollout, never the prompt's own history. Knows no
+store. Invariant: token columns are aligned and right-padded to one width; row columns never grow with sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rollouts import Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutColumns:
+    """A rollout in columns.
+
+    Attributes:
+        tokens: `input_ids`, `token_mask`, `generation_logprobs` [B, S], `input_lengths` [B].
+        rows: `total_reward`, `truncated`, `sample_mask`, `prompt_lengths`, `response_lengths`, `prompt_number`,
+            `sample_number`, `weight_version` [B] (oldest of the sample's tokens), and `reward/<name>` where given.
+        texts: What each sample says, for logs.
+    """
+
+    tokens: BatchedDataDict[Any]
+    rows: BatchedDataDict[Any]
+    texts: list[str]
+
+
+def rollout_columns(batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory], *, pad_token_id: int, multiple: int = 1) -> RolloutColumns:
+    """Columns of a finished batch.
+
+    Args:
+        batch: The numbered input batch; `loss_multiplier` becomes the sample mask.
+        trajectories: One per row.
+        pad_token_id: Padding of `input_ids`.
+        multiple: The width is rounded up to a multiple of this.
+    """
+    logs = [[_training_message(message) for message in trajectory.message_log] for trajectory in trajectories]
+    flat, lengths_B = batched_message_log_to_flat_message(logs, {"token_ids": pad_token_id}, make_sequence_length_divisible_by=multiple)
+    tokens = BatchedDataDict(
+        input_ids=flat["token_ids"],
+        input_lengths=lengths_B,
+        token_mask=flat["token_loss_mask"],
+        generation_logprobs=flat["generation_logprobs"],
+    )
+    names = sorted({name for trajectory in trajectories for name in trajectory.components})
+    rows = BatchedDataDict(
+        total_reward=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        truncated=torch.tensor([t.truncated for t in trajectories]),
+        sample_mask=batch["loss_multiplier"].clone(),
+        prompt_lengths=batch["length"].clone(),
+        response_lengths=torch.tensor([t.generated[0] if t.generated else 0 for t in trajectories]),
+        generated_lengths=torch.tensor([sum(t.generated) for t in trajectories]),
+        total_lengths=lengths_B.clone(),
+        prompt_number=batch["prompt_number"].clone(),
+        sample_number=batch["sample_number"].clone(),
+        weight_version=torch.tensor([min((span.version for span in t.spans), default=-1) for t in trajectories]),
+        **{name: torch.tensor([t.components.get(name, 0.0) for t in trajectories], dtype=torch.float32) for name in names},
+    )
+    return RolloutColumns(tokens, rows, ["".join(str(message["content"]) for message in t.message_log) for t in trajectories])
+
+
+def _training_message(message: dict[str, Any]) -> dict[str, Any]:
+    ids = message["token_ids"]
+    logprobs = message.get("generation_logprobs")
+    # A response of this rollout carries its log-probabilities; assistant messages of the prompt's history do not.
+    trained = message["role"] == "assistant" and logprobs is not None
+    return {
+        "token_ids": ids,
+        "token_loss_mask": torch.full_like(ids, int(trained)),
+        "generation_logprobs": logprobs if logprobs is not None else torch.zeros(len(ids), dtype=torch.float32),
+    }

@@ -1,0 +1,95 @@
+"""Gathers single environment steps into batched calls.
+
+Samples finish one by one; an environment is called with many conversations at once, in a thread, so that neither the
+event loop nor the environment pays per sample. Knows environments only by their checked call. Invariant: every sample's
+step reaches its environment exactly once, and a failed call fails every sample that was in it, by the environment's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.environments.call import step_environment
+
+_GATHER_S = 0.01
+
+
+@dataclass(frozen=True)
+class EnvironmentHandle:
+    """An environment of this run: its name, the actor or object, and the deadline of one call in seconds."""
+
+    name: str
+    handle: Any
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One sample's part of an environment's answer.
+
+    Attributes:
+        observation: Message with `role` and `content`.
+        metadata: What the environment wants back at its next step.
+        stop_strings: Strings that end the next response.
+        reward: Total reward of this step.
+        components: `reward/<name>` parts, empty for a plain reward.
+        terminated: Whether the episode is over.
+    """
+
+    observation: dict[str, Any]
+    metadata: Any
+    stop_strings: list[str] | None
+    reward: float
+    components: dict[str, float]
+    terminated: bool
+
+
+class EnvironmentBatcher:
+    """Batches steps of one environment; lives on one event loop."""
+
+    def __init__(self, environment: EnvironmentHandle) -> None:
+        self._environment = environment
+        self._waiting: list[tuple[LLMMessageLogType, Any, asyncio.Future[StepOutcome]]] = []
+
+    async def step(self, message_log: LLMMessageLogType, metadata: Any) -> StepOutcome:
+        """The environment's answer to one conversation.
+
+        Raises:
+            EnvironmentFailure: The environment raised, hung or answered with the wrong shape.
+        """
+        answer: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting.append((message_log, metadata, answer))
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_later(_GATHER_S, lambda: asyncio.ensure_future(self._flush()))
+        return await answer
+
+    async def _flush(self) -> None:
+        batch, self._waiting = self._waiting, []
+        logs, metadata = [plain_messages(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
+        environment = self._environment
+        call = asyncio.to_thread(step_environment, environment.handle, logs, metadata, timeout_s=environment.timeout_s, name=environment.name)
+        (result,) = await asyncio.gather(call, return_exceptions=True)
+        for row, (_, _, answer) in enumerate(batch):
+            if answer.done():
+                continue
+            if isinstance(result, BaseException):
+                answer.set_exception(result)
+            else:
+                answer.set_result(_row(result, row))
+
+
+def plain_messages(message_log: LLMMessageLogType) -> LLMMessageLogType:
+    """Messages without their tensors: environments judge text, and tensors cost more to send than text."""
+    return [{key: value for key, value in message.items() if not isinstance(value, torch.Tensor)} for message in message_log]
+
+
+def _row(result: Any, row: int) -> StepOutcome:
+    rewards = result.rewards
+    components = {name: float(values[row]) for name, values in rewards.items()} if isinstance(rewards, dict) else {}
+    reward = sum(components.values()) if components else float(rewards[row])
+    return StepOutcome(result.observations[row], result.metadata[row], result.next_stop_strings[row], reward, components, bool(result.terminateds[row]))

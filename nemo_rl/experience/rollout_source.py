@@ -1,0 +1,107 @@
+"""Where a step's rollouts come from: generated live, and written down, or read back from a recording.
+
+A recording holds the columns of every generation batch, so a run can be repeated without an engine: for equality tests,
+debugging and profiling of everything after generation. Knows no algorithm. Invariant: replaying a recording yields the
+very tensors that were recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns, rollout_columns
+from nemo_rl.experience.rollout_metrics import rollout_metrics
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner
+
+
+class RecordingError(FileNotFoundError):
+    """A recording is incomplete."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Columns of a generation batch and its rollout metrics."""
+
+    columns: RolloutColumns
+    metrics: dict[str, Any]
+
+
+class RolloutSource(Protocol):
+    """Gives the rollouts of a numbered batch of prompts."""
+
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        """Rolls out generation batch `attempt` (from 0) of step `plan.step`."""
+        ...
+
+
+class LiveRollouts:
+    """Generates.
+
+    Args:
+        runner: Rolls out batches.
+        pad_token_id: Padding of `input_ids`.
+        multiple: Widths are rounded up to a multiple of this.
+    """
+
+    def __init__(self, runner: RolloutRunner, *, pad_token_id: int, multiple: int) -> None:
+        self._runner = runner
+        self._pad_token_id = pad_token_id
+        self._multiple = multiple
+
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        """See `RolloutSource`."""
+        trajectories = self._runner.run(batch, plan)
+        columns = rollout_columns(batch, trajectories, pad_token_id=self._pad_token_id, multiple=self._multiple)
+        return Rollout(columns, rollout_metrics(trajectories, plan.limits.max_turns))
+
+
+class RecordedRollouts:
+    """Generates through another source and writes every batch to a directory."""
+
+    def __init__(self, source: RolloutSource, directory: str) -> None:
+        self._source = source
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        """See `RolloutSource`."""
+        rollout = self._source.roll_out(batch, plan, attempt)
+        columns = rollout.columns
+        plain = {"tokens": columns.tokens.get_dict(), "rows": columns.rows.get_dict(), "texts": columns.texts, "metrics": rollout.metrics}
+        path = _file(self._directory, plan.step, attempt)
+        torch.save(plain, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)
+        return rollout
+
+
+class ReplayedRollouts:
+    """Reads what `RecordedRollouts` wrote."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        if not any(self._directory.glob("rollout_step*.pt")):
+            raise RecordingError(f"grpo.rollout_replay={directory}: there is no rollout_step*.pt; record a run with grpo.rollout_record first")
+
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        """See `RolloutSource`.
+
+        Raises:
+            RecordingError: The step was not recorded, or for another number of samples.
+        """
+        path = _file(self._directory, plan.step, attempt)
+        if not path.exists():
+            raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")
+        plain = torch.load(path, weights_only=True)
+        columns = RolloutColumns(BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"]), plain["texts"])
+        if columns.tokens.size != batch.size:
+            raise RecordingError(f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must equal the recorded run's")
+        return Rollout(columns, plain["metrics"])
+
+
+def _file(directory: Path, step: int, attempt: int) -> Path:
+    return directory / f"rollout_step{step + 1}_{attempt}.pt"

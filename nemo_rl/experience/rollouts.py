@@ -1,0 +1,248 @@
+"""Rollouts: each sample goes turn by turn through generation and its environment until it ends.
+
+One coroutine per sample over token ids; nothing is tokenised twice. Knows generation and environments by their
+interfaces, and nothing of rewards processing or training. Invariants: a sample's environment is stepped once per turn,
+after that turn's response is complete; row i of the result is row i of the input, whatever finished first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
+from nemo_rl.experience.rollout_metrics import rollout_metrics
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams, VersionSpan
+from nemo_rl.models.generation.seeds import request_seed
+
+
+class RolloutGenerator(Protocol):
+    """What a rollout needs of generation."""
+
+    async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+        """Continues one prompt."""
+        ...
+
+    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine where requests are dispatched, and waits for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Limits of every sample.
+
+    Attributes:
+        max_total_tokens: Prompt, responses and observations together.
+        max_new_tokens: One response.
+        max_turns: Rounds of generation and environment.
+    """
+
+    max_total_tokens: int
+    max_new_tokens: int
+    max_turns: int
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How a batch is rolled out.
+
+    Attributes:
+        run_seed: Seed of the run.
+        step: RL step (validation adds its own offset), part of every request's seed and id.
+        sampling: How tokens are drawn.
+        limits: Limits of every sample.
+        stop_strings: End every response, besides what prompts and environments ask for.
+    """
+
+    run_seed: int
+    step: int
+    sampling: GenerationSamplingParams
+    limits: RolloutLimits
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass
+class Trajectory:
+    """One finished sample.
+
+    Attributes:
+        message_log: All messages with token ids; responses carry `generation_logprobs`.
+        reward: Sum over turns.
+        components: Sums of `reward/<name>` over turns.
+        truncated: A response or observation was cut.
+        terminated: The environment ended the episode.
+        turns: Rounds taken.
+        generated: Response tokens per turn.
+        observed: Tokens that came from the environment.
+        spans: Weight versions, over the tokens of all responses.
+        metadata: The environment's last metadata.
+    """
+
+    message_log: LLMMessageLogType
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    terminated: bool = False
+    turns: int = 0
+    generated: list[int] = field(default_factory=list)
+    observed: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+    metadata: Any = None
+
+
+class RolloutRunner:
+    """Rolls out batches.
+
+    Args:
+        generation: Where responses come from.
+        tokenizer: Decodes responses and encodes observations.
+        environments: Environment of each task.
+    """
+
+    def __init__(self, generation: RolloutGenerator, tokenizer: Any, environments: Mapping[str, EnvironmentHandle]) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._environments = environments
+
+    def run(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
+        """Rolls out every row.
+
+        Args:
+            batch: `message_log`, `task_name`, `extra_env_info`, `stop_strings` (lists of B), `prompt_number` and `sample_number` [B].
+            plan: How.
+
+        Raises:
+            GenerationError: An engine failed.
+            EnvironmentFailure: An environment failed.
+            KeyError: A task has no environment.
+        """
+        return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
+
+    async def _run_all(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
+        batchers = {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
+        tasks = [asyncio.create_task(self._run_one(row, batch, plan, batchers)) for row in range(batch.size)]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            # One failure ends the batch: the others would only keep engines busy for nothing.
+            for task in tasks:
+                task.cancel()
+            raise
+
+    async def _run_one(self, row: int, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher]) -> Trajectory:
+        task = batch["task_name"][row]
+        if task not in batchers:
+            raise KeyError(f"task {task!r} has no environment; tasks with one: {sorted(batchers)}")
+        trajectory = Trajectory([dict(message) for message in batch["message_log"][row]], metadata=batch["extra_env_info"][row])
+        ids = torch.cat([message["token_ids"] for message in trajectory.message_log]).tolist()
+        stops = _stop_strings(plan, batch["stop_strings"][row])
+        for turn in range(plan.limits.max_turns):
+            prompt, sample = int(batch["prompt_number"][row]), int(batch["sample_number"][row])
+            request = GenerationRequest(
+                f"{plan.step}-{prompt}-{sample}-{turn}",
+                ids,
+                min(plan.limits.max_new_tokens, plan.limits.max_total_tokens - len(ids)),
+                plan.sampling,
+                request_seed(plan.run_seed, plan.step, prompt, sample, turn),
+                stops,
+            )
+            self._append_response(trajectory, await self._generation.generate_one(request))
+            ids = ids + trajectory.message_log[-1]["token_ids"].tolist()
+            outcome = await batchers[task].step(trajectory.message_log, trajectory.metadata)
+            trajectory.turns += 1
+            trajectory.reward += outcome.reward
+            for name, value in outcome.components.items():
+                trajectory.components[name] = trajectory.components.get(name, 0.0) + value
+            trajectory.metadata = outcome.metadata
+            if outcome.terminated or trajectory.truncated:
+                trajectory.terminated = outcome.terminated
+                break
+            stops = _stop_strings(plan, outcome.stop_strings)
+            if turn + 1 < plan.limits.max_turns:
+                ids = self._append_observation(trajectory, ids, outcome.observation, plan.limits.max_total_tokens)
+                if trajectory.truncated:
+                    break
+        return trajectory
+
+    def _append_response(self, trajectory: Trajectory, result: GenerationResult) -> None:
+        start = sum(trajectory.generated)
+        trajectory.message_log.append(
+            {
+                "role": "assistant",
+                "content": self._tokenizer.decode(result.token_ids, skip_special_tokens=True),
+                "token_ids": torch.tensor(result.token_ids, dtype=torch.int64),
+                "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
+            }
+        )
+        trajectory.spans += [VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans]
+        trajectory.generated.append(len(result.token_ids))
+        trajectory.truncated = result.truncated
+
+    def _append_observation(self, trajectory: Trajectory, ids: list[int], observation: dict[str, Any], max_total: int) -> list[int]:
+        tokens = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
+        # One token of room must remain, or the next turn could not answer.
+        room = max_total - len(ids) - 1
+        if len(tokens) > room:
+            tokens = tokens[: max(0, room)]
+            trajectory.truncated = True
+        trajectory.observed += len(tokens)
+        trajectory.message_log.append({**observation, "token_ids": torch.tensor(tokens, dtype=torch.int64)})
+        return ids + tokens
+
+
+def _stop_strings(plan: RolloutPlan, more: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*plan.stop_strings, *(more or ())]))
+
+
+def number_samples(batch: BatchedDataDict[Any], generations: int, first_prompt: int = 0) -> BatchedDataDict[Any]:
+    """Repeats every prompt `generations` times in place and numbers prompts and samples, which seeds and groups follow.
+
+    Args:
+        batch: One row per prompt.
+        generations: Samples per prompt.
+        first_prompt: Number of the batch's first prompt within its step.
+    """
+    prompts = batch.size
+    repeated = batch.repeat_interleave(generations)
+    repeated["prompt_number"] = torch.arange(first_prompt, first_prompt + prompts).repeat_interleave(generations)
+    repeated["sample_number"] = torch.arange(generations).repeat(prompts)
+    return repeated
+
+
+def run_multi_turn_rollout(
+    policy_generation: Any,
+    input_batch: BatchedDataDict[Any],
+    tokenizer: Any,
+    task_to_env: Mapping[str, Any],
+    max_seq_len: int,
+    max_rollout_turns: int = 999999,
+    greedy: bool = False,
+) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
+    """NeMo-RL's call: rolls out a batch and returns it with `message_log`, `total_reward` and `truncated`, and the rollout metrics.
+
+    Args:
+        policy_generation: A generation backend.
+        input_batch: Rows as collated.
+        tokenizer: A Hugging Face tokenizer.
+        task_to_env: Environment actor (or object) of each task.
+        max_seq_len: Longest sample in tokens.
+        max_rollout_turns: Rounds per sample.
+        greedy: Take the most likely token.
+    """
+    environments = {task: EnvironmentHandle(task, handle) for task, handle in task_to_env.items()}
+    limits = RolloutLimits(max_seq_len, policy_generation.cfg.max_new_tokens, max_rollout_turns)
+    plan = RolloutPlan(0, 0, policy_generation.default_sampling(greedy=greedy), limits, tuple(policy_generation.cfg.stop_strings or ()))
+    batch = input_batch if "prompt_number" in input_batch else number_samples(input_batch, 1)
+    trajectories = RolloutRunner(policy_generation, tokenizer, environments).run(batch, plan)
+    done = BatchedDataDict(batch.get_dict())
+    done["message_log"] = [trajectory.message_log for trajectory in trajectories]
+    done["total_reward"] = torch.tensor([trajectory.reward for trajectory in trajectories])
+    done["truncated"] = torch.tensor([trajectory.truncated for trajectory in trajectories])
+    return done, rollout_metrics(trajectories, limits.max_turns)

@@ -1,0 +1,119 @@
+"""Where the columns of a step live, behind data verbs only.
+
+Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`; whether rows lie in
+this process or on a data plane is the store's business. Here is the interface and the in-process store, whose handle is
+the batch itself. Knows no stage by name. Invariant: after `clear` a handle's rows are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.stage import TokenStage
+
+Handle = TypeVar("Handle")
+
+
+class ExperienceStore(Protocol[Handle]):
+    """Holds the columns of a step's rows."""
+
+    def write(self, columns: BatchedDataDict[Any]) -> Handle:
+        """Stores new rows; the handle under which they are known."""
+        ...
+
+    def update(self, handle: Handle, columns: Mapping[str, Any]) -> Handle:
+        """Adds columns (or replaces them) for all rows of a handle."""
+        ...
+
+    def commit(self, handle: Handle, result: Any, **renamed: str) -> Handle:
+        """Takes over what a policy call returned: `column=name_in_result`."""
+        ...
+
+    def read(self, handle: Handle, columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """The named columns, in row order.
+
+        Raises:
+            KeyError: A column was never written.
+        """
+        ...
+
+    def apply(self, handle: Handle, stage: TokenStage) -> dict[str, torch.Tensor]:
+        """Runs a stage where the rows are; its row scalars [B]."""
+        ...
+
+    def select(self, handle: Handle, rows: Sequence[int]) -> Handle:
+        """A handle on some of the rows."""
+        ...
+
+    def select_columns(self, handle: Handle, columns: Sequence[str]) -> Handle:
+        """A handle that shows a reader only the named columns."""
+        ...
+
+    def concat(self, handles: Sequence[Handle]) -> Handle:
+        """One handle on the rows of several."""
+        ...
+
+    def clear(self, handle: Handle) -> None:
+        """Forgets the rows of a handle."""
+        ...
+
+
+class InProcessStore:
+    """Rows in this process; the handle is the batch.
+
+    Args:
+        pad_token_id: Padding of `input_ids` when batches of different width are joined.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._pad_token_id = pad_token_id
+
+    def write(self, columns: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """Takes the columns over."""
+        return BatchedDataDict(columns.get_dict())
+
+    def update(self, handle: BatchedDataDict[Any], columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+        """Adds columns."""
+        handle.update(columns)
+        return handle
+
+    def commit(self, handle: BatchedDataDict[Any], result: BatchedDataDict[Any], **renamed: str) -> BatchedDataDict[Any]:
+        """Copies the result's columns under their new names."""
+        return self.update(handle, {column: result[name] for column, name in renamed.items()})
+
+    def read(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """The named columns.
+
+        Raises:
+            KeyError: A column was never written.
+        """
+        missing = [name for name in columns if name not in handle]
+        if missing:
+            raise KeyError(f"columns {missing} were never written; there are {sorted(handle)}")
+        return BatchedDataDict({name: handle[name] for name in columns})
+
+    def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
+        """Runs the stage here."""
+        output = stage(handle)
+        handle.update(output.columns)
+        return output.rows
+
+    def select(self, handle: BatchedDataDict[Any], rows: Sequence[int]) -> BatchedDataDict[Any]:
+        """Some of the rows."""
+        return handle.select_indices(list(rows))
+
+    def select_columns(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """Only the named columns."""
+        return self.read(handle, columns)
+
+    def concat(self, handles: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
+        """All rows, padded to the widest."""
+        return BatchedDataDict.from_batches(list(handles), pad_value_dict={"input_ids": self._pad_token_id})
+
+    def clear(self, handle: BatchedDataDict[Any]) -> None:
+        """Drops the columns."""
+        handle.clear()
