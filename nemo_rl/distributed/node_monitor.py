@@ -77,8 +77,8 @@ class RaySamplers:
 
     def __init__(self) -> None:
         nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
-        sampler = ray.remote(num_cpus=0)(NodeSampler)
-        self._actors = [sampler.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote() for node in nodes]
+        sampler: Any = ray.remote(num_cpus=0)(NodeSampler)
+        self._actors: list[Any] = [sampler.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote() for node in nodes]
         self._silent: set[int] = set()
 
     def __call__(self) -> dict[str, float]:
