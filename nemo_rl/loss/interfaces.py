@@ -5,9 +5,9 @@ counts, its values and gradients add up to those of the whole, whatever the spli
 which `metric_normalizations` says how to divide afterwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -42,28 +42,21 @@ class MetricNormalizer(str, Enum):
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A loss the training step can call.
+    """A loss the training step can call: `loss, metrics = loss_fn(data, global_valid_seqs, global_valid_toks, **model_output)`.
+
+    - `data`: columns of the microbatch, `sample_mask` [B] and `token_mask` [B, S] among them.
+    - `global_valid_seqs`: sequences with a nonzero sample mask in the global batch, over all ranks; 1 to get plain sums.
+    - `global_valid_toks`: trained tokens in the global batch, over all ranks; 1 to get plain sums.
+    - `model_output`: by `input_type`, `next_token_logprobs` [B, S-1] or `logits` [B, S, V].
+    - It returns a scalar with gradient, to be summed with those of its sibling microbatches, and detached scalars, `num_valid_samples` among them.
 
     Attributes:
         loss_type: which count divides the gradient.
-        input_type: `LOGPROB` losses are called with `next_token_logprobs` [B, S-1], `LOGIT` losses with `logits` [B, S, V].
+        input_type: what the model's output is turned into.
         metric_normalizations: denominator of each metric; one not listed is divided like the gradient. Names with `_min` or `_max` are never divided.
     """
 
     loss_type: LossType
     input_type: LossInputType
     metric_normalizations: Mapping[str, MetricNormalizer]
-
-    def __call__(self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, **model_output: Any) -> tuple[torch.Tensor, LossMetrics]:
-        """The loss of a microbatch, to be summed with its siblings.
-
-        Args:
-            data: columns of the microbatch; `sample_mask` [B] and `token_mask` [B, S] among them.
-            global_valid_seqs: sequences with a nonzero sample mask in the global batch, over all ranks; 1 to get plain sums.
-            global_valid_toks: trained tokens in the global batch, over all ranks; 1 to get plain sums.
-            model_output: by `input_type`.
-
-        Returns:
-            The loss, a scalar with gradient, and detached scalar metrics, `num_valid_samples` among them.
-        """
-        ...
+    __call__: Callable[..., tuple[torch.Tensor, LossMetrics]]

@@ -15,6 +15,7 @@ import torch
 from nemo_rl.algorithms.grpo.advantages import compute_advantages, row_advantages
 from nemo_rl.algorithms.grpo.baselines import group_ids, group_statistics
 from nemo_rl.algorithms.grpo.masks import mask_by_sequence_error, overlong_filter, sequence_error_stage, skipped_sequence_error_metrics
+from nemo_rl.algorithms.grpo.positive_examples import positive_example_columns
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -87,8 +88,10 @@ def compute_logprobs(
         experience.handle = store.commit(experience.handle, result, reference_policy_logprobs="reference_logprobs")
 
 
-def mask_and_weigh(experience: Experience[Handle], store: ExperienceStore[Handle], cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> None:
-    """Masks samples whose engines disagree, then writes `sample_mask` and `advantages`."""
+def mask_and_weigh(
+    experience: Experience[Handle], store: ExperienceStore[Handle], cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig, global_batch_size: int
+) -> None:
+    """Masks samples whose engines disagree, then writes `sample_mask`, `advantages` and the weight of correct answers, if the loss has one."""
     rows = experience.rows
     if needs_previous_logprobs(cfg, loss_cfg):
         error_B = store.apply(experience.handle, sequence_error_stage())["seq_mult_prob_error"]
@@ -97,6 +100,7 @@ def mask_and_weigh(experience: Experience[Handle], store: ExperienceStore[Handle
         metrics = skipped_sequence_error_metrics()
     experience.metrics.update(metrics)
     columns = {"sample_mask": rows["sample_mask"], "row_advantages": rows["row_advantages"], "rewards": rows["reward"], "sample_index": torch.arange(rows.size)}
+    columns |= positive_example_columns(lambda stage: store.apply(experience.handle, stage), rows["reward"], rows["sample_mask"], loss_cfg, global_batch_size)
     experience.handle = store.update(experience.handle, columns)
     experience.metrics.update(compute_advantages(lambda stage: store.apply(experience.handle, stage), cfg, loss_cfg))
 
@@ -109,7 +113,7 @@ def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
     if needs_reference_logprobs(cfg, loss_cfg):
         columns.append("reference_policy_logprobs")
     if loss_cfg.positive_example_nll_weight:
-        columns.append("rewards")
+        columns += ["rewards", "positive_nll_scale"]
     return columns
 
 

@@ -80,7 +80,7 @@ def run_step(run: GRPORun, prompts: _Prompts) -> tuple[Experience[Any], dict[str
     with timer.time("policy_and_reference_logprobs"):
         compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
     with timer.time("advantage_calculation"):
-        mask_and_weigh(experience, run.store, cfg, loss_cfg)
+        mask_and_weigh(experience, run.store, cfg, loss_cfg, run.config.policy.train_global_batch_size)
     run.progress.phase("training")
     with timer.time("training_prep"):
         run.policy.prepare_for_training()
