@@ -72,7 +72,10 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
     if cuda:
         kwargs |= {"enforce_eager": vllm.enforce_eager, "gpu_memory_utilization": vllm.gpu_memory_utilization, "enable_sleep_mode": sleeps}
     else:
-        kwargs |= {"enforce_eager": True, "kv_cache_memory_bytes": int(cpu_slot_memory_gb * (1 << 30) / 4)}
+        # vLLM rewinds a seeded request's generator when it splits a prompt, which a CPU generator cannot do: prompts stay whole.
+        batched_tokens = max(vllm.max_model_len, 4096)
+        kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
+        kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
     if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
         kwargs["distributed_executor_backend"] = "mp"
     return EngineSpec(kwargs | dict(generation.vllm_kwargs), _environment(policy, cuda=cuda, threads=threads), cuda, vllm.sleep_level, vllm.max_model_len)
