@@ -107,7 +107,7 @@ def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
     gpus, nodes = colocated.resources.gpus_per_node, colocated.resources.num_nodes
     if cluster.num_nodes == 1:
         if gpus is None or not 0 < gpus < cluster.gpus_per_node:
-            yield f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training at least one of cluster.gpus_per_node={cluster.gpus_per_node}"
+            yield f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training one of cluster.gpus_per_node={cluster.gpus_per_node}"
         if nodes not in (None, 1):
             yield f"{key}.num_nodes is {nodes}, but the cluster has one node"
         return
@@ -121,7 +121,7 @@ def engines_divide_the_world(config: MasterConfig) -> Iterator[str]:
     vllm, world = config.policy.generation.vllm_cfg, generation_world_size(config)
     engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     if world > 0 and world % engine:
-        yield f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not divide the {world} accelerators that generate"
+        yield f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not divide {world} generating accelerators"
     if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
         yield (
             f"policy.generation.vllm_cfg.expert_parallel_size is {vllm.expert_parallel_size}, "

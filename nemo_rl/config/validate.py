@@ -108,7 +108,7 @@ def key_of(error: ErrorDetails, raw: Mapping[str, Any]) -> Key:
     node: Any = raw
     key: list[str | int] = []
     for part in error["loc"]:
-        if isinstance(node, Mapping) and part in node or isinstance(node, list) and isinstance(part, int) and part < len(node):
+        if (isinstance(node, Mapping) and part in node) or (isinstance(node, list) and isinstance(part, int) and part < len(node)):
             key.append(part)
             node = node[part]
     if error["type"] == "missing":

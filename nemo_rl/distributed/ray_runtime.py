@@ -49,7 +49,7 @@ def init_ray(
         DeviceUnavailableError: `cuda` was asked for and the cluster has none.
     """
     echo = log_to_driver if log_to_driver is not None else os.environ.get("NRL_LOG_LEVEL", "").upper() == "DEBUG"
-    worker_env = {k: v for k, v in _RAY_PROCESS_ENV.items()}
+    worker_env = dict(_RAY_PROCESS_ENV)
     for key in [k for k in os.environ if k.startswith(_LAUNCHER_PREFIXES)]:
         worker_env[key] = ""
     if ray.is_initialized():
@@ -71,7 +71,7 @@ def init_ray(
         log_to_driver=echo,
         configure_logging=False,
         runtime_env={"env_vars": worker_env},
-        object_store_memory=int(os.environ.get("NRL_OBJECT_STORE_BYTES", 0)) or None,
+        object_store_memory=int(os.environ.get("NRL_OBJECT_STORE_BYTES", "0")) or None,
         _temp_dir=log_dir,
     )
     logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")

@@ -145,7 +145,10 @@ class RayVirtualCluster:
 
     def _reserve(self) -> list[PlacementGroup]:
         bundle: dict[str, float] = {self.accelerator.ray_resource: 1.0, "CPU": float(self.max_colocated_worker_groups)}
-        groups = [placement_group([dict(bundle) for _ in range(count)], strategy=self._strategy, name=f"{self.name}-{index}") for index, count in enumerate(self._bundle_counts)]
+        groups = [
+            placement_group([dict(bundle) for _ in range(count)], strategy=self._strategy, name=f"{self.name}-{index}")
+            for index, count in enumerate(self._bundle_counts)
+        ]
         deadline = time.monotonic() + self._timeout_s
         for index, group in enumerate(groups):
             ready, _ = ray.wait([group.ready()], timeout=max(0.0, deadline - time.monotonic()))
@@ -193,7 +196,9 @@ class RayVirtualCluster:
         low, high = self._ports
         ports = ray.get(self._on(node_rank, 0, _free_ports).remote(low, high, count, sorted(self._handed_out)), timeout=self._timeout_s)
         if len(ports) < count:
-            raise ResourceInsufficientError(f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen cluster.master_port_range_low/high")
+            raise ResourceInsufficientError(
+                f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen cluster.master_port_range_low/high"
+            )
         self._handed_out.update(ports)
         return ports
 

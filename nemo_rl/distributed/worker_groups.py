@@ -216,10 +216,11 @@ class RayWorkerGroup:
         for rank in called:
             coordinates = self.sharding_annotations.get_worker_coords(rank)
             kwargs = dict(common_kwargs or {})
-            for key, value in stored.items():
+            for key, shards in stored.items():
+                shard = shards
                 for axis in in_sharded_axes:
-                    value = value[coordinates[axis]]
-                kwargs[key] = value
+                    shard = shard[coordinates[axis]]
+                kwargs[key] = shard
             calls.append(kwargs)
         future = self._future(method, called, calls)
         future.return_from = [position for position, rank in enumerate(called) if self._is_zero_on(rank, output_is_replicated)]
@@ -252,7 +253,7 @@ class RayWorkerGroup:
         clean = True
         if cleanup_method and not force and self.workers and ray.is_initialized():
             refs = [getattr(worker, cleanup_method).remote() for worker in self.workers]
-            ready, late = ray.wait(refs, num_returns=len(refs), timeout=timeout)
+            _, late = ray.wait(refs, num_returns=len(refs), timeout=timeout)
             clean = not late
             if late:
                 logger.warning("workers=%s cleanup=%s late=%d timeout_s=%.0f", self.name_prefix, cleanup_method, len(late), timeout)

@@ -26,7 +26,10 @@ _INTEGER = re.compile(r"-?\d{1,18}")
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _ENGLISH_CHOICE = re.compile(r"(?i)answer\s*:\s*[*$(]*\s*([A-J])\b")
 # "Answer" in the languages of the multilingual MMLU test set.
-_ANSWER_WORDS = "answer|antwort|respuesta|réponse|resposta|risposta|jawaban|jibu|ìdáhùn|idáhùn|câu trả lời|đáp án|ответ|उत्तर|উত্তর|답변|정답|답|答案|答|回答|解答|الإجابة|الجواب|إجابة"
+_ANSWER_WORDS = (
+    "answer|antwort|respuesta|réponse|resposta|risposta|jawaban|jibu|ìdáhùn|idáhùn|câu trả lời|đáp án|"
+    "ответ|उत्तर|উত্তর|답변|정답|답|答案|答|回答|解答|الإجابة|الجواب|إجابة"
+)
 _MULTILINGUAL_CHOICE = re.compile(rf"(?i)(?:{_ANSWER_WORDS})\s*[::]\s*[*$(「]*\s*([A-J]|[أبجد]|[অআইঈবডঢসকখগঘ])")
 _CHOICE_LETTERS = {"أ": "A", "ب": "B", "ج": "C", "د": "D", "অ": "A", "ব": "B", "ড": "C", "ঢ": "D", "ক": "A", "খ": "B", "গ": "C", "ঘ": "D"}
 

@@ -42,7 +42,8 @@ class ClippedPGLossFn:
     """Clipped policy-gradient loss with KL penalty and importance correction.
 
     Per token, with ratio r = exp(c - o) and advantage A, times the importance weight w (see `importance`):
-    - default (https://arxiv.org/abs/1707.06347, DAPO's two bounds https://arxiv.org/abs/2503.14476): max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max));
+    - default (https://arxiv.org/abs/1707.06347, DAPO's two bounds https://arxiv.org/abs/2503.14476):
+      max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max));
     - `ratio_clip_c` (dual clip, https://arxiv.org/abs/1912.09729): for A < 0 at most -A * ratio_clip_c;
     - `sequence_level_importance_ratios` (GSPO, https://arxiv.org/abs/2507.18071): r is the sequence's exp(mean(c - o)), while w is exp(sum(o - g)), a sum;
     - `use_cispo` (https://arxiv.org/abs/2506.13585): -A clip(r) c with the clipped ratio detached;

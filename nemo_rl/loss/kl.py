@@ -21,7 +21,8 @@ def calculate_kl(
 ) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) from samples of the policy (http://joschu.net/blog/kl-approx.html).
 
-    With `L = clamp(reference - policy)`: k1 is `-L`, k2 is `L**2 / 2`, k3 is `exp(L) - 1 - L`. k1 is unbiased and noisy, k2 biased, k3 unbiased and never negative.
+    With `L = clamp(reference - policy)`: k1 is `-L`, k2 is `L**2 / 2`, k3 is `exp(L) - 1 - L`.
+    k1 is unbiased and noisy, k2 biased, k3 unbiased and never negative.
 
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy, any shape.

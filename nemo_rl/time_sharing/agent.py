@@ -4,6 +4,7 @@ Commands are idempotent: a repeated one is answered from memory, one of a past e
 Orders that lose data or mix weights are impossible here whoever asks: a rank is routed only with the published weights, and training GPUs are
 given back only after the new version is out. What takes time is done by a `Host`, which reports back through `performed`.
 """
+
 from __future__ import annotations
 
 import logging
@@ -106,7 +107,9 @@ class Agent:
         if cluster not in self.topology.clusters or priority is Priority.GENERATION:
             raise ProtocolError(f"{self.topology.pipeline}: {cluster!r} at {priority.name} cannot be requested; registered: {sorted(self.topology.clusters)}")
         if self.leaving or cluster in self.wants:
-            raise ProtocolError(f"{self.topology.pipeline}: {cluster} " + ("is requested already" if cluster in self.wants else "cannot be requested while leaving"))
+            raise ProtocolError(
+                f"{self.topology.pipeline}: {cluster} " + ("is requested already" if cluster in self.wants else "cannot be requested while leaving")
+            )
         held = self.holds.get(cluster)
         if held is not None and held.priority is priority:
             raise ProtocolError(f"{self.topology.pipeline}: {cluster} is already held for {priority.name}; release it before asking again")
@@ -129,7 +132,10 @@ class Agent:
         if held is None:
             raise ProtocolError(f"{self.topology.pipeline}: {cluster} is not held; held: {sorted(self.holds)}")
         if held.priority is Priority.ACTOR_TRAINING and self.published != self.cached:
-            raise ProtocolError(f"{self.topology.pipeline}: weights {self.cached} are built but {self.published} is published; refresh and publish before the release of {cluster}")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: weights {self.cached} are built but {self.published} is published; "
+                f"refresh and publish before the release of {cluster}"
+            )
         del self.holds[cluster]
         self._given_back[cluster] = GivenBack(cluster, held.epoch, self.published)
         self._record.emit(MemoryFreed(cluster, held.gpus))
@@ -154,7 +160,9 @@ class Agent:
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
         """Generation of a new batch is waited for: `target` units of `unit` samples, `done` of them buffered already."""
         if target < 0 or done < 0 or unit < 1:
-            raise ProtocolError(f"{self.topology.pipeline}: progress target={target} done={done} unit={unit}; counts cannot be negative and a unit is at least 1 sample")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: progress target={target} done={done} unit={unit}; counts cannot be negative and a unit is at least 1 sample"
+            )
         self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1)
         self._bucket = self._progress_bucket()
         self.send_status()
@@ -187,8 +195,21 @@ class Agent:
         holds = tuple(Held(cluster, held.epoch, held.priority) for cluster, held in self.holds.items())
         awake = tuple((i, r.epoch) for i, r in enumerate(self.ranks) if r.phase is not Phase.ASLEEP)
         broken = tuple(i for i, r in enumerate(self.ranks) if r.broken)
-        self._host.status(Status(self.topology.pipeline, self.incarnation, self._seq, self.demand, tuple(self.wants.values()), holds,
-                                 tuple(self._given_back.values()), awake, broken, self.leaving, self._term))
+        self._host.status(
+            Status(
+                self.topology.pipeline,
+                self.incarnation,
+                self._seq,
+                self.demand,
+                tuple(self.wants.values()),
+                holds,
+                tuple(self._given_back.values()),
+                awake,
+                broken,
+                self.leaving,
+                self._term,
+            )
+        )
 
     # What the scheduler says.
 
@@ -289,8 +310,14 @@ class Agent:
     def _begin(self, rank: LocalRank, command: Command) -> None:
         rank.epoch, rank.newest = max(rank.epoch, command.epoch), max(rank.newest, command.order)
         rank.doing = None
-        begin = {Verb.DRAIN: self._drain, Verb.SLEEP: self._sleep, Verb.WAKE: self._wake, Verb.SYNC: self._sync,
-                 Verb.PUBLISH: self._publish_rank, Verb.ROUTE: self._route}.get(command.verb)
+        begin = {
+            Verb.DRAIN: self._drain,
+            Verb.SLEEP: self._sleep,
+            Verb.WAKE: self._wake,
+            Verb.SYNC: self._sync,
+            Verb.PUBLISH: self._publish_rank,
+            Verb.ROUTE: self._route,
+        }.get(command.verb)
         if begin is None:
             self._answer(command, Outcome.REFUSED, detail=f"{command.verb.value} is not for an agent")
         else:

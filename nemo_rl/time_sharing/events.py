@@ -3,6 +3,7 @@
 All are facts that the scheduler decided or learned, at the time of the entry; none needs another source to be understood. Agents and
 trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker holds against the scheduler's books.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -4,6 +4,7 @@ A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> pu
 GPUs is free. Steps of different pipelines wait for each other only through a GPU they hand over. Commands are repeated until answered,
 which is safe because they are idempotent; one that fails or expires costs a rank or its pipeline, never more.
 """
+
 from __future__ import annotations
 
 import logging
@@ -274,19 +275,39 @@ class Executor:
         held = pipeline.held.get(command.cluster) if pipeline is not None else None
         if command.verb is not Verb.GRANT or held is None:
             return command
-        return Command(command.command, command.term, command.pipeline, command.incarnation, command.verb, command.rank, command.epoch, command.cluster,
-                       held.gpus, held.priority, held.step, held.request)
+        return Command(
+            command.command,
+            command.term,
+            command.pipeline,
+            command.incarnation,
+            command.verb,
+            command.rank,
+            command.epoch,
+            command.cluster,
+            held.gpus,
+            held.priority,
+            held.step,
+            held.request,
+        )
 
     def _rebuild(self, pending: PendingCommand) -> Command:
         pipeline = self._state.pipelines.get(pending.pipeline)
         gpus = pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else ()
-        command = Command(pending.command, self._state.term, pending.pipeline, pending.incarnation, Verb(pending.verb), pending.rank, pending.epoch, pending.cluster, gpus)
+        command = Command(
+            pending.command, self._state.term, pending.pipeline, pending.incarnation, Verb(pending.verb), pending.rank, pending.epoch, pending.cluster, gpus
+        )
         return self._fill_in(command)
 
     def _resume_rank(self, pipeline: PipelineState, rank: int) -> None:
         awake = pipeline.awake[rank]
-        verb = {Phase.WAKING: Verb.WAKE, Phase.SYNCING: Verb.SYNC, Phase.READY: Verb.PUBLISH, Phase.DRAINING: Verb.DRAIN, Phase.SLEEPING: Verb.SLEEP,
-                Phase.FAILED: Verb.REAP}[awake.phase]
+        verb = {
+            Phase.WAKING: Verb.WAKE,
+            Phase.SYNCING: Verb.SYNC,
+            Phase.READY: Verb.PUBLISH,
+            Phase.DRAINING: Verb.DRAIN,
+            Phase.SLEEPING: Verb.SLEEP,
+            Phase.FAILED: Verb.REAP,
+        }[awake.phase]
         self._command(pipeline, verb, rank=rank, epoch=awake.epoch)
 
     def _end_command_of(self, name: str, rank: int, outcome: str) -> None:

@@ -3,6 +3,7 @@
 The log is exact up to where it ends; if its end was lost, agents hold or have given back things the books do not know. What an agent holds and nobody
 else does is adopted; what contradicts another holder costs the pipeline that says so, because a GPU is never on two books.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -3,6 +3,7 @@
 A plan is a set of intentions, not of timings: the executor carries each out as soon as the GPUs it needs are free. Every operation carries the
 reason for it, so that `explain` never has to guess.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set

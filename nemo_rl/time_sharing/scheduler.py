@@ -3,6 +3,7 @@
 Every effect is an event in the log before it is a command on the wire, so a scheduler that is killed goes on from its log; what the log has lost is
 taken from the agents' own inventories. It owns no thread, no socket and no clock: callers pass readings and carry the commands.
 """
+
 from __future__ import annotations
 
 import logging
@@ -75,16 +76,40 @@ class Scheduler:
         self._finish_inventory()
         self._flush()
 
-    def register(self, pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]], reading: float, *,
-                 incarnation: int = 0, weight: float = 1.0, min_share: float = 0.0, max_share: float = 1.0, staleness: int = 1,
-                 rank_batch: int = 1, full_overlap: bool = False) -> Topology:
+    def register(
+        self,
+        pipeline: str,
+        namespace: str,
+        tps: Mapping[str, int],
+        mappings: Mapping[str, Sequence[int]],
+        reading: float,
+        *,
+        incarnation: int = 0,
+        weight: float = 1.0,
+        min_share: float = 0.0,
+        max_share: float = 1.0,
+        staleness: int = 1,
+        rank_batch: int = 1,
+        full_overlap: bool = False,
+    ) -> Topology:
         """Registers and admits a pipeline; repeating the same registration changes nothing.
 
         Raises RegistrationError for a mistake of the user, StillRegistered while an earlier incarnation is being taken down.
         """
         self._advance(reading)
-        topology = register(self.state.pool, pipeline, namespace, tps, mappings, weight=weight, min_share=min_share, max_share=max_share,
-                            staleness=staleness, rank_batch=rank_batch, full_overlap=full_overlap)
+        topology = register(
+            self.state.pool,
+            pipeline,
+            namespace,
+            tps,
+            mappings,
+            weight=weight,
+            min_share=min_share,
+            max_share=max_share,
+            staleness=staleness,
+            rank_batch=rank_batch,
+            full_overlap=full_overlap,
+        )
         known = self.state.pipelines.get(pipeline)
         if known is not None and (known.incarnation, known.spec, known.fenced) == (incarnation, topology.spec, False):
             return known.topology
@@ -214,7 +239,7 @@ class Scheduler:
         name = status.pipeline
         wanted = {want.cluster: want for want in status.wants}
         for cluster, queued in list(pipeline.wants.items()):
-            if wanted.get(cluster, None) is None or wanted[cluster].request > queued.want.request:
+            if wanted.get(cluster) is None or wanted[cluster].request > queued.want.request:
                 self._emit(ev.RequestDropped(name, cluster, queued.want.request, "withdrawn"))
                 if (name, cluster, -1) in self.state.claims:
                     self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))

@@ -3,6 +3,7 @@
 Shares grow with weight times remaining work, never fall below a floor nor rise above a cap, and add up to the budget where the caps allow
 it (water-filling). Rounding gives every pipeline its whole ranks first and the rest by largest remainder (Hamilton's method). Pure arithmetic.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

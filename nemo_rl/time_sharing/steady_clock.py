@@ -2,6 +2,7 @@
 
 Deadlines and leases are measured on it. A machine clock that is set back, or a process that was suspended, would otherwise expire every lease at once.
 """
+
 from __future__ import annotations
 
 

@@ -3,6 +3,7 @@
 Pure, and written without the planner's data structures: it shares only the snapshot and the plan. Each failure names rule, pipeline and GPU. An
 empty answer means that the executor can do everything the plan says without breaking the books.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -164,4 +165,5 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
             continue
         if pipeline.awake[shrink.rank].phase is not Phase.ACTIVE and pipeline.wants:
             continue
-        yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))})"
+        idle = sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))
+        yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {idle})"

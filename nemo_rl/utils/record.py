@@ -4,6 +4,7 @@ Everything that happened in a run can be read back from here, so a line once wri
 trusted. A line is one JSON object: `{"crc":"...", "v":schema, "n":line number, "t":seconds, "src":source, "kind":..., fields}`, the checksum being
 CRC-32 of everything behind its own comma. The events are in `record_events`; what they mean together is for checkers and pictures to say.
 """
+
 from __future__ import annotations
 
 import heapq
@@ -51,7 +52,9 @@ class RecordTooNew(RecordError):
     """A line was written by a newer schema than this reader knows."""
 
     def __init__(self, path: Path, line: int, version: int) -> None:
-        super().__init__(f"{path}: line {line} has schema {version}, this nemo_rl reads up to {SCHEMA_VERSION}; read it with the version that wrote it, or a newer one")
+        super().__init__(
+            f"{path}: line {line} has schema {version}, this nemo_rl reads up to {SCHEMA_VERSION}; read it with the version that wrote it, or a newer one"
+        )
         self.path, self.line, self.version = path, line, version
 
 

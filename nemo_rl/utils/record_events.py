@@ -4,6 +4,7 @@ An event is a frozen dataclass of plain values. Its kind, registered once with `
 needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Rooms above add kinds of their own in the same way (the
 scheduler does). Nothing here knows files, clocks or who writes.
 """
+
 from __future__ import annotations
 
 import types
@@ -105,7 +106,7 @@ def _plain_decoder(hint: type, where: str) -> Decoder:
     if hint is int:
         return _as_int
     if issubclass(hint, Enum):
-        return lambda value: hint(value)
+        return hint
     if issubclass(hint, tuple) and hasattr(hint, "_fields"):
         hints = typing.get_type_hints(hint)
         members = [_decoder(hints[name], f"{where}.{name}") for name in hint._fields]

@@ -160,7 +160,9 @@ class SyncSession:
         marks["total"] = time.monotonic() - started
         marks["finish"] = marks["total"] - marks["begin"] - marks["transfer"]
         nbytes = sum(meta.nbytes for meta in metas)
-        logger.info("sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self._version, spec.transport, nbytes >> 20, len(windows), marks["total"])
+        logger.info(
+            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self._version, spec.transport, nbytes >> 20, len(windows), marks["total"]
+        )
         return SyncReport(self._version, spec.transport, nbytes, len(windows), marks)
 
     def _plan_transport(self, windows: Sequence[Sequence[Any]]) -> tuple[SendSpec, list[int]]:
@@ -179,7 +181,14 @@ class SyncSession:
         return SendSpec(transport, windows, self._options.verify, self._options.timeout_s, nccl), staging_ranks
 
     def _begin(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
-        session = {"id": self.session_id, "transport": spec.transport, "windows": len(spec.windows), "verify": spec.verify, "timeout_s": spec.timeout_s, "nccl": None}
+        session = {
+            "id": self.session_id,
+            "transport": spec.transport,
+            "windows": len(spec.windows),
+            "verify": spec.verify,
+            "timeout_s": spec.timeout_s,
+            "nccl": None,
+        }
         if spec.nccl is not None:
             session["nccl"] = {"address": spec.nccl.address, "port": spec.nccl.port, "world_size": spec.nccl.world_size}
         with ThreadPoolExecutor(1) as pool:

@@ -49,7 +49,10 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 
 
 def run(preset: str) -> tuple[BatchedDataDict[Any], torch.Tensor, dict[str, torch.Tensor]]:
-    """Advantages of the batch, gradient with respect to the log-probabilities [6, 7], metrics. Old and current policy are the same, the engines differ a little."""
+    """Advantages of the batch, gradient with respect to the log-probabilities [6, 7], metrics.
+
+    Old and current policy are the same, the engines differ a little.
+    """
     switches, loss_switches = PRESETS[preset]
     cfg, loss_fn = GRPOConfig(**switches), ClippedPGLossFn(ClippedPGLossConfig(**loss_switches))
     generator = torch.Generator().manual_seed(0)

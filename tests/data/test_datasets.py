@@ -195,7 +195,8 @@ def test_a_users_class_gets_every_key_of_its_entry(tmp_path: Path, monkeypatch: 
         "class Rows(RawDataset):\n"
         "    def __init__(self, colour, **settings):\n"
         "        self.task_name = 'theirs'\n"
-        "        self.dataset = Dataset.from_list([{'messages': [{'role': 'user', 'content': colour}, {'role': 'assistant', 'content': 'x'}], 'task_name': 'theirs'}])\n"
+        "        messages = [{'role': 'user', 'content': colour}, {'role': 'assistant', 'content': 'x'}]\n"
+        "        self.dataset = Dataset.from_list([{'messages': messages, 'task_name': 'theirs'}])\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert question_and_answer(load(dataset_name="their_rows.Rows", colour="red")) == ("red", "x")

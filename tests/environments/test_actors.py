@@ -81,7 +81,9 @@ def test_a_users_environment_becomes_an_actor_and_its_failures_name_it(cluster: 
 
 
 def test_mathematics_runs_as_an_actor(cluster: Path) -> None:
-    config = MasterConfig(env={"math": {"num_workers": 1}}, data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "prompt_file": None}})
+    config = MasterConfig(
+        env={"math": {"num_workers": 1}}, data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "prompt_file": None}}
+    )
     _, _, task_to_env, _ = setup_response_data(None, config.data, config.env)
     actor = task_to_env["arithmetic"]
     result = step_environment(actor, said("so \\boxed{19.0}"), [{"ground_truth": "19"}, {"ground_truth": "20"}], timeout_s=120, name="math")

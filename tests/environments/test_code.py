@@ -25,7 +25,14 @@ def test_code_is_found_between_tags_and_fences_even_when_a_stop_string_cut_it() 
 
 
 def test_output_tests_and_failures_decide_the_reward() -> None:
-    responses = ["<code>print(6*7)</code>", "<code>print(6*7)</code>", "<code>def f(): return 1</code>", "<code>def f(): return 2</code>", "<code>1/0</code>", "talk"]
+    responses = [
+        "<code>print(6*7)</code>",
+        "<code>print(6*7)</code>",
+        "<code>def f(): return 1</code>",
+        "<code>def f(): return 2</code>",
+        "<code>1/0</code>",
+        "talk",
+    ]
     metadata: list[dict[str, Any]] = [{"ground_truth": "42"}, {}, {"tests": "assert f() == 1"}, {"tests": "assert f() == 1"}, {"ground_truth": ""}, {}]
     result = stepped(responses, metadata)
     assert result.rewards.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]

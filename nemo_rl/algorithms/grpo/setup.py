@@ -142,7 +142,7 @@ def _build(
         timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
         progress=RunProgress(_total_steps(config, loaders[0]), first_step=state.step),
         environments=actors,
-        clusters=[cluster for cluster in {id(c): c for c in (clusters.training, clusters.generation) if c is not None}.values()],
+        clusters=list({id(c): c for c in (clusters.training, clusters.generation) if c is not None}.values()),
         device_count=DeviceCount(
             config.cluster.gpus_per_node * config.cluster.num_nodes, training_world_size(config), generation_world_size(config) if generation is not None else 0
         ),

@@ -27,7 +27,9 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     """
     cfg = run.config.grpo
     if run.val_loader is None or run.validation_rollouts is None:
-        raise ValueError("validation needs data.validation (or data.train.split_validation_size); set it, or switch val_period, val_at_start and val_at_end off")
+        raise ValueError(
+            "validation needs data.validation (or data.train.split_validation_size); set it, or switch val_period, val_at_start and val_at_end off"
+        )
     run.progress.phase("validation")
     with run.timer.time("total_validation_time"):
         if run.refitter is not None:

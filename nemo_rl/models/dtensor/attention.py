@@ -89,7 +89,9 @@ def packed_attention(
         out_THD = _flash(query_THD, key_TKD, value_TKD, borders_q, borders_k, segments.max_seqlen, scaling, sliding_window)
     else:
         if sliding_window is not None and segments.max_seqlen > sliding_window:
-            raise NotImplementedError(f"sequences of {segments.max_seqlen} tokens exceed the model's sliding window {sliding_window}, which needs a GPU and half precision")
+            raise NotImplementedError(
+                f"sequences of {segments.max_seqlen} tokens exceed the model's sliding window {sliding_window}, which needs a GPU and half precision"
+            )
         out_THD = _side_by_side(query_THD, key_TKD, value_TKD, borders_q, borders_k, scaling)
     return out_THD.unsqueeze(0), None
 

@@ -103,7 +103,9 @@ def _read_weights(source: str, config: Any, trust_remote_code: bool) -> dict[str
         raise ModelNotFoundError(f"policy.model_name={source!r} cannot be loaded: {error}") from error
     missing = [name for name in report["missing_keys"] if not (config.tie_word_embeddings and name.startswith("lm_head"))]
     if missing or report.get("mismatched_keys"):
-        raise CheckpointMismatchError(f"{source}: {len(missing)} weights missing ({missing[:3]}), {len(report.get('mismatched_keys', []))} of another shape; it holds another model")
+        raise CheckpointMismatchError(
+            f"{source}: {len(missing)} weights missing ({missing[:3]}), {len(report.get('mismatched_keys', []))} of another shape; it holds another model"
+        )
     return model.state_dict()
 
 

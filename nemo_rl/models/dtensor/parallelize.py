@@ -47,7 +47,8 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
     needed = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     if not needed <= names:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no {sorted(needed - names)}; give a plan of your own in policy.dtensor_cfg.custom_parallel_plan or set tensor_parallel_size=1"
+            f"{type(model).__name__} has no {sorted(needed - names)}; "
+            "give a plan of your own in policy.dtensor_cfg.custom_parallel_plan or set tensor_parallel_size=1"
         )
     row_output = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=row_output)}
@@ -60,7 +61,9 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
             "norm": SequenceParallel(),
             "layers.*.input_layernorm": SequenceParallel(),
             "layers.*.post_attention_layernorm": SequenceParallel(),
-            "layers.*.self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}),
+            "layers.*.self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+            ),
             "layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         }
     return plan
@@ -97,7 +100,9 @@ def _plan(model: Any, cfg: DTensorConfig) -> dict[str, ParallelStyle]:
     plan = resolve_fqn(cfg.custom_parallel_plan)
     plan = plan(model) if callable(plan) else plan
     if not isinstance(plan, Mapping):
-        raise UnsupportedModelError(f"policy.dtensor_cfg.custom_parallel_plan={cfg.custom_parallel_plan} is a {type(plan).__name__}, expected a mapping of module to ParallelStyle")
+        raise UnsupportedModelError(
+            f"policy.dtensor_cfg.custom_parallel_plan={cfg.custom_parallel_plan} is a {type(plan).__name__}, expected a mapping of module to ParallelStyle"
+        )
     return dict(plan)
 
 

@@ -154,7 +154,12 @@ def _pick(logits_CW: torch.Tensor, target_C: torch.Tensor, group: dist.ProcessGr
 
 
 def _score_chunk(
-    hidden_CD: torch.Tensor, weight_WD: torch.Tensor, bias_W: torch.Tensor | None, target_C: torch.Tensor, transform: LogitTransform, group: dist.ProcessGroup | None
+    hidden_CD: torch.Tensor,
+    weight_WD: torch.Tensor,
+    bias_W: torch.Tensor | None,
+    target_C: torch.Tensor,
+    transform: LogitTransform,
+    group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_CW = transform.model_logits(local_logits(hidden_CD, weight_WD, bias_W))
     unfiltered_C = _pick(logits_CW, target_C, group)

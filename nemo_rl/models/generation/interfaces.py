@@ -93,7 +93,9 @@ class GenerationResult:
         return self.finish_reason == "length"
 
 
-def verify_right_padding(data: BatchedDataDict[Any], pad_value: int, *, ids_key: str = "input_ids", lengths_key: str = "input_lengths") -> tuple[bool, str | None]:
+def verify_right_padding(
+    data: BatchedDataDict[Any], pad_value: int, *, ids_key: str = "input_ids", lengths_key: str = "input_lengths"
+) -> tuple[bool, str | None]:
     """Whether every row is padded on the right with `pad_value` after its length; the first fault as text otherwise."""
     ids_BS, lengths_B = data[ids_key], data[lengths_key]
     positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
@@ -102,7 +104,10 @@ def verify_right_padding(data: BatchedDataDict[Any], pad_value: int, *, ids_key:
         return False, f"{lengths_key} exceeds the width {ids_BS.shape[1]} of {ids_key}"
     if bool(bad_BS.any()):
         row, column = (int(i) for i in bad_BS.nonzero()[0])
-        return False, f"row {row} has {int(ids_BS[row, column])} at position {column}, after its length {int(lengths_B[row])}; pad on the right with {pad_value}"
+        return (
+            False,
+            f"row {row} has {int(ids_BS[row, column])} at position {column}, after its length {int(lengths_B[row])}; pad on the right with {pad_value}",
+        )
     return True, None
 
 

@@ -29,8 +29,8 @@ class Router:
         if policy not in ("least_outstanding_tokens", "round_robin"):
             raise ValueError(f"policy.generation.router={policy!r}: choose least_outstanding_tokens or round_robin")
         self._policy = policy
-        self._outstanding = {shard: 0 for shard in range(shards)}
-        self._requests = {shard: 0 for shard in range(shards)}
+        self._outstanding = dict.fromkeys(range(shards), 0)
+        self._requests = dict.fromkeys(range(shards), 0)
         self._active = set(range(shards))
         self._next = 0
         self.generation = 0

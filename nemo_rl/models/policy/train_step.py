@@ -150,7 +150,12 @@ class TrainStep:
         loss = self._backend.sum_over_data(local["loss"].double().sum().to(self._backend.device) if "loss" in local else step.counts.new_zeros(()))
         bad = self._backend.sum_over_data(torch.tensor([0.0 if math.isfinite(grad_norm) else 1.0], device=self._backend.device))
         if float(bad) or not math.isfinite(float(loss)):
-            samples = [n for result, numbers in zip(step.results, step.samples, strict=True) for n, is_bad in zip(numbers, result.bad_rows_B.tolist(), strict=True) if is_bad]
+            samples = [
+                n
+                for result, numbers in zip(step.results, step.samples, strict=True)
+                for n, is_bad in zip(numbers, result.bad_rows_B.tolist(), strict=True)
+                if is_bad
+            ]
             self.abort()
             raise NonFiniteStepError(
                 f"the step was refused, weights are unchanged: loss {float(loss)}, gradient norm {grad_norm}; "

@@ -3,6 +3,7 @@
 A shard with n running requests advances each of them at `tokens_per_s / (1 + n / half_batch)`, so the rate of a shard saturates and a batch never
 ends before its longest sample. Tokens are stamped with the weights that the shard really holds, which is the truth the checker judges stamps by.
 """
+
 from __future__ import annotations
 
 import heapq

@@ -3,6 +3,7 @@
 The driver does what a GRPO driver does: admit prompt groups up to the staleness bound, generate, train a step when its groups are there, cache,
 offload, refresh, publish, release. It can be killed at any moment and comes back from its last trained step under a new incarnation.
 """
+
 from __future__ import annotations
 
 import math
@@ -248,8 +249,13 @@ class SimulatedJob:
         if life is None:
             return
         costs, faults, now = self.costs, self.world.scenario.faults, self.world.loop.now
-        seconds = {Verb.DRAIN.value: costs.drain_s, Verb.SLEEP.value: costs.sleep_s, Verb.WAKE.value: costs.wake_s,
-                   Verb.SYNC.value: costs.sync_s, REFRESH: costs.refresh_s}[operation.kind]
+        seconds = {
+            Verb.DRAIN.value: costs.drain_s,
+            Verb.SLEEP.value: costs.sleep_s,
+            Verb.WAKE.value: costs.wake_s,
+            Verb.SYNC.value: costs.sync_s,
+            REFRESH: costs.refresh_s,
+        }[operation.kind]
         if operation.kind == Verb.WAKE.value and operation.rank not in life.started_ranks:
             seconds = costs.start_s
         ok = True

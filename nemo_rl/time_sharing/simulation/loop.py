@@ -2,6 +2,7 @@
 
 Two runs with the same seed and the same calls happen in the same order, because ties are broken by the order of scheduling.
 """
+
 from __future__ import annotations
 
 import heapq

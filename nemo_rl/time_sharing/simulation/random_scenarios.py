@@ -2,6 +2,7 @@
 
 Times are short against the faults' rates, so that crashes, losses and time-outs meet every phase of every hand-over many times in a few virtual minutes.
 """
+
 from __future__ import annotations
 
 import random
@@ -10,8 +11,20 @@ from typing import Any
 from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
 
 _LIMITS = {
-    "aging_s": 20.0, "min_hold_s": 3.0, "max_hold_s": 300.0, "heartbeat_s": 2.0, "lease_s": 12.0, "retry_s": 1.0, "drain_s": 8.0, "sleep_s": 8.0,
-    "wake_s": 15.0, "sync_s": 15.0, "route_s": 15.0, "grant_s": 10.0, "reap_s": 8.0, "quarantine_s": 20.0,
+    "aging_s": 20.0,
+    "min_hold_s": 3.0,
+    "max_hold_s": 300.0,
+    "heartbeat_s": 2.0,
+    "lease_s": 12.0,
+    "retry_s": 1.0,
+    "drain_s": 8.0,
+    "sleep_s": 8.0,
+    "wake_s": 15.0,
+    "sync_s": 15.0,
+    "route_s": 15.0,
+    "grant_s": 10.0,
+    "reap_s": 8.0,
+    "quarantine_s": 20.0,
 }
 _FAULT_RATES = {"agent_crashes": 40.0, "scheduler_crashes": 30.0, "partitions": 30.0, "stuck_shards": 20.0, "slow_shards": 20.0, "clock_jumps": 15.0}
 
@@ -22,17 +35,30 @@ def random_scenario(seed: int) -> Scenario:
     per_node = rng.choice((2, 4, 8))
     nodes = rng.choice((1, 1, 2))
     jobs = [_job(rng, number, nodes * per_node, per_node) for number in range(rng.randint(2, 6))]
-    return parse_scenario({
-        "name": f"random {seed}", "pool": {"nodes": nodes, "gpus_per_node": per_node}, "jobs": jobs, "limits": _LIMITS, "horizon_s": 20_000.0,
-        "network": _network(rng), "faults": _faults(rng), "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
-    })
+    return parse_scenario(
+        {
+            "name": f"random {seed}",
+            "pool": {"nodes": nodes, "gpus_per_node": per_node},
+            "jobs": jobs,
+            "limits": _LIMITS,
+            "horizon_s": 20_000.0,
+            "network": _network(rng),
+            "faults": _faults(rng),
+            "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
+        }
+    )
 
 
 def _network(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         return {"delay_s": 0.002}
-    return {"delay_s": rng.choice((0.001, 0.01, 0.1)), "loss": rng.choice((0.0, 0.02, 0.1)), "duplicate": rng.choice((0.0, 0.05)),
-            "slow": rng.choice((0.0, 0.05)), "slow_s": 2.0}
+    return {
+        "delay_s": rng.choice((0.001, 0.01, 0.1)),
+        "loss": rng.choice((0.0, 0.02, 0.1)),
+        "duplicate": rng.choice((0.0, 0.05)),
+        "slow": rng.choice((0.0, 0.05)),
+        "slow_s": 2.0,
+    }
 
 
 def _faults(rng: random.Random) -> dict[str, Any]:
@@ -49,9 +75,19 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> dict[str,
     train = infer[: rng.randint(1, len(infer) - tp)] if rng.random() < 0.5 else sorted(rng.sample(infer[tp:], rng.randint(1, len(infer) - tp)))
     groups = rng.choice((2, 4, 8))
     job: dict[str, Any] = {
-        "name": f"job{number}", "train": train, "infer": infer, "tp": tp, "steps": rng.randint(4, 12), "groups": groups, "samples_per_group": rng.choice((4, 8)),
-        "staleness": rng.choice((0, 1, 1, 2)), "train_s": rng.uniform(1, 15), "log_probs_s": rng.choice((0.0, 2.0)), "weight": rng.choice((1.0, 1.0, 3.0)),
-        "tokens": {"median": rng.choice((100, 400)), "sigma": rng.choice((0.8, 1.2)), "max": 4000}, "engine": {"half_batch": rng.choice((8, 64))},
+        "name": f"job{number}",
+        "train": train,
+        "infer": infer,
+        "tp": tp,
+        "steps": rng.randint(4, 12),
+        "groups": groups,
+        "samples_per_group": rng.choice((4, 8)),
+        "staleness": rng.choice((0, 1, 1, 2)),
+        "train_s": rng.uniform(1, 15),
+        "log_probs_s": rng.choice((0.0, 2.0)),
+        "weight": rng.choice((1.0, 1.0, 3.0)),
+        "tokens": {"median": rng.choice((100, 400)), "sigma": rng.choice((0.8, 1.2)), "max": 4000},
+        "engine": {"half_batch": rng.choice((8, 64))},
         "arrive_s": rng.choice((0.0, rng.uniform(0, 100))),
     }
     if rng.random() < 0.15:

@@ -15,7 +15,17 @@ from torch.storage import UntypedStorage
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
 # torch's reduction of a CUDA tensor is these arguments of `rebuild_cuda_tensor`; only plain values cross the process border.
-_PLAIN = ("storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required")
+_PLAIN = (
+    "storage_device",
+    "storage_handle",
+    "storage_size_bytes",
+    "storage_offset_bytes",
+    "requires_grad",
+    "ref_counter_handle",
+    "ref_counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
 
 
 class CudaIpcStaging(Staging):

@@ -30,7 +30,9 @@ class HostStaging(Staging):
         stat = os.statvfs(SHARED_MEMORY_DIR)
         available = stat.f_bavail * stat.f_frsize
         if nbytes > available:
-            raise TransportError(f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, the staging buffer needs {nbytes >> 20} MiB; lower weight_sync.bucket_bytes")
+            raise TransportError(
+                f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, the staging buffer needs {nbytes >> 20} MiB; lower weight_sync.bucket_bytes"
+            )
         descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.ftruncate(descriptor, nbytes)

@@ -136,7 +136,12 @@ class VllmGeneration(GenerationInterface):
         configured = tuple(self.cfg.stop_strings or ())
         return [
             GenerationRequest(
-                f"{batch}-{row}", ids[:length].tolist(), self.cfg.max_new_tokens, sampling, seed, configured + tuple(s for s in (stop or ()) if s not in configured)
+                f"{batch}-{row}",
+                ids[:length].tolist(),
+                self.cfg.max_new_tokens,
+                sampling,
+                seed,
+                configured + tuple(s for s in (stop or ()) if s not in configured),
             )
             for row, (ids, length, stop, seed) in enumerate(zip(data["input_ids"], lengths, stops, seeds, strict=True))
         ]

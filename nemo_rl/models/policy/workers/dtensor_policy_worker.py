@@ -185,7 +185,10 @@ class DTensorPolicyWorker:
         for _ in range(self.backend.max_over_data(count) - count):
             self.backend.evaluate(batch.slice(0, 1), loss_fn)
         self.scorer.reshard()
-        metrics = {name: [float(v) for v in values] for name, values in normalize_metrics({n: torch.stack([s[n].double() for s in sums]) for n in sums[0]}, loss_fn, *counts).items()}
+        metrics = {
+            name: [float(v) for v in values]
+            for name, values in normalize_metrics({n: torch.stack([s[n].double() for s in sums]) for n in sums[0]}, loss_fn, *counts).items()
+        }
         loss = self.mesh.sum_over_data(torch.tensor(sum(metrics["loss"]), dtype=torch.float64, device=self.mesh.device))
         return StepResult(float(loss), 0.0, metrics, *counts)
 
@@ -311,7 +314,9 @@ class DTensorPolicyWorker:
         """A digest of every full weight, equal on every rank; for tests of exact equality."""
         import hashlib
 
-        return {name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest() for name, tensor in full_weights(self.scorer, None, self.mesh.device)}
+        return {
+            name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest() for name, tensor in full_weights(self.scorer, None, self.mesh.device)
+        }
 
     def shutdown(self) -> None:
         """Leaves the process groups."""
