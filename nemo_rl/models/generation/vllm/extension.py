@@ -46,8 +46,20 @@ class _VllmModel:
             from vllm.config import set_current_vllm_config
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+            model = self._worker.model_runner.get_model()
             with set_current_vllm_config(self._worker.vllm_config):
-                finalize_layerwise_reload(self._worker.model_runner.get_model(), self._worker.model_config)
+                finalize_layerwise_reload(model, self._worker.model_config)
+            _repack_embeddings(model)
+
+
+def _repack_embeddings(model: torch.nn.Module) -> None:
+    # An output projection tied to the embedding gets no weights of its own in a layer-wise reload, so its packed copy
+    # would keep the old ones: the engine would then sample from a model that is neither old nor new.
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
 
 
 class VllmInternalWorkerExtension:
