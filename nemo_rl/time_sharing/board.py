@@ -37,11 +37,19 @@ class Board:
         self.reserved: dict[int, Reservation] = {}
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
-        self.fixed_this_plan: set[str] = set()
         self.kind = self._kinds()
         self.counts: dict[str, int] = {
             name: len(p.claimed_ranks) + sum(1 for rank in p.awake.values() if rank.phase not in FALLING) for name, p in snapshot.pipelines.items()
         }
+
+        # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
+        self.fixed_gpus: dict[str, int] = {name: sum(len(held.gpus) for held in p.held.values()) for name, p in snapshot.pipelines.items()}
+        for claim in {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values():
+            self.fixed_gpus[claim.pipeline] += len(claim.gpus)
+
+    def gpus_of(self, name: str) -> int:
+        """GPUs that a pipeline holds or is about to hold, for training and for generation."""
+        return self.fixed_gpus[name] + self.counts[name] * self.pipelines[name].topology.tp
 
     def _kinds(self) -> bytearray:
         kind = bytearray(len(self.owner))
@@ -79,8 +87,9 @@ class Board:
         for gpu in gpus:
             self.kind[gpu] = BLOCKED
 
-    def granted_fixed(self, name: str) -> None:
-        self.fixed_this_plan.add(name)
+    def claim_fixed(self, name: str, gpus: tuple[int, ...]) -> None:
+        self.claim(gpus)
+        self.fixed_gpus[name] += len(gpus)
 
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
         for gpu in gpus:

@@ -33,26 +33,28 @@ def turn_seconds(board: Board, pipeline: PipelineState) -> float:
 
 def share(board: Board, result: Plan) -> None:
     """Adds the expands and shrinks of elastic generation to the plan."""
-    budget = sum(1 for kind in board.kind if kind != BLOCKED)
-    claimants = [_claimant(name, pipeline) for name, pipeline in board.pipelines.items() if useful_ranks(pipeline) > 0]
+    claimants = [_claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if useful_ranks(pipeline) > 0]
     if not claimants:
         return
-    # What generation already has or is about to get counts in the budget as well, though claimed GPUs are out of reach for new decisions.
-    budget += sum(len(claim.gpus) for claim in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values())
-    budget += sum(len(e.gpus) for e in result.expands)
+    budget = len(board.kind) - len(board.quarantined)
     shares = fill(budget, claimants)
-    targets = whole_ranks(budget, claimants, shares)
+    targets = {name: ranks * board.pipelines[name].topology.tp for name, ranks in whole_ranks(budget, claimants, shares).items()}
     result.entitled = shares
     open_names = [c.name for c in claimants if c.name not in board.no_expand and not _trains_next(board.pipelines[c.name])]
     _hand_out_free(board, result, open_names, shares, targets)
     _move_busy(board, result, open_names, shares, targets)
 
 
-def _claimant(name: str, pipeline: PipelineState) -> Claimant:
+def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
     tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
-    cap = useful_ranks(pipeline)
-    floor = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), cap)
-    return Claimant(name, pipeline.spec.weight * pipeline.demand.remaining, floor * tp, cap * tp, tp)
+    useful = useful_ranks(pipeline)
+    floor = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), useful)
+    return Claimant(name, pipeline.spec.weight * pipeline.demand.remaining, floor * tp, useful * tp + board.fixed_gpus[name], tp)
+
+
+def _served(board: Board, name: str, shares: dict[str, float], more: int = 0) -> float:
+    """Which part of its share a pipeline has, with `more` GPUs added."""
+    return (board.gpus_of(name) + more) / max(shares[name], 1e-9)
 
 
 def _trains_next(pipeline: PipelineState) -> bool:
@@ -65,8 +67,7 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
     worst = FREE
     kind = board.kind
     for gpu in gpus:
-        if kind[gpu] > worst:
-            worst = kind[gpu]
+        worst = max(worst, kind[gpu])
     if worst != BLOCKED and board.reserved:
         for gpu in gpus:
             reservation = board.reserved.get(gpu)
@@ -96,48 +97,46 @@ def _hand_out_free(board: Board, result: Plan, names: list[str], shares: dict[st
     if all(kind >= RANK for kind in board.kind):
         return
     scans = {name: _candidates(board, board.pipelines[name]) for name in names}
-    tps = {name: board.pipelines[name].topology.tp for name in names}
     for spare in (False, True):
-        limits = {name: useful_ranks(board.pipelines[name]) if spare else targets[name] for name in names}
-        heap = [(board.counts[name] * tps[name] / max(shares[name], 1e-9), name) for name in names if board.counts[name] < limits[name]]
+        heap = [(_served(board, name, shares), name) for name in names if _wants_more(board, name, targets, spare)]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
             rank = next((r for r in scans[name] if _rank_state(board, board.ranks_of(name)[r], name) <= FREEING), None)
             if rank is None:
                 continue
-            why: Reason = ("spare",) if spare else ("share", board.counts[name] * tps[name], shares[name])
-            _expand(board, result, name, rank, why)
-            if board.counts[name] < limits[name]:
-                heapq.heappush(heap, (board.counts[name] * tps[name] / max(shares[name], 1e-9), name))
+            _expand(board, result, name, rank, ("spare",) if spare else ("share", board.gpus_of(name), shares[name]))
+            if _wants_more(board, name, targets, spare):
+                heapq.heappush(heap, (_served(board, name, shares), name))
+
+
+def _wants_more(board: Board, name: str, targets: dict[str, int], spare: bool) -> bool:
+    pipeline = board.pipelines[name]
+    below_share = board.gpus_of(name) + pipeline.topology.tp <= targets[name]
+    return board.counts[name] < useful_ranks(pipeline) and (spare or below_share)
 
 
 def _move_busy(board: Board, result: Plan, names: list[str], shares: dict[str, float], targets: dict[str, int]) -> None:
     """Moves ranks from pipelines above their share to pipelines below it, where the mapping allows."""
-    served = {name: board.counts[name] * board.pipelines[name].topology.tp / max(shares[name], 1e-9) for name in shares}
-    for name in sorted((n for n in names if board.counts[n] < targets[n]), key=lambda n: (served[n], n)):
+    for name in sorted((n for n in names if _wants_more(board, n, targets, False)), key=lambda n: (_served(board, n, shares), n)):
         pipeline = board.pipelines[name]
-        tp = pipeline.topology.tp
         options = []
         for rank in _candidates(board, pipeline):
             gpus = pipeline.topology.ranks[rank]
             if _rank_state(board, gpus, name) == RANK:
                 donors = _donors(board, gpus)
                 if donors is not None:
-                    options.append((max(-served.get(donor, math.inf) for donor, _ in donors), rank, donors))
+                    options.append((max(-_served(board, d, shares) if d in shares else -math.inf for d, _ in donors), rank, donors))
         options.sort()
         for _, rank, donors in options:
-            if board.counts[name] >= targets[name]:
+            if not _wants_more(board, name, targets, False):
                 break
-            after = (board.counts[name] + 1) * tp / max(shares[name], 1e-9)
-            if all(_may_give(board, shares, donor, drank, served, name, after) for donor, drank in donors):
+            if all(_may_give(board, shares, donor, drank, name) for donor, drank in donors):
+                mine = _served(board, name, shares)
                 for donor, drank in donors:
-                    why: Reason = ("gives", donor, served[donor], name, served[name]) if shares.get(donor, 0.0) > 0 else ("surplus", donor, name)
+                    why: Reason = ("gives", donor, _served(board, donor, shares), name, mine) if donor in shares else ("surplus", donor, name)
                     board.shrink(result, donor, drank, why)
-                    if donor in served:
-                        served[donor] = board.counts[donor] * board.pipelines[donor].topology.tp / max(shares[donor], 1e-9)
-                _expand(board, result, name, rank, ("share", board.counts[name] * tp, shares[name]))
-                served[name] = after
+                _expand(board, result, name, rank, ("share", board.gpus_of(name), shares[name]))
 
 
 def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
@@ -163,15 +162,15 @@ def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None
     return donors
 
 
-def _may_give(board: Board, shares: dict[str, float], donor: str, rank: int, served: dict[str, float], taker: str, after: float) -> bool:
+def _may_give(board: Board, shares: dict[str, float], donor: str, rank: int, taker: str) -> bool:
     """Giving must leave the giver at least as well served as the taker becomes, by a margin; a pipeline without use for the rank just gives."""
     if donor == taker or (donor, rank) in board.shrunk:
         return False
-    pipeline = board.pipelines[donor]
-    if board.counts[donor] > useful_ranks(pipeline):
+    if board.counts[donor] > useful_ranks(board.pipelines[donor]):
         return True
-    left = (board.counts[donor] - 1) * pipeline.topology.tp / max(shares[donor], 1e-9)
-    return left >= after and served[donor] >= (1 + board.limits.hysteresis) * served[taker]
+    tp = board.pipelines[donor].topology.tp
+    after = _served(board, taker, shares, board.pipelines[taker].topology.tp)
+    return _served(board, donor, shares, -tp) >= after and _served(board, donor, shares) >= (1 + board.limits.hysteresis) * _served(board, taker, shares)
 
 
 def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:
@@ -193,7 +192,7 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
             return
         if not any(gpu in board.quarantined for gpu in gpus):
             fallback = rank if fallback is None else fallback
-        if state == RANK:
+        if state == RANK and not pipeline.held:
             donors = _donors(board, gpus)
             if donors is not None and all((d, r) not in board.shrunk for d, r in donors):
                 held = min(board.pipelines[d].awake[r].since for d, r in donors)

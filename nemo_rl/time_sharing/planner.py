@@ -115,8 +115,7 @@ def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState,
         return
     for name, rank in sorted(found.victims):
         board.shrink(result, name, rank, ("for_grant", board.ranks_of(name)[rank], item.cluster, item.name))
-    board.claim(gpus)
-    board.granted_fixed(item.name)
+    board.claim_fixed(item.name, gpus)
     why: Reason = ("evicts", _names(found.victims)) if found.victims else ("free",)
     if found.passed:
         why = ("backfill", board.now + (board.estimate(pipeline, want.priority) or 0.0))

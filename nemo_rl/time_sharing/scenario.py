@@ -6,6 +6,7 @@ mappings are checked by the same rules as a real registration. Times are in seco
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, register
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
 
 Seconds = Annotated[float, Field(ge=0.0, le=1e7, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -150,7 +151,7 @@ class Scenario(_Section):
             return given
         pool = PoolSection.model_validate(given.get("pool", {}))
         size = pool.nodes * pool.gpus_per_node
-        jobs = list(given.get("jobs", ()))
+        jobs: list[object] = list(given.get("jobs", ()))
         for name, raw in given["fleets"].items():
             fleet = Fleet.model_validate(raw)
             jobs += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
@@ -165,9 +166,9 @@ class Scenario(_Section):
             if value < 0:
                 raise ValueError(f"limits.{key}: {value} is negative")
         names = [job.name for job in self.jobs]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"jobs: two jobs are called {name!r}")
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(f"jobs: two jobs are called {twice[0]!r}")
         if not self.jobs:
             raise ValueError("jobs: a scenario needs at least one job, or a fleet")
         for number, job in enumerate(self.jobs):
@@ -184,8 +185,7 @@ class Scenario(_Section):
 
     @property
     def scheduler_limits(self) -> Limits:
-        whole = {"max_backfills"}
-        return Limits(**{key: int(value) if key in whole else value for key, value in self.limits.items()})
+        return limits_from(self.limits)
 
 
 def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, Any]:

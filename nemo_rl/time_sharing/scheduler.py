@@ -36,14 +36,17 @@ class Scheduler:
     """Decides and keeps the books.
 
     record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a REAP to the daemon that
-    ends processes. clock: steady time, advanced here only. rule: the planner.
+    ends processes. clock: steady time, advanced here only. notify: tells an agent at once that it is dismissed (if that is lost, the reply to
+    its next heartbeat says so). rule: the planner. validator: what a plan
+    must pass.
     """
 
-    def __init__(self, record: Record, send: Callable[[Command], None], clock: SteadyClock, *, rule: PlanRule = planner.plan) -> None:
+    def __init__(self, record: Record, send: Callable[[Command], None], clock: SteadyClock, *, notify: Callable[[Reply], None] = lambda reply: None,
+                 rule: PlanRule = planner.plan, validator: Callable[[Snapshot, Plan], list[str]] = validate) -> None:
         self.state = SchedulerState()
         self.clock = clock
-        self._record, self._rule = record, rule
-        self._send_now = send
+        self._record, self._rule, self._validate = record, rule, validator
+        self._send_now, self._notify = send, notify
         self._outbox: list[Command] = []
         self._executor = Executor(self.state, self._emit, self._outbox.append, lambda: clock.now)
         self._seen: dict[str, float] = {}
@@ -198,7 +201,8 @@ class Scheduler:
         """The log reaches the operating system before any command leaves."""
         if self._outbox:
             self._record.flush()
-            outbox, self._outbox[:] = list(self._outbox), []
+            outbox = list(self._outbox)
+            self._outbox.clear()
             for command in outbox:
                 self._send_now(command)
 
@@ -259,6 +263,7 @@ class Scheduler:
         self._emit(ev.Unregistered(name, pipeline.incarnation, "left"))
         self._seen.pop(name, None)
         self._inventoried.discard(name)
+        self._notify(Reply(name, pipeline.incarnation, self.state.term, False))
 
     def _check_leases(self) -> None:
         now, limits = self.clock.now, self.state.limits
@@ -294,7 +299,7 @@ class Scheduler:
         self._look_again = plan.wake_at
         if plan.empty:
             return
-        problems = validate(snapshot, plan)
+        problems = self._validate(snapshot, plan)
         if problems:
             logger.error("event=plan_rejected problems=%s", "; ".join(problems))
             self._emit(ev.PlanRejected(tuple(problems)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.topology import Pool, Topology
-from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Demand, Limits, Phase, PipelineSpec, Priority, Want
+from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Demand, Limits, Phase, PipelineSpec, Priority, Want, limits_from
 from nemo_rl.utils.record import Entry
 
 _EWMA = 0.3
@@ -213,8 +213,7 @@ def replay(entries: Iterable[Entry]) -> SchedulerState:
 
 def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None:
     state.pool = Pool(event.nodes, event.gpus_per_node)
-    whole = {name for name, kind in Limits.__annotations__.items() if kind in ("int", int)}
-    state.limits = Limits(**{name: int(value) if name in whole else value for name, value in event.limits.items()})
+    state.limits = limits_from(event.limits)
     state.owner = [None] * state.pool.size
 
 

@@ -5,7 +5,8 @@ none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -238,3 +239,9 @@ class Limits:
             Verb.GRANT: self.grant_s, Verb.DRAIN: self.drain_s, Verb.SLEEP: self.sleep_s, Verb.WAKE: self.wake_s,
             Verb.SYNC: self.sync_s, Verb.PUBLISH: self.route_s, Verb.ROUTE: self.route_s, Verb.REAP: self.reap_s,
         }[verb]
+
+
+def limits_from(values: Mapping[str, float]) -> Limits:
+    """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no limit."""
+    whole = {name: int(value) for name, value in values.items() if name == "max_backfills"}
+    return replace(Limits(), **whole, **{name: value for name, value in values.items() if name not in whole})

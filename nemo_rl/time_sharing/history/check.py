@@ -6,7 +6,7 @@ events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
@@ -27,7 +27,7 @@ INVARIANTS = {
     10: "conservation of GPUs",
 }
 
-Handler = Callable[[Entry], None]
+Handler = Callable[[Entry, Any], None]
 
 
 class Violation(NamedTuple):
@@ -68,7 +68,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     for entry in entries:
         seq, time = entry.seq, entry.time
         for group, handler in table.get(type(entry.event), ()):
-            handler(entry)
+            handler(entry, entry.event)
             if group.found:
                 violations += [Violation(number, seq, time, message) for number, message in group.found]
                 group.found.clear()

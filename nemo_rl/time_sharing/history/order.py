@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
@@ -21,6 +22,7 @@ class _Pipeline:
     published: int | None = None
     routed: dict[int, int] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
+    syncs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     awake: set[int] = field(default_factory=set)
     running: dict[int, set[str]] = field(default_factory=dict)
     generation: int = -1
@@ -39,12 +41,12 @@ class OrderChecks:
         self.found: list[tuple[int, str]] = []
         self._pipelines: dict[str, _Pipeline] = {}
 
-    def handlers(self) -> dict[type, Callable[[Entry], None]]:
+    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
             ev.Registered: self._registered, ev.Fenced: self._fenced, ev.Granted: self._granted, ev.Repriced: self._granted, ev.Released: self._released,
             ev.RankMoved: self._rank, ev.Claimed: self._claimed, ev.ClaimDropped: self._claim_dropped, ev.MemoryTaken: self._memory_taken,
             ev.MemoryFreed: self._memory_freed, rec.StepFinished: self._step, rec.VersionPublished: self._version_published, rec.ShardRouted: self._routed,
-            rec.ShardUnrouted: self._unrouted, rec.ShardSlept: self._slept, rec.ShardWoken: self._woken, rec.SyncFinished: self._synced,
+            rec.ShardUnrouted: self._unrouted, rec.ShardSlept: self._slept, rec.ShardWoken: self._woken, rec.SyncStarted: self._sync_started, rec.SyncFinished: self._synced,
             rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished,
         }
 
@@ -66,19 +68,19 @@ class OrderChecks:
             pipeline = self._pipelines[name] = _Pipeline()
         return pipeline
 
-    def _registered(self, entry: Entry) -> None:
-        self._pipelines[entry.event.pipeline] = _Pipeline()
+    def _registered(self, entry: Entry, event: ev.Registered) -> None:
+        self._pipelines[event.pipeline] = _Pipeline()
 
-    def _fenced(self, entry: Entry) -> None:
-        pipeline = self._named(entry.event.pipeline)
+    def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        pipeline = self._named(event.pipeline)
         pipeline.fenced = True
         pipeline.rising.clear()
         pipeline.claimed.clear()
 
     # Invariant 6.
 
-    def _granted(self, entry: Entry) -> None:
-        event, pipeline = entry.event, self._named(entry.event.pipeline)
+    def _granted(self, entry: Entry, event: ev.Granted | ev.Repriced) -> None:
+        pipeline = self._named(event.pipeline)
         if event.cluster != ACTOR_TRAIN:
             return
         pipeline.priority = event.priority
@@ -87,43 +89,42 @@ class OrderChecks:
             if under_way:
                 self._bad(6, f"{event.pipeline} may train step {event.step} while its ranks {sorted(under_way)} are being expanded")
 
-    def _rank(self, entry: Entry) -> None:
-        event, pipeline = entry.event, self._named(entry.event.pipeline)
+    def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
+        pipeline = self._named(event.pipeline)
         pipeline.claimed.discard(event.rank)
         if event.phase in _RISING:
             pipeline.rising.add(event.rank)
         else:
             pipeline.rising.discard(event.rank)
 
-    def _claimed(self, entry: Entry) -> None:
-        if entry.event.cluster == ACTOR_INFER:
-            self._named(entry.event.pipeline).claimed.add(entry.event.rank)
+    def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
+        if event.cluster == ACTOR_INFER:
+            self._named(event.pipeline).claimed.add(event.rank)
 
-    def _claim_dropped(self, entry: Entry) -> None:
-        self._named(entry.event.pipeline).claimed.discard(entry.event.rank)
+    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
+        self._named(event.pipeline).claimed.discard(event.rank)
 
     # Invariant 5.
 
-    def _step(self, entry: Entry) -> None:
+    def _step(self, entry: Entry, event: rec.StepFinished) -> None:
         pipeline = self._of(entry)
-        pipeline.trained_version = entry.event.version
+        pipeline.trained_version = event.version
         if not pipeline.training_memory:
-            self._bad(5, f"{entry.source} finishes step {entry.event.step} without holding its training GPUs")
+            self._bad(5, f"{entry.source} finishes step {event.step} without holding its training GPUs")
         elif pipeline.priority is not Priority.ACTOR_TRAINING and not pipeline.fenced:
-            self._bad(5, f"{entry.source} finishes step {entry.event.step} while it holds its GPUs for {pipeline.priority}")
+            self._bad(5, f"{entry.source} finishes step {event.step} while it holds its GPUs for {pipeline.priority}")
 
-    def _memory_taken(self, entry: Entry) -> None:
-        if entry.event.what == ACTOR_TRAIN:
+    def _memory_taken(self, entry: Entry, event: ev.MemoryTaken) -> None:
+        if event.what == ACTOR_TRAIN:
             self._of(entry).training_memory = True
 
-    def _memory_freed(self, entry: Entry) -> None:
+    def _memory_freed(self, entry: Entry, event: ev.MemoryFreed) -> None:
         pipeline = self._of(entry)
-        if entry.event.what == ACTOR_TRAIN:
+        if event.what == ACTOR_TRAIN:
             pipeline.training_memory = False
             self._check_published(entry.source, pipeline)
 
-    def _released(self, entry: Entry) -> None:
-        event = entry.event
+    def _released(self, entry: Entry, event: ev.Released) -> None:
         if event.cluster == ACTOR_TRAIN:
             self._check_published(event.pipeline, self._named(event.pipeline))
 
@@ -135,8 +136,8 @@ class OrderChecks:
 
     # Invariants 3 and 7.
 
-    def _version_published(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _version_published(self, entry: Entry, event: rec.VersionPublished) -> None:
+        pipeline = self._of(entry)
         if pipeline.published is not None and event.version < pipeline.published:
             self._bad(3, f"{entry.source} publishes version {event.version} after {pipeline.published}")
         pipeline.published = event.version
@@ -144,8 +145,8 @@ class OrderChecks:
             if pipeline.loaded.get(shard) != event.version:
                 self._bad(3, f"{entry.source} publishes version {event.version} while shard {shard} serves version {pipeline.loaded.get(shard)}")
 
-    def _routed(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _routed(self, entry: Entry, event: rec.ShardRouted) -> None:
+        pipeline = self._of(entry)
         self._check_generation(entry, pipeline, event.generation)
         if event.shard not in pipeline.awake:
             self._bad(7, f"{entry.source} routes shard {event.shard}, which is asleep")
@@ -153,18 +154,18 @@ class OrderChecks:
             self._bad(3, f"{entry.source} routes shard {event.shard} as version {event.version}; it holds {pipeline.loaded.get(event.shard)}, published is {pipeline.published}")
         pipeline.routed[event.shard] = event.version
 
-    def _unrouted(self, entry: Entry) -> None:
+    def _unrouted(self, entry: Entry, event: rec.ShardUnrouted) -> None:
         pipeline = self._of(entry)
-        self._check_generation(entry, pipeline, entry.event.generation)
-        pipeline.routed.pop(entry.event.shard, None)
+        self._check_generation(entry, pipeline, event.generation)
+        pipeline.routed.pop(event.shard, None)
 
     def _check_generation(self, entry: Entry, pipeline: _Pipeline, generation: int) -> None:
         if generation <= pipeline.generation:
             self._bad(7, f"{entry.source}: the router's generation went from {pipeline.generation} to {generation}")
         pipeline.generation = generation
 
-    def _slept(self, entry: Entry) -> None:
-        pipeline, shard = self._of(entry), entry.event.shard
+    def _slept(self, entry: Entry, event: rec.ShardSlept) -> None:
+        pipeline, shard = self._of(entry), event.shard
         if pipeline.running.get(shard):
             self._bad(7, f"{entry.source}: shard {shard} sleeps with {len(pipeline.running[shard])} requests running")
         if shard in pipeline.routed:
@@ -172,21 +173,25 @@ class OrderChecks:
         pipeline.awake.discard(shard)
         pipeline.loaded.pop(shard, None)
 
-    def _woken(self, entry: Entry) -> None:
-        self._of(entry).awake.add(entry.event.shard)
+    def _woken(self, entry: Entry, event: rec.ShardWoken) -> None:
+        self._of(entry).awake.add(event.shard)
 
-    def _synced(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _sync_started(self, entry: Entry, event: rec.SyncStarted) -> None:
+        self._of(entry).syncs[event.sync_id] = event.targets
+
+    def _synced(self, entry: Entry, event: rec.SyncFinished) -> None:
+        pipeline = self._of(entry)
+        targets = pipeline.syncs.pop(event.sync_id, ())
         if event.outcome == "done":
-            for shard in event.checksums:
-                pipeline.loaded[int(shard)] = event.version
+            for shard in targets:
+                pipeline.loaded[shard] = event.version
 
-    def _submitted(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
+        pipeline = self._of(entry)
         if event.shard not in pipeline.routed:
             self._bad(7, f"{entry.source}: request {event.request_id} goes to shard {event.shard}, which takes no requests")
         pipeline.running.setdefault(event.shard, set()).add(event.request_id)
 
-    def _finished(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _finished(self, entry: Entry, event: rec.RequestFinished) -> None:
+        pipeline = self._of(entry)
         pipeline.running.get(event.shard, set()).discard(event.request_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.utils import record_events as rec
@@ -41,6 +42,7 @@ class _Pipeline:
     prompts: set[str] = field(default_factory=set)
     trained_in_step: Counter[int] = field(default_factory=Counter)
     loaded: dict[int, int] = field(default_factory=dict)
+    syncs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     running: dict[str, _Request] = field(default_factory=dict)
     on_shard: dict[int, set[str]] = field(default_factory=dict)
     seen_versions: dict[str, list[int]] = field(default_factory=dict)
@@ -57,11 +59,11 @@ class PromptChecks:
         self.found: list[tuple[int, str]] = []
         self._pipelines: dict[str, _Pipeline] = {}
 
-    def handlers(self) -> dict[type, Callable[[Entry], None]]:
+    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
             ev.Registered: self._registered, ev.Unregistered: self._unregistered, rec.GroupAdmitted: self._admitted, rec.GroupCommitted: self._committed,
             rec.GroupTrained: self._trained, rec.GroupDropped: self._dropped, rec.StepFinished: self._step, rec.TokensGenerated: self._tokens,
-            rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished, rec.SyncFinished: self._synced,
+            rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished, rec.SyncStarted: self._sync_started, rec.SyncFinished: self._synced,
         }
 
     def finish(self) -> None:
@@ -80,8 +82,7 @@ class PromptChecks:
             pipeline = self._pipelines[name] = _Pipeline()
         return pipeline
 
-    def _registered(self, entry: Entry) -> None:
-        event = entry.event
+    def _registered(self, entry: Entry, event: ev.Registered) -> None:
         pipeline = self._pipelines.setdefault(event.pipeline, _Pipeline())
         pipeline.staleness, pipeline.gone = event.staleness, False
         pipeline.loaded.clear()
@@ -89,19 +90,19 @@ class PromptChecks:
         pipeline.on_shard.clear()
         pipeline.trained_in_step.clear()
 
-    def _unregistered(self, entry: Entry) -> None:
-        pipeline = self._pipelines[entry.event.pipeline]
+    def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
+        pipeline = self._pipelines[event.pipeline]
         # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for them.
-        pipeline.gone = entry.event.reason != "left"
+        pipeline.gone = event.reason != "left"
 
-    def _admitted(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _admitted(self, entry: Entry, event: rec.GroupAdmitted) -> None:
+        pipeline = self._of(entry)
         if event.group_id in pipeline.groups or event.group_id in pipeline.ended:
             self._bad(2, f"prompt group {event.group_id} is admitted twice")
         pipeline.groups[event.group_id] = _Group(event.prompt_id, event.samples)
 
-    def _committed(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _committed(self, entry: Entry, event: rec.GroupCommitted) -> None:
+        pipeline = self._of(entry)
         group = pipeline.groups.get(event.group_id)
         if group is None or group.committed:
             self._bad(2, f"prompt group {event.group_id} is committed " + ("twice" if group else "without having been admitted"))
@@ -112,8 +113,8 @@ class PromptChecks:
         if event.version != group.newest:
             self._bad(3, f"prompt group {event.group_id} is committed as version {event.version}, its newest tokens are of {group.newest}")
 
-    def _trained(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _trained(self, entry: Entry, event: rec.GroupTrained) -> None:
+        pipeline = self._of(entry)
         group = pipeline.groups.pop(event.group_id, None)
         if group is None:
             self._bad(2, f"prompt group {event.group_id} is trained " + ("twice" if event.group_id in pipeline.ended else "without having been admitted"))
@@ -130,28 +131,28 @@ class PromptChecks:
         if group.newest > event.step:
             self._bad(3, f"step {event.step} trains group {event.group_id} with tokens of version {group.newest}, which that step had not made yet")
 
-    def _dropped(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _dropped(self, entry: Entry, event: rec.GroupDropped) -> None:
+        pipeline = self._of(entry)
         if pipeline.groups.pop(event.group_id, None) is None:
             self._bad(2, f"prompt group {event.group_id} is dropped ({event.reason}) but is not open")
         pipeline.ended.add(event.group_id)
 
-    def _step(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _step(self, entry: Entry, event: rec.StepFinished) -> None:
+        pipeline = self._of(entry)
         trained = pipeline.trained_in_step.pop(event.step, 0)
         if event.groups and trained != event.groups:
             self._bad(2, f"step {event.step} says {event.groups} groups, {trained} were trained in it")
         if event.version != event.step + 1:
             self._bad(3, f"step {event.step} says that it made version {event.version}; a version is the number of completed steps")
 
-    def _submitted(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
+        pipeline = self._of(entry)
         version = pipeline.loaded.get(event.shard)
         pipeline.running[event.request_id] = _Request(event.sample_id, event.shard, [] if version is None else [version])
         pipeline.on_shard.setdefault(event.shard, set()).add(event.request_id)
 
-    def _finished(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _finished(self, entry: Entry, event: rec.RequestFinished) -> None:
+        pipeline = self._of(entry)
         request = pipeline.running.pop(event.request_id, None)
         if request is None:
             self._bad(7, f"request {event.request_id} finishes on shard {event.shard} without having been submitted")
@@ -163,8 +164,12 @@ class PromptChecks:
             if len(request.versions) > 1:
                 pipeline.across.add(request.sample)
 
-    def _synced(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _sync_started(self, entry: Entry, event: rec.SyncStarted) -> None:
+        self._of(entry).syncs[event.sync_id] = event.targets
+
+    def _synced(self, entry: Entry, event: rec.SyncFinished) -> None:
+        pipeline = self._of(entry)
+        targets = pipeline.syncs.pop(event.sync_id, ())
         if event.outcome != "done":
             return
         for checksum in event.checksums.values():
@@ -172,13 +177,13 @@ class PromptChecks:
             known.add(checksum)
             if len(known) > 1:
                 self._bad(3, f"version {event.version} has different checksums on different shards: {sorted(known)}")
-        for shard in event.targets if hasattr(event, "targets") else [int(key) for key in event.checksums]:
+        for shard in targets:
             pipeline.loaded[shard] = event.version
             for request in pipeline.on_shard.get(shard, ()):
                 pipeline.running[request].versions.append(event.version)
 
-    def _tokens(self, entry: Entry) -> None:
-        pipeline, event = self._of(entry), entry.event
+    def _tokens(self, entry: Entry, event: rec.TokensGenerated) -> None:
+        pipeline = self._of(entry)
         seen = pipeline.seen_versions.pop(event.sample_id, [])
         produced = pipeline.tokens.pop(event.sample_id, 0)
         crossed = event.sample_id in pipeline.across

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.types import ACTOR_INFER, Phase, Priority
@@ -53,7 +54,7 @@ class WaitChecks:
         self._waited: list[tuple[float, str]] = []
         self._now = self._agents_now = 0.0
 
-    def handlers(self) -> dict[type, Callable[[Entry], None]]:
+    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
             ev.PoolOpened: self._opened, ev.SchedulerStarted: self._started, ev.ClockJumped: self._jumped, ev.Registered: self._registered, ev.Unregistered: self._unregistered,
             ev.Requested: self._requested, ev.RequestDropped: self._dropped, ev.Claimed: self._claimed, ev.ClaimDropped: self._claim_dropped,
@@ -93,56 +94,54 @@ class WaitChecks:
     def _effective(self, deadline: float) -> float:
         return max(deadline, self._restarted) + _SLACK_S
 
-    def _opened(self, entry: Entry) -> None:
-        self._limits = dict(entry.event.limits)
+    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
+        self._limits = dict(event.limits)
 
-    def _started(self, entry: Entry) -> None:
+    def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         self._restarted = entry.time
         self._disturbed_s += self._limits.get("lease_s", 0.0)
 
-    def _jumped(self, entry: Entry) -> None:
+    def _jumped(self, entry: Entry, event: ev.ClockJumped) -> None:
         self._restarted = entry.time
 
-    def _registered(self, entry: Entry) -> None:
-        event = entry.event
+    def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._pipelines[event.pipeline] = _Pipeline({cluster.name: frozenset(cluster.gpus) for cluster in event.clusters})
         self._most_pipelines = max(self._most_pipelines, len(self._pipelines))
 
-    def _unregistered(self, entry: Entry) -> None:
-        self._pipelines.pop(entry.event.pipeline, None)
+    def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
+        self._pipelines.pop(event.pipeline, None)
         # What a pipeline's processes waited for ended with them.
-        for wait in [wait for wait in self._waits if wait[0].partition("/")[0] == entry.event.pipeline]:
+        for wait in [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]:
             del self._waits[wait]
         for table in (self._requests, self._holds):
-            for key in [key for key in table if key[0] == entry.event.pipeline]:
+            for key in [key for key in table if key[0] == event.pipeline]:
                 del table[key]
 
     # Invariant 8.
 
-    def _begun(self, entry: Entry) -> None:
-        self._waits[entry.source, entry.event.wait_id] = (entry.event.what, entry.event.deadline)
+    def _begun(self, entry: Entry, event: rec.WaitBegun) -> None:
+        self._waits[entry.source, event.wait_id] = (event.what, event.deadline)
 
-    def _wait_ended(self, entry: Entry) -> None:
+    def _wait_ended(self, entry: Entry, event: rec.WaitEnded) -> None:
         self._agents_now = max(self._agents_now, entry.time)
-        wait = self._waits.pop((entry.source, entry.event.wait_id), None)
+        wait = self._waits.pop((entry.source, event.wait_id), None)
         if wait is None:
-            self._bad(8, f"{entry.source} ends wait {entry.event.wait_id}, which it had not begun")
+            self._bad(8, f"{entry.source} ends wait {event.wait_id}, which it had not begun")
         elif entry.time > self._effective(wait[1]):
             self._bad(8, f"{entry.source} waited for {wait[0]} until {entry.time:.1f} s, its deadline was {wait[1]:.1f} s")
 
-    def _sent(self, entry: Entry) -> None:
-        event = entry.event
+    def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
         self._now = entry.time
         where = f"rank {event.rank}" if event.rank >= 0 else event.cluster
         self._commands[event.command] = (f"{event.verb} of {where} of {event.pipeline} ({event.command})", event.deadline)
 
-    def _ended(self, entry: Entry) -> None:
+    def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
         self._now = entry.time
-        command = self._commands.pop(entry.event.command, None)
+        command = self._commands.pop(event.command, None)
         if command is None:
-            self._bad(8, f"command {entry.event.command} ends without having been sent, or twice")
+            self._bad(8, f"command {event.command} ends without having been sent, or twice")
         elif entry.time > self._effective(command[1]):
-            self._bad(8, f"{command[0]} ended ({entry.event.outcome}) at {entry.time:.1f} s, its deadline was {command[1]:.1f} s")
+            self._bad(8, f"{command[0]} ended ({event.outcome}) at {entry.time:.1f} s, its deadline was {command[1]:.1f} s")
 
     def _end_hold(self, pipeline: str, cluster: str, time: float) -> None:
         hold = self._holds.pop((pipeline, cluster), None)
@@ -153,16 +152,14 @@ class WaitChecks:
 
     # Invariant 9.
 
-    def _requested(self, entry: Entry) -> None:
-        event = entry.event
+    def _requested(self, entry: Entry, event: ev.Requested) -> None:
         key = entry.time + event.priority * self._limits.get("aging_s", 0.0)
         self._requests[event.pipeline, event.cluster] = _Waiting(entry.time, key, self._pipelines[event.pipeline].gpus[event.cluster])
 
-    def _dropped(self, entry: Entry) -> None:
-        self._requests.pop((entry.event.pipeline, entry.event.cluster), None)
+    def _dropped(self, entry: Entry, event: ev.RequestDropped) -> None:
+        self._requests.pop((event.pipeline, event.cluster), None)
 
-    def _claimed(self, entry: Entry) -> None:
-        event = entry.event
+    def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         if event.cluster == ACTOR_INFER:
             return
         mine = self._requests.get((event.pipeline, event.cluster))
@@ -176,29 +173,28 @@ class WaitChecks:
                 if other.overtaken > self._limits.get("max_backfills", 0.0):
                     self._bad(9, f"{name} waits for {cluster} and is overtaken for the {other.overtaken}th time, by {event.pipeline}")
 
-    def _claim_dropped(self, entry: Entry) -> None:
-        waiting = self._requests.get((entry.event.pipeline, entry.event.cluster))
-        if waiting is not None and entry.event.rank < 0:
+    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
+        waiting = self._requests.get((event.pipeline, event.cluster))
+        if waiting is not None and event.rank < 0:
             waiting.claimed = False
 
-    def _granted(self, entry: Entry) -> None:
-        event = entry.event
+    def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._holds[event.pipeline, event.cluster] = (entry.time, event.hold_until)
         self._serve(event.pipeline, event.cluster, entry.time)
 
-    def _repriced(self, entry: Entry) -> None:
-        self._serve(entry.event.pipeline, entry.event.cluster, entry.time)
+    def _repriced(self, entry: Entry, event: ev.Repriced) -> None:
+        self._serve(event.pipeline, event.cluster, entry.time)
 
     def _serve(self, pipeline: str, cluster: str, time: float) -> None:
         waiting = self._requests.pop((pipeline, cluster), None)
         if waiting is not None:
             self._waited.append((time - waiting.since, f"{pipeline} waited for {cluster} from {waiting.since:.1f} s"))
 
-    def _released(self, entry: Entry) -> None:
-        self._end_hold(entry.event.pipeline, entry.event.cluster, entry.time)
+    def _released(self, entry: Entry, event: ev.Released) -> None:
+        self._end_hold(event.pipeline, event.cluster, entry.time)
 
-    def _fenced(self, entry: Entry) -> None:
-        name = entry.event.pipeline
+    def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        name = event.pipeline
         for key in [key for key in self._holds if key[0] == name]:
             self._end_hold(*key, entry.time)
         for key in [key for key in self._requests if key[0] == name]:
@@ -207,11 +203,10 @@ class WaitChecks:
         self._feed(name, entry.time)
         self._disturbed_s += self._limits.get("lease_s", 0.0) + self._limits.get("reap_s", 0.0)
 
-    def _disturbed(self, entry: Entry) -> None:
+    def _disturbed(self, entry: Entry, event: ev.GpusQuarantined | ev.RankCooling) -> None:
         self._disturbed_s += self._limits.get("quarantine_s", 0.0) + self._limits.get("reap_s", 0.0)
 
-    def _rank(self, entry: Entry) -> None:
-        event = entry.event
+    def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         awake = self._pipelines[event.pipeline].awake
         if event.phase in (Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.ASLEEP):
             awake.discard(event.rank)
@@ -219,13 +214,12 @@ class WaitChecks:
             awake.add(event.rank)
         self._feed(event.pipeline, entry.time)
 
-    def _demand(self, entry: Entry) -> None:
-        event = entry.event
+    def _demand(self, entry: Entry, event: ev.DemandReported) -> None:
         self._pipelines[event.pipeline].demand = max(event.target - event.done, 0) * event.unit
         self._feed(event.pipeline, entry.time)
 
-    def _leaving(self, entry: Entry) -> None:
-        name = entry.event.pipeline
+    def _leaving(self, entry: Entry, event: ev.Leaving) -> None:
+        name = event.pipeline
         self._pipelines[name].leaving = True
         self._feed(name, entry.time)
         for key in [key for key in self._requests if key[0] == name]:

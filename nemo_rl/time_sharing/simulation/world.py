@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.events import MemoryFreed
+from nemo_rl.time_sharing.plan import Plan, Snapshot
 from nemo_rl.time_sharing.scenario import Scenario
 from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
@@ -18,6 +19,7 @@ from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Outcome, Phase, Reply, Status, Verb
+from nemo_rl.time_sharing.validator import validate
 from nemo_rl.utils.record import Entry, Record
 
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
@@ -51,9 +53,10 @@ class _Memory:
 
 
 class World:
-    """One simulation. `record` gets every event; `rule` is the planner; `keep_log` is needed for scheduler crashes only."""
+    """One simulation. `record` gets every event; `rule` is the planner, `validator` what its plans must pass."""
 
-    def __init__(self, scenario: Scenario, seed: int, make_record: Callable[[Callable[[], float]], Record], *, rule: PlanRule = planner.plan) -> None:
+    def __init__(self, scenario: Scenario, seed: int, make_record: Callable[[Callable[[], float]], Record], *, rule: PlanRule = planner.plan,
+                 validator: Callable[[Snapshot, Plan], list[str]] = validate) -> None:
         self.scenario, self.seed = scenario, seed
         self.limits = scenario.scheduler_limits
         self.loop = Loop()
@@ -62,7 +65,7 @@ class World:
         self.jobs = {job.name: SimulatedJob(job, self, scenario.costs) for job in scenario.jobs}
         self.open_jobs = len(self.jobs)
         self._record = make_record(lambda: self.loop.now)
-        self._rule = rule
+        self._rule, self._validator = rule, validator
         self._clock = SteadyClock(max_step_s=self.limits.max_tick_s)
         self._log = LogCopy(self._record.bind("scheduler", clock=lambda: self._clock.now), lambda: self._clock.now)
         self._jump = 0.0
@@ -72,7 +75,7 @@ class World:
 
     def run(self, *, max_events: int | None = None) -> None:
         """Runs until every job has ended, or the horizon."""
-        self._scheduler = Scheduler(self._log, self._send_command, self._clock, rule=self._rule)
+        self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
         self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
         for job in self.jobs.values():
             self.loop.at(job.job.arrive_s, job.arrive)
@@ -127,12 +130,15 @@ class World:
     def _on_status(self, status: Status) -> None:
         if self._scheduler is not None:
             reply = self._scheduler.status(status, self._reading())
-            self.wire.send(status.pipeline, self.jobs[status.pipeline].hear, reply)
+            self._send_reply(reply)
             self._arm(self.loop.now + self.limits.plan_interval_s)
 
     def _on_answer(self, answer: Answer) -> None:
         if self._scheduler is not None:
             self._scheduler.answer(answer, self._reading())
+
+    def _send_reply(self, reply: Reply) -> None:
+        self.wire.send(reply.pipeline, self.jobs[reply.pipeline].hear, reply)
 
     def _send_command(self, command: Command) -> None:
         if command.verb is Verb.REAP:
@@ -245,15 +251,12 @@ class World:
     def _restart_scheduler(self) -> None:
         self._clock = SteadyClock(start=self._clock.now, max_step_s=self.limits.max_tick_s)
         past = list(self._log.entries)
-        self._scheduler = Scheduler(self._log, self._send_command, self._clock, rule=self._rule)
+        self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
         self._scheduler.recover(past, self._reading())
         for reply in self._scheduler.hello():
-            self.wire.send(reply.pipeline, self._say_hello, reply)
+            self._send_reply(reply)
         self._tick_at = float("inf")
         self._arm(self.loop.now)
-
-    def _say_hello(self, reply: Reply) -> None:
-        self.jobs[reply.pipeline].hear(reply)
 
     def _strike_partition(self) -> None:
         job = self._some_job()

@@ -1,0 +1,80 @@
+"""The other ways to run the same jobs, to compare time-sharing with: each alone, one after the other, static split, gap-ratio rule.
+
+One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs that share no GPU run side by side.
+Static split: the pool is cut once into lanes that fit the jobs, each lane runs its jobs one after the other. Both run on the real scheduler.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.plan import Plan, Snapshot
+from nemo_rl.time_sharing.scenario import Job, Scenario
+from nemo_rl.time_sharing.scheduler import PlanRule
+from nemo_rl.time_sharing.simulation import gap_ratio
+from nemo_rl.time_sharing.types import Demand
+
+OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
+WAYS = (OURS, SERIAL, STATIC, GAP_RATIO)
+
+
+def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
+    """The planner, shown only the jobs that have their GPUs to themselves: first come, first served."""
+    taken: set[int] = set()
+    visible = {}
+    for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: (item[1].registered_at, item[0])):
+        gpus = pipeline.topology.mapped_gpus
+        if gpus & taken:
+            pipeline = dataclasses.replace(pipeline, wants={}, demand=Demand(), hungry_since=None)
+        taken |= gpus
+        visible[name] = pipeline
+    return planner.plan(dataclasses.replace(snapshot, pipelines=visible), now)
+
+
+def static_split(scenario: Scenario) -> Scenario:
+    """The same jobs on lanes of their own: a lane is as wide as an even part of the pool, and at least as the training of its first job."""
+    pool = scenario.gpu_pool
+    even = pool.size // len(scenario.jobs)
+    lanes: list[tuple[int, int]] = []
+    load: list[float] = []
+    jobs: list[Job] = []
+    first_free = 0
+    for job in sorted(scenario.jobs, key=lambda j: (-len(j.train), j.arrive_s)):
+        width = max(even, len(job.train), job.tp)
+        width = -(-width // job.tp) * job.tp
+        start = -(-first_free // job.tp) * job.tp
+        if start + width <= pool.size:
+            lanes.append((start, width))
+            load.append(0.0)
+            lane, first_free = len(lanes) - 1, start + width
+        else:
+            fits = [i for i, (begin, size) in enumerate(lanes) if size >= width and begin % job.tp == 0] or [max(range(len(lanes)), key=lambda i: lanes[i][1])]
+            lane = min(fits, key=lambda i: load[i])
+        load[lane] += _size(job) / lanes[lane][1]
+        begin, size = lanes[lane]
+        gpus = tuple(range(begin, begin + size // job.tp * job.tp))
+        jobs.append(job.model_copy(update={"train": gpus[: len(job.train)], "infer": gpus, "full_overlap": True, "min_share": 0.0, "max_share": 1.0}))
+    order = {job.name: number for number, job in enumerate(scenario.jobs)}
+    return scenario.model_copy(update={"jobs": tuple(sorted(jobs, key=lambda j: order[j.name]))})
+
+
+def _size(job: Job) -> float:
+    """Roughly how much work a job is, for balancing lanes."""
+    return job.steps * (job.groups * job.samples_per_group * job.tokens.median / job.engine.tokens_per_s / job.engine.half_batch * job.tp + job.train_s * len(job.train))
+
+
+def alone(scenario: Scenario, job: Job) -> Scenario:
+    """Only this job, from time zero, without faults."""
+    return scenario.model_copy(update={"jobs": (job.model_copy(update={"arrive_s": 0.0, "leaves_s": None}),)})
+
+
+def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
+    """The scenario and the rule that make up one way of running it."""
+    if name == STATIC:
+        return static_split(scenario), one_after_the_other
+    return scenario, {OURS: planner.plan, SERIAL: one_after_the_other, GAP_RATIO: gap_ratio.plan}[name]
+
+
+def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:
+    """No validation: the gap-ratio rule evicts for nobody, which the validator would refuse, and is to be shown as it is."""
+    return []

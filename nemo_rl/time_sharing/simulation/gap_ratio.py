@@ -1,0 +1,158 @@
+"""The gap-ratio rule, to compare with: the allocation rule of earlier time-sharing schedulers, defects included.
+
+Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, nobody reserves, and generation is moved towards shares of
+remaining work with zero tolerance. It is run by the same executor, so only the decisions differ. Never used outside simulation.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board
+from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Reprice, Snapshot
+from nemo_rl.time_sharing.state import PipelineState
+from nemo_rl.time_sharing.types import FALLING, Phase, Priority
+
+_ACTIVATIONS = 1000
+
+
+@dataclass(slots=True)
+class _Row:
+    """One pipeline with demand, as the rule sees it."""
+
+    name: str
+    pipeline: PipelineState
+    tp: int
+    remaining: float
+    target: float
+    waits: bool
+    active: int
+    tau: float = 0.0
+    wanted_gpus: int = 0
+
+    @property
+    def todo(self) -> float:
+        return self.remaining / self.target if self.target else 0.0
+
+
+def plan(snapshot: Snapshot, now: float) -> Plan:
+    """One cycle of the rule."""
+    board, result = Board(snapshot, now), Plan()
+    for name, pipeline in snapshot.pipelines.items():
+        if pipeline.leaving and not pipeline.fenced:
+            for rank in pipeline.awake:
+                board.shrink(result, name, rank, ("leaving",))
+    _fixed(board, result, snapshot)
+    _generation(board, result)
+    return result
+
+
+def _fixed(board: Board, result: Plan, snapshot: Snapshot) -> None:
+    waiting = [(q.want.priority, q.since, name, cluster, q.want) for name, p in snapshot.pipelines.items() if not p.fenced for cluster, q in p.wants.items()]
+    for priority, _, name, cluster, want in sorted(waiting, key=lambda item: item[:4]):
+        pipeline = snapshot.pipelines[name]
+        gpus = pipeline.topology.clusters[cluster].gpus
+        claim = snapshot.claimed.get(gpus[0])
+        if claim is not None and claim.key == (name, cluster, -1):
+            continue
+        if want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+            continue
+        if cluster in pipeline.held:
+            result.reprices.append(Reprice(name, cluster, want.request, priority, ("holds",)))
+            continue
+        for gpu in gpus:
+            lease = board.owner[gpu]
+            if board.kind[gpu] == RANK and lease is not None:
+                # Kept even if another GPU of the request stays out of reach: this is the rule's wasted preemption.
+                board.shrink(result, lease.pipeline, lease.rank, ("for_grant", gpus, cluster, name))
+        if all(board.kind[gpu] in (0, FREEING) for gpu in gpus):
+            board.claim(gpus)
+            result.grants.append(Grant(name, cluster, want.request, priority, gpus, (), ("free",)))
+
+
+def _rows(board: Board) -> list[_Row]:
+    rows = []
+    for name, pipeline in board.pipelines.items():
+        demand = pipeline.demand
+        if pipeline.fenced or pipeline.leaving or demand.target == 0:
+            continue
+        waits = pipeline.hungry_since is not None
+        target = float(demand.target * demand.unit)
+        remaining = float(demand.remaining) + (target if waits else 0.0)
+        rows.append(_Row(name, pipeline, pipeline.topology.tp, remaining, target, waits, board.counts[name]))
+    return rows
+
+
+def _generation(board: Board, result: Plan) -> None:
+    rows = _rows(board)
+    work = sum(row.remaining * row.tp for row in rows)
+    budget = sum(1 for kind in board.kind if kind != BLOCKED) + sum(len(c.gpus) for c in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values())
+    if not budget or not work:
+        return
+    for row in rows:
+        row.tau = row.remaining * row.tp / work
+        row.wanted_gpus = max(math.floor(row.tau * budget / row.tp + 0.5) * row.tp, row.tp)
+    touched: set[tuple[str, int]] = set()
+    for _ in range(_ACTIVATIONS):
+        for row in rows:
+            row.active = board.counts[row.name]
+        acceptors = [r for r in rows if _gap(r, budget) > 0 and r.active * r.tp < r.wanted_gpus and r.tau > 0]
+        acceptors.sort(key=lambda r: (-_gap(r, budget) / r.tau, -_gap(r, budget), r.name))
+        if not any(_activate(board, result, row, rows, budget, touched) for row in acceptors):
+            return
+
+
+def _gap(row: _Row, budget: int) -> float:
+    return row.tau - row.active * row.tp / budget
+
+
+def _spare(row: _Row) -> int:
+    return max(0, row.active - max(1, row.wanted_gpus // row.tp))
+
+
+def _activate(board: Board, result: Plan, row: _Row, rows: list[_Row], budget: int, touched: set[tuple[str, int]]) -> bool:
+    best: tuple[tuple[object, ...], int, list[tuple[str, int]]] | None = None
+    if any(q.want.priority is Priority.ACTOR_TRAINING for q in row.pipeline.wants.values()):
+        return False
+    for rank, gpus in enumerate(row.pipeline.topology.ranks):
+        asleep = rank not in row.pipeline.awake and rank not in row.pipeline.claimed_ranks and row.pipeline.cooling.get(rank, 0.0) <= board.now
+        if not asleep or (row.name, rank) in touched or any(board.kind[g] == BLOCKED for g in gpus):
+            continue
+        donors = _donors(board, gpus, row, rows, budget, touched)
+        if donors is None:
+            continue
+        todo = {r.name: r.todo for r in rows}
+        score = (1 if donors else 0, sorted(-todo.get(name, 0.0) for name, _ in donors), rank)
+        if best is None or score < best[0]:
+            best = (score, rank, donors)
+    if best is None:
+        return False
+    _, rank, donors = best
+    for name, donor in donors:
+        touched.add((name, donor))
+        board.shrink(result, name, donor, ("gives", name, 0.0, row.name, 0.0))
+    gpus = row.pipeline.topology.ranks[rank]
+    touched.add((row.name, rank))
+    board.claim(gpus)
+    board.counts[row.name] += 1
+    result.expands.append(Expand(row.name, rank, gpus, False, ("share", row.active * row.tp, row.tau * budget)))
+    return True
+
+
+def _donors(board: Board, gpus: tuple[int, ...], row: _Row, rows: list[_Row], budget: int, touched: set[tuple[str, int]]) -> list[tuple[str, int]] | None:
+    by_name = {r.name: r for r in rows}
+    spent: dict[str, int] = {}
+    donors: list[tuple[str, int]] = []
+    for gpu in gpus:
+        lease = board.owner[gpu]
+        if board.kind[gpu] != RANK or lease is None or (lease.pipeline, lease.rank) in donors:
+            continue
+        donor = by_name.get(lease.pipeline)
+        awake = board.pipelines[lease.pipeline].awake[lease.rank]
+        if donor is None or donor is row or awake.phase is not Phase.ACTIVE or awake.phase in FALLING or (lease.pipeline, lease.rank) in touched:
+            return None
+        if _gap(donor, budget) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
+            return None
+        spent[donor.name] = spent.get(donor.name, 0) + 1
+        donors.append((lease.pipeline, lease.rank))
+    return donors
