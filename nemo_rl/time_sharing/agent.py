@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -98,7 +100,7 @@ class Agent:
         self._refreshing: set[int] = set()
         self._term = self._seq = self._operations = self._requests = 0
         self._bucket = -1
-        self._dismissed = False
+        self._dismissed = self._held_back = self._unsaid = False
 
     # What the pipeline says.
 
@@ -189,8 +191,22 @@ class Agent:
             self.withdraw(cluster)
         self.send_status()
 
+    @contextmanager
+    def one_status(self) -> Iterator[None]:
+        """Says what is done inside in a single status, so that GPUs given back and asked for in one breath are not given away between."""
+        self._held_back, self._unsaid = True, False
+        try:
+            yield
+        finally:
+            self._held_back = False
+            if self._unsaid:
+                self.send_status()
+
     def send_status(self) -> None:
         """Says everything there is to say; also the heartbeat."""
+        if self._held_back:
+            self._unsaid = True
+            return
         self._seq += 1
         holds = tuple(Held(cluster, held.epoch, held.priority) for cluster, held in self.holds.items())
         awake = tuple((i, r.epoch) for i, r in enumerate(self.ranks) if r.phase is not Phase.ASLEEP)

@@ -80,7 +80,7 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
 
 def _candidates(board: Board, pipeline: PipelineState) -> Iterator[int]:
     """Ranks that could wake: asleep, not claimed, not cooling off after a failure."""
-    for rank in pipeline.topology.wake_order:
+    for rank in pipeline.wake_order:
         if rank not in pipeline.awake and rank not in pipeline.claimed_ranks and pipeline.cooling.get(rank, 0.0) <= board.now:
             yield rank
 

@@ -120,12 +120,14 @@ class Job(_Section):
 
 
 class Fleet(_Section):
-    """Many jobs of one kind: `count` jobs whose mappings of `width` GPUs start every `stride` GPUs round the pool; training takes the first `train_gpus`."""
+    """Many jobs of one kind: `count` jobs whose mappings of `width` GPUs start at `first` and then every
+    `stride` GPUs round the pool; training takes the first `train_gpus` of each."""
 
     count: int = Field(ge=1, le=10_000)
     width: int = Field(ge=1)
     train_gpus: int = Field(ge=1)
     stride: int = Field(ge=1)
+    first: int = Field(0, ge=0)
     arrive_every_s: Seconds = 0.0
     job: dict[str, Any] = Field(default_factory=dict)
 
@@ -191,7 +193,7 @@ class Scenario(_Section):
 def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, Any]:
     if fleet.width > pool_size or fleet.train_gpus > fleet.width:
         raise ValueError(f"fleets.{name}: width={fleet.width} must fit the pool of {pool_size} GPUs, and train_gpus={fleet.train_gpus} the width")
-    start = number * fleet.stride % pool_size
+    start = (fleet.first + number * fleet.stride) % pool_size
     gpus = [(start + i) % pool_size for i in range(fleet.width)]
     return {"name": f"{name}{number}", "train": tuple(sorted(gpus[: fleet.train_gpus])), "infer": tuple(sorted(gpus)),
             "arrive_s": number * fleet.arrive_every_s, **fleet.job}

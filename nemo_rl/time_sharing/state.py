@@ -82,7 +82,9 @@ class AwakeRank:
 
 @dataclass(slots=True)
 class PipelineState:
-    """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`: GPU-seconds of generation had."""
+    """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`: GPU-seconds of generation had.
+    `wake_order`: its ranks, those first whose GPUs the fewest others train on, and among them those that its own training spares.
+    """
 
     topology: Topology
     incarnation: int
@@ -100,6 +102,7 @@ class PipelineState:
     last_request: int = -1
     leaving: bool = False
     fenced: bool = False
+    wake_order: tuple[int, ...] = ()
 
     @property
     def spec(self) -> PipelineSpec:
@@ -148,6 +151,7 @@ class SchedulerState:
         self.time = 0.0
         self.pipelines: dict[str, PipelineState] = {}
         self.owner: list[Lease | None] = [None]
+        self.trainers: list[int] = [0]
         self.claims: dict[tuple[str, str, int], Claim] = {}
         self.claimed: dict[int, Claim] = {}
         self.quarantines: list[Quarantine] = []
@@ -215,6 +219,7 @@ def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None
     state.pool = Pool(event.nodes, event.gpus_per_node)
     state.limits = limits_from(event.limits)
     state.owner = [None] * state.pool.size
+    state.trainers = [0] * state.pool.size
 
 
 def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
@@ -231,6 +236,26 @@ def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
         raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
     spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, event.weight, event.min_share, event.max_share, event.staleness, event.rank_batch)
     state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
+    _count_trainer(state, state.pipelines[event.pipeline].topology, 1)
+    _order_wakes(state, state.pipelines[event.pipeline])
+
+
+def _count_trainer(state: SchedulerState, topology: Topology, change: int) -> None:
+    for gpu in topology.training_gpus:
+        state.trainers[gpu] += change
+    for other in state.pipelines.values():
+        if not other.topology.mapped_gpus.isdisjoint(topology.training_gpus):
+            _order_wakes(state, other)
+
+
+def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
+    topology = pipeline.topology
+
+    def dislike(rank: int) -> tuple[int, bool, int]:
+        own = sum(1 for gpu in topology.ranks[rank] if gpu in topology.training_gpus)
+        return sum(state.trainers[gpu] for gpu in topology.ranks[rank]) - own, own > 0, rank
+
+    pipeline.wake_order = tuple(sorted(range(len(topology.ranks)), key=dislike))
 
 
 def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
@@ -354,6 +379,7 @@ def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
 
 def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:
     gone = state.pipelines.pop(event.pipeline)
+    _count_trainer(state, gone.topology, -1)
     for key in [key for key in state.claims if key[0] == event.pipeline]:
         state.drop_claim(key)
     for held in gone.held.values():

@@ -95,11 +95,6 @@ class Topology:
         return frozenset(g for name in FIXED_CLUSTERS if name in self.clusters for g in self.clusters[name].gpus)
 
     @cached_property
-    def wake_order(self) -> tuple[int, ...]:
-        """All ranks, those that no training of this pipeline will put to sleep first."""
-        return tuple(sorted(range(len(self.ranks)), key=lambda r: (not self.training_gpus.isdisjoint(self.ranks[r]), r)))
-
-    @cached_property
     def mapped_gpus(self) -> frozenset[int]:
         return frozenset(g for cluster in self.spec.clusters for g in cluster.gpus)
 

@@ -190,11 +190,11 @@ class SimulatedJob:
             group.committed = True
             life.record.emit(rec.GroupCommitted(group.name, group.version, group.tokens))
         missing, total = self._progress(life)
-        # Asked for first, so that the ranks are not given away between the last sample and the request to train.
-        if group.missing == 0:
-            self._train_if_ready(life)
-        if life.agent.demand.target:
-            life.agent.report_progress(max(total - missing, life.agent.demand.done))
+        with life.agent.one_status():
+            if life.agent.demand.target:
+                life.agent.report_progress(max(total - missing, life.agent.demand.done))
+            if group.missing == 0:
+                self._train_if_ready(life)
 
     def _train_if_ready(self, life: Life) -> None:
         step = life.agent.published
@@ -218,9 +218,10 @@ class SimulatedJob:
 
     def _initialised(self, life: Life) -> None:
         self.train_gpu_s += self.job.init_s * len(self.job.train)
-        life.agent.release(ACTOR_TRAIN)
         life.initialised = True
-        self._next_step(life)
+        with life.agent.one_status():
+            life.agent.release(ACTOR_TRAIN)
+            self._next_step(life)
 
     def _log_probs_done(self, life: Life, step: int) -> None:
         self.train_gpu_s += self.job.log_probs_s * len(self.job.train)
@@ -304,8 +305,9 @@ class SimulatedJob:
     def refreshed(self, version: int) -> None:
         life = self.life
         if life is not None:
-            life.agent.release(ACTOR_TRAIN)
-            self._next_step(life)
+            with life.agent.one_status():
+                life.agent.release(ACTOR_TRAIN)
+                self._next_step(life)
 
     def dismissed(self, left: bool) -> None:
         life = self.life
