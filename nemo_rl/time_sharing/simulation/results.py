@@ -46,16 +46,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class AloneTimes:
-    """How long each kind of job takes by itself; jobs that differ in name and place only are simulated once per seed."""
+    """How long each job takes by itself, with the same prompts, without faults; simulated once per job and seed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario.model_copy(update={"faults": type(scenario.faults)(), "network": type(scenario.network)()})
         self._known: dict[tuple[str, int], float] = {}
 
     def of(self, job: Job, seed: int) -> float:
-        first = min(job.infer)
-        kind = job.model_copy(update={"name": "alone", "train": tuple(g - first for g in job.train), "infer": tuple(g - first for g in job.infer), "arrive_s": 0.0, "leaves_s": None})
-        key = (kind.model_dump_json(), seed)
+        """Seconds from its start to its end."""
+        key = (job.name, seed)
         if key not in self._known:
             world = World(alone(self._scenario, job), seed, lambda clock: NullRecord())
             world.run()

@@ -1,0 +1,67 @@
+"""A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves, hand-over latencies, and the checker's word.
+
+The page holds its data as JSON and draws it on canvases with the script in `report_page`; it loads nothing from anywhere.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
+from nemo_rl.time_sharing.report_page import PAGE
+from nemo_rl.time_sharing.timeline import Level, Timeline
+
+_MOST_POINTS = 3000
+
+
+def write_report(timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str) -> None:
+    """Writes the page. `violations` is what `history.check.check` found in the same record."""
+    data = json.dumps(report_data(timeline, violations, title), separators=(",", ":")).replace("</", "<\\/")
+    Path(path).write_text(PAGE.replace("/*DATA*/null", data))
+
+
+def report_data(timeline: Timeline, violations: Sequence[Violation], title: str) -> dict[str, object]:
+    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in `pipelines`."""
+    pipelines = sorted({o.pipeline for o in timeline.occupations} | {level.pipeline for level in timeline.demand})
+    index = {name: number for number, name in enumerate(pipelines)}
+    gpu_seconds = [0.0] * len(pipelines)
+    busy = 0.0
+    bars = []
+    for o in timeline.occupations:
+        gpu_seconds[index[o.pipeline]] += len(o.gpus) * (o.end - o.start)
+        if o.phase in ("held", "active"):
+            busy += len(o.gpus) * (o.end - o.start)
+        runs = _runs(o.gpus)
+        bars += [[first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label] for first, last in runs]
+    spans = sorted(round(h.end - h.start, 3) for h in timeline.handovers)
+    return {
+        "title": title, "end": timeline.end, "gpus": timeline.pool.size, "perNode": timeline.pool.gpus_per_node, "pipelines": pipelines, "bars": bars,
+        "demand": _curves(timeline.demand, index), "share": _curves(timeline.gpus, index), "handovers": spans,
+        "gpuSeconds": [round(s) for s in gpu_seconds], "steps": [timeline.steps.get(name, 0) for name in pipelines],
+        "busy": busy / max(timeline.end * timeline.pool.size, 1e-9), "invariants": INVARIANTS, "violations": [str(v) for v in violations[:20]],
+        "marks": [[round(t, 3), text] for t, text in timeline.marks if not text.startswith(("enqueue", "plan", "release"))],
+    }
+
+
+def _kind(tag: str, phase: str) -> str:
+    if tag != "GEN":
+        return "init" if tag == "INIT" else "train"
+    return "generate" if phase == "active" else "handover"
+
+
+def _runs(gpus: tuple[int, ...]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for gpu in gpus:
+        if runs and runs[-1][1] == gpu - 1:
+            runs[-1] = (runs[-1][0], gpu)
+        else:
+            runs.append((gpu, gpu))
+    return runs
+
+
+def _curves(levels: Sequence[Level], index: dict[str, int]) -> list[list[list[float]]]:
+    curves: list[list[list[float]]] = [[] for _ in index]
+    for level in levels:
+        curves[index[level.pipeline]].append([round(level.time, 2), level.value])
+    return [curve[:: max(len(curve) // _MOST_POINTS, 1)] for curve in curves]

@@ -1,0 +1,195 @@
+"""A record seen as pictures need it: who was on which GPU when and in which phase, who waited, what was demanded and what hand-overs took.
+
+A pure projection of the scheduler's events (and of the agents' steps); trace and report draw from here and look at no event themselves.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.types import ACTOR_INFER, ClusterSpec, Phase, Priority
+from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Entry
+
+
+class Occupation(NamedTuple):
+    """One stretch on some GPUs, seconds: `tag` as in `Priority.tag`, `phase` of a rank or `held`; `number` counts the hold it is part of."""
+
+    gpus: tuple[int, ...]
+    start: float
+    end: float
+    pipeline: str
+    tag: str
+    phase: str
+    label: str
+    number: int
+
+
+class Waited(NamedTuple):
+    """One request in the queue, from its arrival to its grant or end."""
+
+    pipeline: str
+    cluster: str
+    tag: str
+    start: float
+    end: float
+
+
+class Handover(NamedTuple):
+    """From a claim on GPUs to their use: granted, or the rank routed."""
+
+    pipeline: str
+    what: str
+    start: float
+    end: float
+
+
+class Level(NamedTuple):
+    """A pipeline's standing demand in samples, or its GPUs, from `time` on."""
+
+    pipeline: str
+    time: float
+    value: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Everything there is to draw. `marks`: (time, what happened)."""
+
+    pool: Pool = field(default_factory=lambda: Pool(1, 1))
+    end: float = 0.0
+    occupations: list[Occupation] = field(default_factory=list)
+    waits: list[Waited] = field(default_factory=list)
+    handovers: list[Handover] = field(default_factory=list)
+    demand: list[Level] = field(default_factory=list)
+    gpus: list[Level] = field(default_factory=list)
+    active_gpus: list[tuple[float, int]] = field(default_factory=list)
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    steps: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Open:
+    start: float
+    phase: str
+    number: int
+    label: str
+    tag: str
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.clusters: dict[str, dict[str, ClusterSpec]] = {}
+        self.open: dict[tuple[str, str, int], _Open] = {}
+        self.queue: dict[tuple[str, str], tuple[float, Priority]] = {}
+        self.claims: dict[tuple[str, str, int], float] = {}
+        self.counts: dict[str, int] = {}
+        self.holds = 0
+
+    def gpus_of(self, key: tuple[str, str, int]) -> tuple[int, ...]:
+        pipeline, cluster, rank = key
+        spec = self.clusters[pipeline][cluster]
+        return spec.gpus if rank < 0 else spec.gpus[rank * spec.tp_size : (rank + 1) * spec.tp_size]
+
+    def begin(self, key: tuple[str, str, int], time: float, phase: str, tag: str, label: str) -> None:
+        before = self.open.get(key)
+        number = before.number if before is not None else self.holds
+        if before is None:
+            self.holds += 1
+            self.count(key, time, len(self.gpus_of(key)))
+        else:
+            self.close(key, time, last=False)
+        self.open[key] = _Open(time, phase, number, label, tag)
+
+    def close(self, key: tuple[str, str, int], time: float, *, last: bool = True) -> None:
+        held = self.open.pop(key, None)
+        if held is None:
+            return
+        if time > held.start:
+            self.timeline.occupations.append(Occupation(self.gpus_of(key), held.start, time, key[0], held.tag, held.phase, held.label, held.number))
+        if last:
+            self.count(key, time, -len(self.gpus_of(key)))
+
+    def count(self, key: tuple[str, str, int], time: float, change: int) -> None:
+        self.counts[key[0]] = self.counts.get(key[0], 0) + change
+        self.timeline.gpus.append(Level(key[0], time, self.counts[key[0]]))
+        self.timeline.active_gpus.append((time, sum(self.counts.values())))
+
+    def end_wait(self, pipeline: str, cluster: str, time: float) -> None:
+        waiting = self.queue.pop((pipeline, cluster), None)
+        if waiting is not None:
+            self.timeline.waits.append(Waited(pipeline, cluster, waiting[1].tag, waiting[0], time))
+
+    def end_claim(self, key: tuple[str, str, int], time: float) -> None:
+        began = self.claims.pop(key, None)
+        if began is not None:
+            self.timeline.handovers.append(Handover(key[0], key[1] if key[2] < 0 else f"rank {key[2]}", began, time))
+
+
+def build_timeline(entries: Iterable[Entry]) -> Timeline:
+    """The timeline of a record. What is still open at its end is closed there."""
+    builder = _Builder()
+    for entry in entries:
+        builder.timeline.end = max(builder.timeline.end, entry.time)
+        _take(builder, entry, entry.event)
+    end = builder.timeline.end
+    for key in list(builder.open):
+        builder.close(key, end)
+    for pipeline, cluster in list(builder.queue):
+        builder.end_wait(pipeline, cluster, end)
+    return builder.timeline
+
+
+def _take(builder: _Builder, entry: Entry, event: object) -> None:
+    time, timeline = entry.time, builder.timeline
+    match event:
+        case ev.PoolOpened():
+            timeline.pool = Pool(event.nodes, event.gpus_per_node)
+        case ev.Registered():
+            builder.clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
+        case ev.Requested():
+            builder.queue[event.pipeline, event.cluster] = (time, event.priority)
+            timeline.marks.append((time, f"enqueue {event.priority.tag} {event.pipeline}/{event.cluster}"))
+        case ev.RequestDropped():
+            builder.end_wait(event.pipeline, event.cluster, time)
+        case ev.Claimed():
+            builder.claims[event.pipeline, event.cluster, event.rank] = time
+            timeline.marks.append((time, f"plan {event.plan}: {event.pipeline}/{event.cluster if event.rank < 0 else f'rank {event.rank}'} gets {len(event.gpus)} GPUs"))
+        case ev.Granted() | ev.Repriced():
+            builder.end_wait(event.pipeline, event.cluster, time)
+            key = (event.pipeline, event.cluster, -1)
+            builder.end_claim(key, time)
+            builder.begin(key, time, "held", event.priority.tag, f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}")
+        case ev.Released():
+            builder.close((event.pipeline, event.cluster, -1), time)
+            timeline.marks.append((time, f"release {event.pipeline}/{event.cluster}"))
+        case ev.RankMoved():
+            _take_rank(builder, event, time)
+        case ev.Unregistered():
+            for key in [key for key in builder.open if key[0] == event.pipeline]:
+                builder.close(key, time)
+            timeline.demand.append(Level(event.pipeline, time, 0))
+        case ev.DemandReported():
+            timeline.demand.append(Level(event.pipeline, time, max(event.target - event.done, 0) * event.unit))
+        case ev.Fenced() | ev.SchedulerStarted() | ev.GpusQuarantined() | ev.PlanRejected() | ev.ClockJumped():
+            timeline.marks.append((time, str(event)))
+        case rec.StepFinished():
+            name = entry.source.partition("/")[0]
+            timeline.steps[name] = timeline.steps.get(name, 0) + 1
+        case _:
+            pass
+
+
+def _take_rank(builder: _Builder, event: ev.RankMoved, time: float) -> None:
+    key = (event.pipeline, ACTOR_INFER, event.rank)
+    if event.phase is Phase.ASLEEP:
+        builder.close(key, time)
+        return
+    if event.phase is Phase.ACTIVE:
+        builder.end_claim(key, time)
+    version = f" v{event.version}" if event.version >= 0 else ""
+    builder.begin(key, time, event.phase.value, Priority.GENERATION.tag, f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}")
