@@ -5,6 +5,7 @@
 The ratio is that of the job's own generation time alone on its GPUs to its training time. The last line of each mix says whether the
 promises hold: total time against one after the other, the static split and the gap-ratio rule, p99 slowdown against the last two.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -82,8 +83,12 @@ def run_mix(pool: ProcessPoolExecutor, mix: str, seeds: int, ratios: Sequence[fl
                 worst[key] = max(worst[key], total[OURS] / total[other])
                 worst[f"p99_{key}"] = max(worst[f"p99_{key}"], p99[OURS] / p99[other])
             unfinished += sum(len(o.unfinished) for o in outcome[OURS])
-    print(f"{mix}: at least {worst['serial']:.2f}x better than one after the other; total at most {worst['static']:.3f} of static split, {worst['gap']:.3f} of gap-ratio; "
-          f"p99 slowdown at most {worst['p99_static']:.3f} of static split, {worst['p99_gap']:.3f} of gap-ratio; {unfinished} jobs unfinished\n", flush=True)
+    print(
+        f"{mix}: at least {worst['serial']:.2f}x better than one after the other; total at most {worst['static']:.3f} of static split, "
+        f"{worst['gap']:.3f} of gap-ratio; p99 slowdown at most {worst['p99_static']:.3f} of static split, {worst['p99_gap']:.3f} of gap-ratio; "
+        f"{unfinished} jobs unfinished\n",
+        flush=True,
+    )
 
 
 def show(lines: Sequence[Sequence[str]]) -> None:

@@ -2,6 +2,7 @@
 
 It starts from a snapshot and records each decision, so that later decisions of the same plan see earlier ones. The snapshot stays as it was.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable

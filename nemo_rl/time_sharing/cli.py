@@ -2,6 +2,7 @@
 
 Exit status 0 when all is well, 1 when the checker found a violation or jobs did not finish, 2 when the input cannot be used.
 """
+
 from __future__ import annotations
 
 import argparse

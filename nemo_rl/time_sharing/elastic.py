@@ -3,6 +3,7 @@
 Free GPUs go to the pipeline that is furthest below its share. A busy GPU moves only when the giver stays better served than the taker becomes, so
 no move can be undone by the next plan, and only after it has served its minimum hold. Nothing shrinks without somebody to take the GPUs.
 """
+
 from __future__ import annotations
 
 import heapq

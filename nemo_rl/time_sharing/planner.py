@@ -4,6 +4,7 @@ First the queue: requests for fixed clusters, and pipelines whose generation has
 its victims known, or not at all; one that cannot be served reserves its GPUs against those behind it. Then the rest is shared among
 generation (`elastic`). Nothing here acts, waits or reads a clock.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

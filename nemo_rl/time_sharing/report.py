@@ -2,6 +2,7 @@
 
 The page holds its data as JSON and draws it on canvases with the script in `report_page`; it loads nothing from anywhere.
 """
+
 from __future__ import annotations
 
 import json
@@ -27,7 +28,7 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)
     busy = 0.0
-    bars = []
+    bars: list[list[float | int | str]] = []
     for o in timeline.occupations:
         gpu_seconds[index[o.pipeline]] += len(o.gpus) * (o.end - o.start)
         if o.phase in ("held", "active"):
@@ -36,10 +37,20 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
         bars += [[first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label] for first, last in runs]
     spans = sorted(round(h.end - h.start, 3) for h in timeline.handovers)
     return {
-        "title": title, "end": timeline.end, "gpus": timeline.pool.size, "perNode": timeline.pool.gpus_per_node, "pipelines": pipelines, "bars": bars,
-        "demand": _curves(timeline.demand, index), "share": _curves(timeline.gpus, index), "handovers": spans,
-        "gpuSeconds": [round(s) for s in gpu_seconds], "steps": [timeline.steps.get(name, 0) for name in pipelines],
-        "busy": busy / max(timeline.end * timeline.pool.size, 1e-9), "invariants": INVARIANTS, "violations": [str(v) for v in violations[:20]],
+        "title": title,
+        "end": timeline.end,
+        "gpus": timeline.pool.size,
+        "perNode": timeline.pool.gpus_per_node,
+        "pipelines": pipelines,
+        "bars": bars,
+        "demand": _curves(timeline.demand, index),
+        "share": _curves(timeline.gpus, index),
+        "handovers": spans,
+        "gpuSeconds": [round(s) for s in gpu_seconds],
+        "steps": [timeline.steps.get(name, 0) for name in pipelines],
+        "busy": busy / max(timeline.end * timeline.pool.size, 1e-9),
+        "invariants": INVARIANTS,
+        "violations": [str(v) for v in violations[:20]],
         "marks": [[round(t, 3), text] for t, text in timeline.marks if not text.startswith(("enqueue", "plan", "release"))],
     }
 

@@ -3,10 +3,12 @@
 These are the schemas of the scenario YAML files. A field that is wrong is reported with the path of its key, the value and what is allowed;
 mappings are checked by the same rules as a real registration. Times are in seconds, rates per hour of virtual time.
 """
+
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,7 +155,8 @@ class Scenario(_Section):
             return given
         pool = PoolSection.model_validate(given.get("pool", {}))
         size = pool.nodes * pool.gpus_per_node
-        jobs: list[object] = list(given.get("jobs", ()))
+        listed: Sequence[object] | None = given.get("jobs")
+        jobs = list(listed or [])
         for name, raw in given["fleets"].items():
             fleet = Fleet.model_validate(raw)
             jobs += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
@@ -175,8 +178,16 @@ class Scenario(_Section):
             raise ValueError("jobs: a scenario needs at least one job, or a fleet")
         for number, job in enumerate(self.jobs):
             try:
-                register(self.gpu_pool, job.name, job.name, {ACTOR_TRAIN: 1, ACTOR_INFER: job.tp}, {ACTOR_TRAIN: job.train, ACTOR_INFER: job.infer},
-                         min_share=job.min_share, max_share=job.max_share, full_overlap=job.full_overlap)
+                register(
+                    self.gpu_pool,
+                    job.name,
+                    job.name,
+                    {ACTOR_TRAIN: 1, ACTOR_INFER: job.tp},
+                    {ACTOR_TRAIN: job.train, ACTOR_INFER: job.infer},
+                    min_share=job.min_share,
+                    max_share=job.max_share,
+                    full_overlap=job.full_overlap,
+                )
             except RegistrationError as error:
                 raise ValueError(f"jobs.{number}: {error}") from error
         return self
@@ -195,8 +206,13 @@ def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str
         raise ValueError(f"fleets.{name}: width={fleet.width} must fit the pool of {pool_size} GPUs, and train_gpus={fleet.train_gpus} the width")
     start = (fleet.first + number * fleet.stride) % pool_size
     gpus = [(start + i) % pool_size for i in range(fleet.width)]
-    return {"name": f"{name}{number}", "train": tuple(sorted(gpus[: fleet.train_gpus])), "infer": tuple(sorted(gpus)),
-            "arrive_s": number * fleet.arrive_every_s, **fleet.job}
+    return {
+        "name": f"{name}{number}",
+        "train": tuple(sorted(gpus[: fleet.train_gpus])),
+        "infer": tuple(sorted(gpus)),
+        "arrive_s": number * fleet.arrive_every_s,
+        **fleet.job,
+    }
 
 
 def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:

@@ -41,8 +41,16 @@ class Scheduler:
     must pass.
     """
 
-    def __init__(self, record: Record, send: Callable[[Command], None], clock: SteadyClock, *, notify: Callable[[Reply], None] = lambda reply: None,
-                 rule: PlanRule = planner.plan, validator: Callable[[Snapshot, Plan], list[str]] = validate) -> None:
+    def __init__(
+        self,
+        record: Record,
+        send: Callable[[Command], None],
+        clock: SteadyClock,
+        *,
+        notify: Callable[[Reply], None] = lambda reply: None,
+        rule: PlanRule = planner.plan,
+        validator: Callable[[Snapshot, Plan], list[str]] = validate,
+    ) -> None:
         self.state = SchedulerState()
         self.clock = clock
         self._record, self._rule, self._validate = record, rule, validator

@@ -3,6 +3,7 @@
 `SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the books (a GPU leased twice, an
 unknown rank), because a log that says so is wrong and must not be believed.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -356,8 +357,9 @@ def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> No
 
 
 def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
-    state.commands[event.command] = PendingCommand(event.command, event.pipeline, event.verb, event.rank, event.cluster, event.epoch, event.deadline,
-                                                   event.incarnation)
+    state.commands[event.command] = PendingCommand(
+        event.command, event.pipeline, event.verb, event.rank, event.cluster, event.epoch, event.deadline, event.incarnation
+    )
 
 
 def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> None:
@@ -400,9 +402,25 @@ def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
 
 
 _FOLDS: dict[type, Callable[..., None]] = {
-    ev.PoolOpened: _pool_opened, ev.SchedulerStarted: _started, ev.InventoryDone: _inventory_done, ev.Registered: _registered,
-    ev.DemandReported: _demand, ev.Requested: _requested, ev.RequestDropped: _request_dropped, ev.Claimed: _claimed, ev.ClaimDropped: _claim_dropped,
-    ev.Granted: _granted, ev.Repriced: _repriced, ev.Released: _released, ev.RankMoved: _rank_moved, ev.RankCooling: _rank_cooling, ev.CommandSent: _command_sent,
-    ev.CommandEnded: _command_ended, ev.Leaving: _leaving, ev.Fenced: _fenced, ev.Unregistered: _unregistered,
-    ev.GpusQuarantined: _quarantined, ev.GpusCleared: _cleared,
+    ev.PoolOpened: _pool_opened,
+    ev.SchedulerStarted: _started,
+    ev.InventoryDone: _inventory_done,
+    ev.Registered: _registered,
+    ev.DemandReported: _demand,
+    ev.Requested: _requested,
+    ev.RequestDropped: _request_dropped,
+    ev.Claimed: _claimed,
+    ev.ClaimDropped: _claim_dropped,
+    ev.Granted: _granted,
+    ev.Repriced: _repriced,
+    ev.Released: _released,
+    ev.RankMoved: _rank_moved,
+    ev.RankCooling: _rank_cooling,
+    ev.CommandSent: _command_sent,
+    ev.CommandEnded: _command_ended,
+    ev.Leaving: _leaving,
+    ev.Fenced: _fenced,
+    ev.Unregistered: _unregistered,
+    ev.GpusQuarantined: _quarantined,
+    ev.GpusCleared: _cleared,
 }

@@ -2,6 +2,7 @@
 
 A pure projection of the scheduler's events (and of the agents' steps); trace and report draw from here and look at no event themselves.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -158,7 +159,9 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
             builder.end_wait(event.pipeline, event.cluster, time)
         case ev.Claimed():
             builder.claims[event.pipeline, event.cluster, event.rank] = time
-            timeline.marks.append((time, f"plan {event.plan}: {event.pipeline}/{event.cluster if event.rank < 0 else f'rank {event.rank}'} gets {len(event.gpus)} GPUs"))
+            timeline.marks.append(
+                (time, f"plan {event.plan}: {event.pipeline}/{event.cluster if event.rank < 0 else f'rank {event.rank}'} gets {len(event.gpus)} GPUs")
+            )
         case ev.Granted() | ev.Repriced():
             builder.end_wait(event.pipeline, event.cluster, time)
             key = (event.pipeline, event.cluster, -1)

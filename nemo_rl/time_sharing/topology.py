@@ -3,6 +3,7 @@
 A pipeline that passes `register` can always be scheduled: its mappings lie in the pool, every rank is whole and inside its node, and some
 inference rank survives training. A mapping that is not sorted is refused, because the two sides would disagree about what a rank is.
 """
+
 from __future__ import annotations
 
 import re
@@ -190,7 +191,9 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
             raise DuplicateGpu(f"GPU {gpu} is named twice", pipeline=pipeline, cluster=name, gpu=gpu)
         seen.add(gpu)
         if gpu < before:
-            raise UnsortedMapping(f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}", pipeline=pipeline, cluster=name, gpu=gpu)
+            raise UnsortedMapping(
+                f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}", pipeline=pipeline, cluster=name, gpu=gpu
+            )
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise BadRankSize(f"tp={tp!r} must be an integer of at least 1", pipeline=pipeline, cluster=name)
     if len(mapping) % tp:
@@ -219,8 +222,14 @@ def _check_overlap(topology: Topology, full_overlap: bool) -> None:
         return
     outside = sorted(set(train.gpus) - infer)
     if outside:
-        raise TrainingOutsideInference(f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs",
-                                       pipeline=topology.pipeline, cluster=ACTOR_TRAIN, gpu=outside[0])
+        raise TrainingOutsideInference(
+            f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs", pipeline=topology.pipeline, cluster=ACTOR_TRAIN, gpu=outside[0]
+        )
     if not full_overlap and all(set(rank) & set(train.gpus) for rank in topology.ranks):
-        raise NoSurvivingRank(f"training on GPUs {train.gpus} touches each of the {len(topology.ranks)} inference ranks of tp={topology.tp}; "
-                              f"at least one whole rank must stay awake: add inference GPUs, or train on fewer", pipeline=topology.pipeline, cluster=ACTOR_TRAIN, gpu=train.gpus[0])
+        raise NoSurvivingRank(
+            f"training on GPUs {train.gpus} touches each of the {len(topology.ranks)} inference ranks of tp={topology.tp}; "
+            f"at least one whole rank must stay awake: add inference GPUs, or train on fewer",
+            pipeline=topology.pipeline,
+            cluster=ACTOR_TRAIN,
+            gpu=train.gpus[0],
+        )

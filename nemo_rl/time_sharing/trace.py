@@ -3,6 +3,7 @@
 Written in the Chrome JSON trace format, which Perfetto opens as it is and which needs no library. Times are microseconds. One process holds a
 track per GPU (a slice per hold, its phases nested inside), one the queue with a row per waiting cluster under its priority.
 """
+
 from __future__ import annotations
 
 import json
@@ -76,8 +77,16 @@ def _gpu_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
 
 
 def _slice(gpu: int, name: str, start: float, end: float, part: Occupation) -> dict[str, object]:
-    return {"ph": "X", "pid": _GPUS, "tid": gpu + 1, "name": name, "cat": part.tag, "ts": _us(start), "dur": max(_us(end) - _us(start), 1),
-            "args": {"pipeline": part.pipeline, "hold": part.number, "label": part.label}}
+    return {
+        "ph": "X",
+        "pid": _GPUS,
+        "tid": gpu + 1,
+        "name": name,
+        "cat": part.tag,
+        "ts": _us(start),
+        "dur": max(_us(end) - _us(start), 1),
+        "args": {"pipeline": part.pipeline, "hold": part.number, "label": part.label},
+    }
 
 
 def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:

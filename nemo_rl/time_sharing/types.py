@@ -3,12 +3,13 @@
 Only values live here, all frozen. Nothing knows a clock, a log or Ray. A lower priority number wins; 0 to 5 are fixed (all GPUs of a cluster or
 none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5 at any time).
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SCHEDULER = "scheduler"
 
@@ -236,12 +237,18 @@ class Limits:
     def deadline_of(self, verb: Verb) -> float:
         """How long one command may take, retries included."""
         return {
-            Verb.GRANT: self.grant_s, Verb.DRAIN: self.drain_s, Verb.SLEEP: self.sleep_s, Verb.WAKE: self.wake_s,
-            Verb.SYNC: self.sync_s, Verb.PUBLISH: self.route_s, Verb.ROUTE: self.route_s, Verb.REAP: self.reap_s,
+            Verb.GRANT: self.grant_s,
+            Verb.DRAIN: self.drain_s,
+            Verb.SLEEP: self.sleep_s,
+            Verb.WAKE: self.wake_s,
+            Verb.SYNC: self.sync_s,
+            Verb.PUBLISH: self.route_s,
+            Verb.ROUTE: self.route_s,
+            Verb.REAP: self.reap_s,
         }[verb]
 
 
 def limits_from(values: Mapping[str, float]) -> Limits:
     """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no limit."""
-    whole = {name: int(value) for name, value in values.items() if name == "max_backfills"}
-    return replace(Limits(), **whole, **{name: value for name, value in values.items() if name not in whole})
+    typed: dict[str, Any] = {name: int(value) if name == "max_backfills" else value for name, value in values.items()}
+    return replace(Limits(), **typed)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, shape_of
 
@@ -65,7 +65,7 @@ class Entry:
     seq: int
     time: float
     source: str
-    event: object
+    event: Any  # a dataclass of record_events or of another room; readers dispatch by its type
 
 
 class Record(Protocol):

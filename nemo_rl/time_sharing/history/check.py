@@ -3,6 +3,7 @@
 Shares nothing with the planner, the executor or the agent but the event classes: what it knows of GPUs, queues and weights it works out again from the
 events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked after by the four modules beside this one.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable

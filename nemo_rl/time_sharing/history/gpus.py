@@ -3,6 +3,7 @@
 Two ledgers are kept side by side: what the scheduler's events say, and what pipelines and reapers say about memory. Each must be sound by itself, and
 the books may call a GPU free only when its memory is.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -28,9 +29,17 @@ class GpuChecks:
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
-            ev.PoolOpened: self._opened, ev.Registered: self._registered, ev.Granted: self._granted, ev.Released: self._released, ev.RankMoved: self._rank,
-            ev.Unregistered: self._unregistered, ev.GpusQuarantined: self._quarantine, ev.GpusCleared: self._cleared,
-            ev.MemoryTaken: self._taken, ev.MemoryFreed: self._freed, ev.PlanRejected: self._rejected,
+            ev.PoolOpened: self._opened,
+            ev.Registered: self._registered,
+            ev.Granted: self._granted,
+            ev.Released: self._released,
+            ev.RankMoved: self._rank,
+            ev.Unregistered: self._unregistered,
+            ev.GpusQuarantined: self._quarantine,
+            ev.GpusCleared: self._cleared,
+            ev.MemoryTaken: self._taken,
+            ev.MemoryFreed: self._freed,
+            ev.PlanRejected: self._rejected,
         }
 
     def finish(self) -> None:

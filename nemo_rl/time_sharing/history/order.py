@@ -3,6 +3,7 @@
 A shard serves only published weights and takes requests only while routed; training GPUs come back after the new version is out; the next training
 waits for expands that are under way.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -43,11 +44,26 @@ class OrderChecks:
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
-            ev.Registered: self._registered, ev.Fenced: self._fenced, ev.Granted: self._granted, ev.Repriced: self._granted, ev.Released: self._released,
-            ev.RankMoved: self._rank, ev.Claimed: self._claimed, ev.ClaimDropped: self._claim_dropped, ev.MemoryTaken: self._memory_taken,
-            ev.MemoryFreed: self._memory_freed, rec.StepFinished: self._step, rec.VersionPublished: self._version_published, rec.ShardRouted: self._routed,
-            rec.ShardUnrouted: self._unrouted, rec.ShardSlept: self._slept, rec.ShardWoken: self._woken, rec.SyncStarted: self._sync_started, rec.SyncFinished: self._synced,
-            rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished,
+            ev.Registered: self._registered,
+            ev.Fenced: self._fenced,
+            ev.Granted: self._granted,
+            ev.Repriced: self._granted,
+            ev.Released: self._released,
+            ev.RankMoved: self._rank,
+            ev.Claimed: self._claimed,
+            ev.ClaimDropped: self._claim_dropped,
+            ev.MemoryTaken: self._memory_taken,
+            ev.MemoryFreed: self._memory_freed,
+            rec.StepFinished: self._step,
+            rec.VersionPublished: self._version_published,
+            rec.ShardRouted: self._routed,
+            rec.ShardUnrouted: self._unrouted,
+            rec.ShardSlept: self._slept,
+            rec.ShardWoken: self._woken,
+            rec.SyncStarted: self._sync_started,
+            rec.SyncFinished: self._synced,
+            rec.RequestSubmitted: self._submitted,
+            rec.RequestFinished: self._finished,
         }
 
     def finish(self) -> None:
@@ -151,7 +167,11 @@ class OrderChecks:
         if event.shard not in pipeline.awake:
             self._bad(7, f"{entry.source} routes shard {event.shard}, which is asleep")
         if pipeline.published is None or pipeline.loaded.get(event.shard) != pipeline.published or event.version != pipeline.published:
-            self._bad(3, f"{entry.source} routes shard {event.shard} as version {event.version}; it holds {pipeline.loaded.get(event.shard)}, published is {pipeline.published}")
+            self._bad(
+                3,
+                f"{entry.source} routes shard {event.shard} as version {event.version}; "
+                f"it holds {pipeline.loaded.get(event.shard)}, published is {pipeline.published}",
+            )
         pipeline.routed[event.shard] = event.version
 
     def _unrouted(self, entry: Entry, event: rec.ShardUnrouted) -> None:

@@ -2,8 +2,10 @@
 
 The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are held against it.
 """
+
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,9 +63,18 @@ class PromptChecks:
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
-            ev.Registered: self._registered, ev.Unregistered: self._unregistered, rec.GroupAdmitted: self._admitted, rec.GroupCommitted: self._committed,
-            rec.GroupTrained: self._trained, rec.GroupDropped: self._dropped, rec.StepFinished: self._step, rec.TokensGenerated: self._tokens,
-            rec.RequestSubmitted: self._submitted, rec.RequestFinished: self._finished, rec.SyncStarted: self._sync_started, rec.SyncFinished: self._synced,
+            ev.Registered: self._registered,
+            ev.Unregistered: self._unregistered,
+            rec.GroupAdmitted: self._admitted,
+            rec.GroupCommitted: self._committed,
+            rec.GroupTrained: self._trained,
+            rec.GroupDropped: self._dropped,
+            rec.StepFinished: self._step,
+            rec.TokensGenerated: self._tokens,
+            rec.RequestSubmitted: self._submitted,
+            rec.RequestFinished: self._finished,
+            rec.SyncStarted: self._sync_started,
+            rec.SyncFinished: self._synced,
         }
 
     def finish(self) -> None:
@@ -127,7 +138,9 @@ class PromptChecks:
             self._bad(2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}")
         pipeline.prompts.add(group.prompt)
         if group.oldest is not None and group.oldest < event.step - pipeline.staleness:
-            self._bad(4, f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the bound is {pipeline.staleness} versions back")
+            self._bad(
+                4, f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the bound is {pipeline.staleness} versions back"
+            )
         if group.newest > event.step:
             self._bad(3, f"step {event.step} trains group {event.group_id} with tokens of version {group.newest}, which that step had not made yet")
 
@@ -202,7 +215,7 @@ class PromptChecks:
             group.newest = max(group.newest, *stamped)
 
     def _check_spans(self, sample: str, spans: tuple[VersionSpan, ...], seen: list[int], produced: int) -> None:
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in itertools.pairwise(spans):
             if before.end != after.start:
                 self._bad(3, f"sample {sample}: tokens {before.end} to {after.start} carry no version")
             if after.version < before.version:

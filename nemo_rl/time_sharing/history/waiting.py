@@ -3,6 +3,7 @@
 Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that are behind it in the aged queue.
 By time: it is served within the bound that follows from the longest non-preemptible hold in this record (the assumption of the proof).
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -56,11 +57,28 @@ class WaitChecks:
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
-            ev.PoolOpened: self._opened, ev.SchedulerStarted: self._started, ev.ClockJumped: self._jumped, ev.Registered: self._registered, ev.Unregistered: self._unregistered,
-            ev.Requested: self._requested, ev.RequestDropped: self._dropped, ev.Claimed: self._claimed, ev.ClaimDropped: self._claim_dropped,
-            ev.Granted: self._granted, ev.Repriced: self._repriced, ev.Released: self._released, ev.RankMoved: self._rank, ev.DemandReported: self._demand,
-            ev.Leaving: self._leaving, ev.Fenced: self._fenced, ev.CommandSent: self._sent, ev.CommandEnded: self._ended,
-            ev.GpusQuarantined: self._disturbed, ev.RankCooling: self._disturbed, rec.WaitBegun: self._begun, rec.WaitEnded: self._wait_ended,
+            ev.PoolOpened: self._opened,
+            ev.SchedulerStarted: self._started,
+            ev.ClockJumped: self._jumped,
+            ev.Registered: self._registered,
+            ev.Unregistered: self._unregistered,
+            ev.Requested: self._requested,
+            ev.RequestDropped: self._dropped,
+            ev.Claimed: self._claimed,
+            ev.ClaimDropped: self._claim_dropped,
+            ev.Granted: self._granted,
+            ev.Repriced: self._repriced,
+            ev.Released: self._released,
+            ev.RankMoved: self._rank,
+            ev.DemandReported: self._demand,
+            ev.Leaving: self._leaving,
+            ev.Fenced: self._fenced,
+            ev.CommandSent: self._sent,
+            ev.CommandEnded: self._ended,
+            ev.GpusQuarantined: self._disturbed,
+            ev.RankCooling: self._disturbed,
+            rec.WaitBegun: self._begun,
+            rec.WaitEnded: self._wait_ended,
         }
 
     def finish(self) -> None:
@@ -83,7 +101,9 @@ class WaitChecks:
     def _bound(self) -> float:
         """docs/time_sharing_scheduler.md: everyone ahead holds once, each with one hand-over, plus the aging window, turns, and time lost to faults."""
         limit = self._limits.get
-        handover = limit("drain_s", 0.0) + limit("sleep_s", 0.0) + limit("reap_s", 0.0) + limit("wake_s", 0.0) + 2 * limit("sync_s", 0.0) + limit("route_s", 0.0)
+        handover = (
+            limit("drain_s", 0.0) + limit("sleep_s", 0.0) + limit("reap_s", 0.0) + limit("wake_s", 0.0) + 2 * limit("sync_s", 0.0) + limit("route_s", 0.0)
+        )
         ahead = 2 * self._most_pipelines + limit("max_backfills", 0.0) + 1
         aging = Priority.GENERATION * limit("aging_s", 0.0)
         return aging + ahead * (self._longest_hold + handover + limit("min_hold_s", 0.0) + limit("lease_s", 0.0)) + self._disturbed_s

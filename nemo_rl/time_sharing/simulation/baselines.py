@@ -3,6 +3,7 @@
 One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs that share no GPU run side by side.
 Static split: the pool is cut once into lanes that fit the jobs, each lane runs its jobs one after the other. Both run on the real scheduler.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,9 +26,10 @@ def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
     for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: (item[1].registered_at, item[0])):
         gpus = pipeline.topology.mapped_gpus
         if gpus & taken:
-            pipeline = dataclasses.replace(pipeline, wants={}, demand=Demand(), hungry_since=None)
+            visible[name] = dataclasses.replace(pipeline, wants={}, demand=Demand(), hungry_since=None)
+        else:
+            visible[name] = pipeline
         taken |= gpus
-        visible[name] = pipeline
     return planner.plan(dataclasses.replace(snapshot, pipelines=visible), now)
 
 
@@ -60,7 +62,9 @@ def static_split(scenario: Scenario) -> Scenario:
 
 def _size(job: Job) -> float:
     """Roughly how much work a job is, for balancing lanes."""
-    return job.steps * (job.groups * job.samples_per_group * job.tokens.median / job.engine.tokens_per_s / job.engine.half_batch * job.tp + job.train_s * len(job.train))
+    return job.steps * (
+        job.groups * job.samples_per_group * job.tokens.median / job.engine.tokens_per_s / job.engine.half_batch * job.tp + job.train_s * len(job.train)
+    )
 
 
 def alone(scenario: Scenario, job: Job) -> Scenario:

@@ -3,6 +3,7 @@
 Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, nobody reserves, and generation is moved towards shares of
 remaining work with zero tolerance. It is run by the same executor, so only the decisions differ. Never used outside simulation.
 """
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,5 @@
 """Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness; and the table that shows them."""
+
 from __future__ import annotations
 
 import statistics
@@ -72,7 +73,9 @@ def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes, m
 
 
 def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes) -> Outcome:
-    seconds, slowdown, unfinished = {}, {}, []
+    seconds: dict[str, float] = {}
+    slowdown: dict[str, float] = {}
+    unfinished: list[str] = []
     for job in scenario.jobs:
         run = world.jobs[job.name]
         end = run.finished_at if run.finished_at is not None else world.loop.now
@@ -119,11 +122,18 @@ def table(rows: Sequence[tuple[str, Sequence[Outcome]]]) -> list[list[str]]:
     for name, outcomes in rows:
         total = statistics.fmean(o.total_s for o in outcomes)
         spans = [s for o in outcomes for s in o.handovers_s]
-        lines.append([
-            name, f"{total:.0f}", f"{serial / total:.2f}x" if serial else "-",
-            f"{statistics.fmean(statistics.fmean(o.slowdown.values()) for o in outcomes if o.slowdown):.2f}", f"{statistics.fmean(o.p99_slowdown for o in outcomes):.2f}",
-            f"{statistics.fmean(o.gpu_busy for o in outcomes):.0%}", f"{statistics.fmean(o.service_spread for o in outcomes):.2f}",
-            f"{percentile(spans, 50):.2f} / {percentile(spans, 99):.2f}", f"{statistics.fmean(o.preemptions for o in outcomes):.0f}",
-            str(sum(len(o.unfinished) for o in outcomes)),
-        ])
+        lines.append(
+            [
+                name,
+                f"{total:.0f}",
+                f"{serial / total:.2f}x" if serial else "-",
+                f"{statistics.fmean(statistics.fmean(o.slowdown.values()) for o in outcomes if o.slowdown):.2f}",
+                f"{statistics.fmean(o.p99_slowdown for o in outcomes):.2f}",
+                f"{statistics.fmean(o.gpu_busy for o in outcomes):.0%}",
+                f"{statistics.fmean(o.service_spread for o in outcomes):.2f}",
+                f"{percentile(spans, 50):.2f} / {percentile(spans, 99):.2f}",
+                f"{statistics.fmean(o.preemptions for o in outcomes):.0f}",
+                str(sum(len(o.unfinished) for o in outcomes)),
+            ]
+        )
     return lines

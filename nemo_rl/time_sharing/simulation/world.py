@@ -3,6 +3,7 @@
 Deterministic by seed. The record it leaves is one log with every source in it, in the order in which things happened, so that the checker needs no
 other truth.
 """
+
 from __future__ import annotations
 
 import random
@@ -55,8 +56,15 @@ class _Memory:
 class World:
     """One simulation. `record` gets every event; `rule` is the planner, `validator` what its plans must pass."""
 
-    def __init__(self, scenario: Scenario, seed: int, make_record: Callable[[Callable[[], float]], Record], *, rule: PlanRule = planner.plan,
-                 validator: Callable[[Snapshot, Plan], list[str]] = validate) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        make_record: Callable[[Callable[[], float]], Record],
+        *,
+        rule: PlanRule = planner.plan,
+        validator: Callable[[Snapshot, Plan], list[str]] = validate,
+    ) -> None:
         self.scenario, self.seed = scenario, seed
         self.limits = scenario.scheduler_limits
         self.loop = Loop()
@@ -112,9 +120,19 @@ class World:
         batch = max(int(spec.engine.half_batch / 4), 1)
         try:
             topology = scheduler.register(
-                spec.name, f"pipeline_{spec.name}_NS", {ACTOR_TRAIN: 1, ACTOR_INFER: spec.tp}, {ACTOR_TRAIN: spec.train, ACTOR_INFER: spec.infer},
-                self._reading(), incarnation=incarnation, weight=spec.weight, min_share=spec.min_share, max_share=spec.max_share,
-                staleness=spec.staleness, rank_batch=batch, full_overlap=spec.full_overlap)
+                spec.name,
+                f"pipeline_{spec.name}_NS",
+                {ACTOR_TRAIN: 1, ACTOR_INFER: spec.tp},
+                {ACTOR_TRAIN: spec.train, ACTOR_INFER: spec.infer},
+                self._reading(),
+                incarnation=incarnation,
+                weight=spec.weight,
+                min_share=spec.min_share,
+                max_share=spec.max_share,
+                staleness=spec.staleness,
+                rank_batch=batch,
+                full_overlap=spec.full_overlap,
+            )
         except StillRegistered:
             return None
         finally:
@@ -203,8 +221,11 @@ class World:
         if life is None:
             return
         ghosts = [_Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in life.agent.holds.items()]
-        ghosts += [_Memory(f"{job.job.name}/driver", f"rank {i}", life.agent.topology.ranks[i])
-                   for i, rank in enumerate(life.agent.ranks) if rank.phase is not Phase.ASLEEP]
+        ghosts += [
+            _Memory(f"{job.job.name}/driver", f"rank {i}", life.agent.topology.ranks[i])
+            for i, rank in enumerate(life.agent.ranks)
+            if rank.phase is not Phase.ASLEEP
+        ]
         self._ghosts.setdefault((job.job.name, life.incarnation), []).extend(ghosts)
 
     def _free_ghosts(self, whose: tuple[str, int], what: str | None) -> None:
@@ -218,9 +239,14 @@ class World:
 
     def _plan_faults(self) -> None:
         faults = self.scenario.faults
-        for rate, strike in ((faults.agent_crashes, self._strike_agent), (faults.scheduler_crashes, self._strike_scheduler),
-                             (faults.partitions, self._strike_partition), (faults.stuck_shards, self._strike_stuck),
-                             (faults.slow_shards, self._strike_slow), (faults.clock_jumps, self._strike_clock)):
+        for rate, strike in (
+            (faults.agent_crashes, self._strike_agent),
+            (faults.scheduler_crashes, self._strike_scheduler),
+            (faults.partitions, self._strike_partition),
+            (faults.stuck_shards, self._strike_stuck),
+            (faults.slow_shards, self._strike_slow),
+            (faults.clock_jumps, self._strike_clock),
+        ):
             if rate:
                 self._next_strike(rate, strike)
 
