@@ -13,6 +13,7 @@ import random
 import socket
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -179,7 +180,7 @@ class RayVirtualCluster:
         """Ray scheduling strategy that puts an actor on one slot."""
         return PlacementGroupSchedulingStrategy(self.get_placement_groups()[node_rank], placement_group_bundle_index=bundle_index)
 
-    def _on(self, node_rank: int, bundle_index: int, task: ray.remote_function.RemoteFunction) -> ray.remote_function.RemoteFunction:
+    def _on(self, node_rank: int, bundle_index: int, task: Any) -> Any:
         gpu = {"num_gpus": 0.01} if self.accelerator.is_cuda else {}
         return task.options(scheduling_strategy=self.strategy_for(node_rank, bundle_index), **gpu)
 

@@ -42,7 +42,7 @@ class WorkerIdentity:
 
 
 def wait_for_workers(
-    refs: Sequence[ray.ObjectRef],
+    refs: Sequence[ray.ObjectRef[Any]],
     identities: Sequence[WorkerIdentity],
     *,
     what: str,
@@ -74,7 +74,7 @@ def wait_for_workers(
     return ray.get(list(refs), timeout=max(1.0, deadline - time.monotonic()))
 
 
-def raise_worker_failure(ref: ray.ObjectRef, identity: WorkerIdentity, what: str) -> None:
+def raise_worker_failure(ref: ray.ObjectRef[Any], identity: WorkerIdentity, what: str) -> None:
     """Raises the failure behind a finished call, if it failed."""
     try:
         ray.get(ref, timeout=60.0)

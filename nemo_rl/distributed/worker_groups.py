@@ -59,7 +59,7 @@ class MultiWorkerFuture:
         what: Name of the call.
     """
 
-    futures: list[ray.ObjectRef]
+    futures: list[ray.ObjectRef[Any]]
     called_workers: list[int]
     return_from: list[int] = field(default_factory=list)
     what: str = ""
@@ -102,7 +102,7 @@ class RayWorkerGroup:
         self.identities = [WorkerIdentity(self.name_prefix, rank, slots[0].node_ip) for rank, slots in enumerate(self._slots)]
         actor_class = ray.remote(resolve_fqn(builder.fqn))
         address, port = cluster.get_master_address_and_port()
-        self.workers: list[ActorHandle] = []
+        self.workers: list[ActorHandle[Any]] = []
         for rank, slots in enumerate(self._slots):
             env = self._environment(rank, slots, address, port) | (env_vars or {})
             options = self._options(slots, env, max_concurrency)
@@ -163,10 +163,10 @@ class RayWorkerGroup:
         """Index of the first worker of a data-parallel shard."""
         return self.sharding_annotations.get_ranks_by_coord(data_parallel=dp_shard_idx)[0]
 
-    def _call(self, worker_idx: int, method: str, kwargs: dict[str, Any]) -> ray.ObjectRef:
+    def _call(self, worker_idx: int, method: str, kwargs: dict[str, Any]) -> ray.ObjectRef[Any]:
         return getattr(self.workers[worker_idx], method).remote(**kwargs)
 
-    def run_single_worker_single_data(self, method: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef:
+    def run_single_worker_single_data(self, method: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef[Any]:
         """Calls one worker; the reference of its answer."""
         return self._call(worker_idx, method, kwargs)
 

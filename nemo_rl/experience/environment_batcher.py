@@ -69,7 +69,8 @@ class EnvironmentBatcher:
         return await answer
 
     async def _flush(self) -> None:
-        batch, self._waiting = self._waiting, []
+        batch = self._waiting
+        self._waiting = []
         logs, metadata = [plain_messages(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
         environment = self._environment
         call = asyncio.to_thread(step_environment, environment.handle, logs, metadata, timeout_s=environment.timeout_s, name=environment.name)

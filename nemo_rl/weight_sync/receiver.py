@@ -151,7 +151,8 @@ class WeightReceiver:
     def _close(self) -> None:
         if self._opener is not None:
             self._opener.close()
-        self._opener, self._session = None, {}
+        self._opener = None
+        self._session = {}
 
 
 def _named_tensors(received_B: torch.Tensor, buckets: list[BucketLayout]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -181,7 +181,7 @@ class SyncSession:
         return SendSpec(transport, windows, self._options.verify, self._options.timeout_s, nccl), staging_ranks
 
     def _begin(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
-        session = {
+        session: dict[str, Any] = {
             "id": self.session_id,
             "transport": spec.transport,
             "windows": len(spec.windows),

@@ -76,7 +76,7 @@ BROKEN = [
     (["policy.dynamic_batching.enabled=true"], "sequence_packing.enabled and policy.dynamic_batching.enabled exclude"),
     (["policy.dtensor_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 accelerators that train"),
     (["policy.dtensor_cfg.dp_replicate_size=3", "cluster.gpus_per_node=8"], "dp_replicate_size is 3, which does not divide the data-parallel size 8"),
-    (["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 accelerators that generate"),
+    (["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide 8 generating accelerators"),
     (
         ["policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
         "not a multiple of",

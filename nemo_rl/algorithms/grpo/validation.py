@@ -61,7 +61,7 @@ def _roll_out_all(run: GRPORun) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
 
 def _batches(run: GRPORun) -> list[Any]:
     wanted = run.config.grpo.max_val_samples // run.config.grpo.val_batch_size
-    batches = []
+    batches: list[Any] = []
     for batch in run.val_loader:
         if len(batches) == wanted:
             break

@@ -128,7 +128,8 @@ def _flash(
         options["enable_gqa"] = query_THD.shape[1] != key_TKD.shape[1]
     elif query_THD.shape[1] != key_TKD.shape[1]:
         key_TKD, value_TKD = (t.repeat_interleave(query_THD.shape[1] // t.shape[1], dim=1) for t in (key_TKD, value_TKD))
-    return varlen_attn(query_THD.contiguous(), key_TKD.contiguous(), value_TKD.contiguous(), borders_q, borders_k, longest, longest, **options)
+    attended: Any = varlen_attn(query_THD.contiguous(), key_TKD.contiguous(), value_TKD.contiguous(), borders_q, borders_k, longest, longest, **options)
+    return attended
 
 
 def _side_by_side(
@@ -179,7 +180,7 @@ class _GatherTokens(torch.autograd.Function):
     """All-gather along dim 0; the backward pass sums every rank's gradient of this rank's slice."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
         ctx.group = group
         parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, local.contiguous(), group=group)

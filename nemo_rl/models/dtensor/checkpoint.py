@@ -37,7 +37,7 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
         # Background collectives must not interleave with those of training.
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
 
     def save_weights(self, scorer: CausalLMScorer, path: str, *, dtype_in_config: torch.dtype, save_format: str) -> None:
         """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""
@@ -70,7 +70,8 @@ class CheckpointWriter:
         Raises:
             OSError: The disk is full or the directory cannot be written.
         """
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for future in pending:
             future.result()
 
@@ -160,6 +161,7 @@ def load_optimizer(scorer: CausalLMScorer, optimizer: torch.optim.Optimizer, sch
 def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
     children = state.pop("_schedulers", None)
     if children is not None:
-        for child, child_state in zip(scheduler._schedulers, children, strict=True):
+        made_of_others: Any = scheduler
+        for child, child_state in zip(made_of_others._schedulers, children, strict=True):
             _restore_scheduler(child, child_state)
     scheduler.__dict__.update(state)

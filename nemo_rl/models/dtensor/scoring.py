@@ -75,7 +75,7 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum of every rank's part; its gradient flows to each part unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
         total = local.clone()
         dist.all_reduce(total, group=group)
         return total
@@ -89,7 +89,7 @@ class _CopyToRanks(torch.autograd.Function):
     """The same tensor on every rank; its gradient is the sum of what every rank did with it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
         ctx.group = group
         return tensor.view_as(tensor)
 
@@ -104,7 +104,7 @@ class _GatherVocabulary(torch.autograd.Function):
     """Logits of the whole vocabulary on every rank; each rank's gradient is its own slice."""
 
     @staticmethod
-    def forward(ctx: Any, local_CW: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, local_CW: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
         ctx.group = group
         parts = [torch.empty_like(local_CW) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, local_CW.contiguous(), group=group)
@@ -195,7 +195,8 @@ def score_tokens(
     size = chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * weight_WD.shape[0]))
     if tokens <= size:
         return TokenScores(*_score_chunk(hidden_TD, weight_WD, bias_W, target_T, transform, group))
-    filtered, unfiltered = [], []
+    filtered: list[torch.Tensor] = []
+    unfiltered: list[torch.Tensor] = []
     for start in range(0, tokens, size):
         arguments = (hidden_TD[start : start + size], weight_WD, bias_W, target_T[start : start + size], transform, group)
         one, other = checkpoint(_score_chunk, *arguments, use_reentrant=False) if torch.is_grad_enabled() else _score_chunk(*arguments)

@@ -38,7 +38,10 @@ class MicrobatchResult:
 class TrainBackend(Protocol):
     """What a framework does for a step."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        ...
 
     def start_step(self) -> None:
         """Training mode, zero gradients."""

@@ -11,6 +11,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -39,7 +40,7 @@ class Dispatcher:
         names: Shard names for error messages.
     """
 
-    def __init__(self, workers: Sequence[ActorHandle], router: Router, names: Sequence[str]) -> None:
+    def __init__(self, workers: Sequence[ActorHandle[Any]], router: Router, names: Sequence[str]) -> None:
         self._workers = workers
         self._router = router
         self._names = names

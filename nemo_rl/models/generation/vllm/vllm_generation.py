@@ -213,7 +213,7 @@ class VllmGeneration(GenerationInterface):
 
     def abort(self) -> None:
         """Ends the session on every shard that still answers."""
-        refs = [worker.abort_sync.remote() for worker in self.group.workers]
+        refs: list[Any] = [worker.abort_sync.remote() for worker in self.group.workers]
         ray.wait(refs, num_returns=len(refs), timeout=30.0)
 
     def _run_timed(self, method: str, timeout_s: float, **kwargs: Any) -> None:

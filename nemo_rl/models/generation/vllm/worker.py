@@ -84,7 +84,8 @@ class VllmGenerationWorker:
         # Results come in bursts, one engine step at a time: a short wait gathers the burst.
         await asyncio.sleep(0.002)
         outbox.ready.clear()
-        results, outbox.results = outbox.results, []
+        results = outbox.results
+        outbox.results = []
         return results
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
