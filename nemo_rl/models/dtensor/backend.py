@@ -56,9 +56,10 @@ class DTensorBackend:
         return result
 
     def _loss(self, data: Mapping[str, Any], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
-        batch = pack(data, self.device, multiple=self.scorer.row_multiple())
+        wants_logits = loss_fn.input_type is LossInputType.LOGIT
+        batch = pack(data, self.device, multiple=self.scorer.row_multiple(), trained_only=not wants_logits)
         on_device = {key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-        if loss_fn.input_type is LossInputType.LOGIT:
+        if wants_logits:
             logits_BSV = batch.unpack(self.scorer(batch, self.transform, logits=True))
             bad_rows_B = ~logits_BSV.detach().isfinite().flatten(1).all(dim=1)
             loss, metrics = loss_fn(on_device, 1.0, 1.0, logits=logits_BSV)

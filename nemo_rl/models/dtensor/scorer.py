@@ -57,11 +57,22 @@ class CausalLMScorer(nn.Module):
         if logits:
             raw_TV = gather_logits(local_logits(copy_to_ranks(hidden_TD, group), weight_WD, bias_W), group)
             return self._whole_row(transform.model_logits(raw_TV))
+        wanted = self._wanted_here(batch, hidden_TD.shape[0])
+        if wanted is not None:
+            hidden_TD, target_T = hidden_TD[wanted], target_T[wanted]
         scores = score_tokens(hidden_TD, weight_WD, bias_W, target_T, transform, chunk=self._chunk, group=group)
-        if self._mesh.cp_group is None:
-            return scores
-        logprobs_T = self._whole_row(scores.logprobs_T)
-        return TokenScores(logprobs_T, self._whole_row(scores.unfiltered_T) if transform.filters else logprobs_T)
+        logprobs_T = self._whole_row(_placed(scores.logprobs_T, wanted, batch, self._mesh.sizes.cp))
+        if not transform.filters:
+            return TokenScores(logprobs_T, logprobs_T)
+        return TokenScores(logprobs_T, self._whole_row(_placed(scores.unfiltered_T, wanted, batch, self._mesh.sizes.cp)))
+
+    def _wanted_here(self, batch: PackedBatch, tokens: int) -> torch.Tensor | None:
+        """Wanted positions inside this rank's slice of the row."""
+        if batch.wanted_W is None or self._mesh.cp_group is None:
+            return batch.wanted_W
+        local = batch.wanted_W - tokens * self._mesh.cp_rank
+        local = local[(local >= 0) & (local < tokens)]
+        return local if local.numel() else local.new_zeros(1)
 
     def _hidden(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = batch.input_ids_T.shape[0] // self._mesh.sizes.cp
@@ -90,3 +101,10 @@ class CausalLMScorer(nn.Module):
         dist.all_gather(parts, local.detach().contiguous(), group=group)
         parts[self._mesh.cp_rank] = local
         return torch.cat(parts)
+
+
+def _placed(scores: torch.Tensor, wanted: torch.Tensor | None, batch: PackedBatch, slices: int) -> torch.Tensor:
+    """Scores at their positions of the (slice of the) row, zero elsewhere."""
+    if wanted is None:
+        return scores
+    return scores.new_zeros(batch.input_ids_T.shape[0] // slices).index_copy(0, wanted, scores)

@@ -24,6 +24,7 @@ from nemo_rl.distributed.worker_calls import wait_for_workers
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
+from nemo_rl.utils.flops import TransformerShape, peak_tflops
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec
 
@@ -92,6 +93,7 @@ class Policy(PolicyInterface):
         self._devices: list[str] | None = None
         self._metas: list[TensorMeta] | None = None
         self.device_name = ""
+        self._shape: TransformerShape | None = None
 
     def wait_until_started(self) -> None:
         """Waits until every worker has loaded its model.
@@ -103,6 +105,7 @@ class Policy(PolicyInterface):
             answers = self.worker_group.run("describe", timeout_s=_START_TIMEOUT_S)
             self._devices = [answer["device"] for answer in answers]
             self.device_name = answers[0]["device_name"]
+            self._shape = answers[0]["shape"]
 
     @property
     def data_parallel_size(self) -> int:
@@ -197,7 +200,18 @@ class Policy(PolicyInterface):
             shards, _ = self.shard(data, gbs, training=True)
         with _timed(timer, "policy_training/submit_training_futures"):
             results = self._run_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        return self._aggregate(results)
+        result = self._aggregate(results)
+        self._add_flops(result, data["input_lengths"].tolist(), training=not eval_mode)
+        return result
+
+    def _add_flops(self, result: TrainResult, lengths: Sequence[int], *, training: bool) -> None:
+        """Adds the step's floating-point operations and the devices' peak, where both are known."""
+        if self._shape is None:
+            return
+        result["total_flops"] = self._shape.train_flops(lengths) if training else self._shape.forward_flops(lengths)
+        peak = peak_tflops(self.device_name, self.cfg.precision) if self.device_name not in ("", "cpu") else None
+        if peak is not None:
+            result["theoretical_tflops"] = peak * self.worker_group.world_size
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step on every worker."""

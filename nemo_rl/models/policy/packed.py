@@ -28,6 +28,7 @@ class PackedBatch:
         max_seqlen: Longest segment.
         source_N: Flat index into the padded [B, S] batch of each real token, N <= T.
         shape: (B, S) of the padded batch.
+        wanted_W: Positions of the row whose next token is trained, ascending; None where every position counts.
     """
 
     input_ids_T: torch.Tensor
@@ -37,6 +38,7 @@ class PackedBatch:
     max_seqlen: int
     source_N: torch.Tensor
     shape: tuple[int, int]
+    wanted_W: torch.Tensor | None = None
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
@@ -46,13 +48,15 @@ class PackedBatch:
         return flat.view(batch, width, *values_T.shape[1:])
 
 
-def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1) -> PackedBatch:
+def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1, trained_only: bool = False) -> PackedBatch:
     """Packs a right-padded microbatch.
 
     Args:
         data: `input_ids [B, S]` and `input_lengths [B]`.
         device: Where the row is needed.
         multiple: The row is padded to a multiple of this by a segment of its own, which nothing attends to.
+        trained_only: Scores are needed only before tokens that `token_mask [B, S]` and `sample_mask [B]` keep: the output
+            projection then skips prompts.
     """
     ids_BS, lengths_B = data["input_ids"], data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
@@ -75,4 +79,14 @@ def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1) ->
         max([*lengths, padding], default=0),
         source_N.to(device, non_blocking=True),
         (batch, width),
+        _trained_positions(data, source_N).to(device, non_blocking=True) if trained_only and "token_mask" in data else None,
     )
+
+
+def _trained_positions(data: Mapping[str, Any], source_N: torch.Tensor) -> torch.Tensor:
+    trained_BS = (data["token_mask"].cpu() != 0) & (data["sample_mask"].cpu() != 0)[:, None]
+    before_BS = torch.zeros_like(trained_BS)
+    before_BS[:, :-1] = trained_BS[:, 1:]
+    wanted = before_BS.reshape(-1)[source_N].nonzero(as_tuple=True)[0]
+    # Every rank must run the output projection, whose backward pass is collective, even when it trains on nothing.
+    return wanted if wanted.numel() else torch.zeros(1, dtype=torch.long)

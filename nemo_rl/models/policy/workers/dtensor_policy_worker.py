@@ -7,6 +7,7 @@ that is collective is called on all ranks in the same order.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,8 +27,11 @@ from nemo_rl.models.dtensor.residency import ReferenceWeights, move_model, move_
 from nemo_rl.models.dtensor.scoring import LogitTransform
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.train_step import StepResult, TrainStep
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+
+logger = logging.getLogger(__name__)
 
 _STAGING_SHARE = 0.3
 
@@ -88,8 +92,14 @@ class DTensorPolicyWorker:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Device identity and name, node, and model sizes of this rank."""
-        return {"device": device_uuid(self.mesh.device), "device_name": device_name(self.mesh.device), "rank": self.mesh.rank, "pid": os.getpid()}
+        """Device identity and name of this rank, and the model's sizes (None where its configuration does not say)."""
+        try:
+            shape = TransformerShape.from_hf_config(self.scorer.lm.config)
+        except UnknownArchitecture as error:
+            logger.warning("flops=unknown reason=%s", error)
+            shape = None
+        device = self.mesh.device
+        return {"device": device_uuid(device), "device_name": device_name(device), "rank": self.mesh.rank, "pid": os.getpid(), "shape": shape}
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,252 @@
+"""Seconds per phase of a GRPO step on one GPU, against plain vLLM and TRL's GRPOTrainer in the same run.
+
+    python benchmarks/grpo_step.py --shape 0.5b [--steps 4] [--skip trl] [--work DIR]
+
+Random weights of a Qwen2.5 shape, bfloat16, colocated, 64 prompts x 8 samples, 512 + 512 tokens, no KL penalty, strictly
+on-policy. Every contender runs in a process of its own, one after the other; figures are medians over the steps after
+the first. Prints a table and, last, the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from shapes import make_model, make_prompts  # noqa: E402
+
+PROMPTS, GENERATIONS, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 512, 512
+
+
+class ParityEnvironment:
+    """Rewards responses by the parity of their length in characters: cheap, and different within a group."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        del settings
+
+    def step(self, message_logs: list[Any], metadata: list[Any]) -> tuple[Any, ...]:
+        import torch
+
+        rewards = torch.tensor([float(len(log[-1]["content"]) % 2) for log in message_logs])
+        observation = {"role": "environment", "content": ""}
+        return ([observation] * len(rewards), metadata, None, rewards, torch.ones(len(rewards)), None)
+
+
+def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
+    """The configuration of our run."""
+    length = args.prompt_tokens + args.new_tokens
+    return {
+        "grpo": {
+            "num_prompts_per_step": args.prompts,
+            "num_generations_per_prompt": args.generations,
+            "max_num_steps": args.steps,
+            "max_num_epochs": 100,
+            "val_period": 0,
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": not args.previous_pass},
+        "policy": {
+            "model_name": str(model),
+            "precision": args.precision,
+            "max_total_sequence_length": length,
+            "train_global_batch_size": args.prompts * args.generations,
+            "train_micro_batch_size": 8,
+            "tokenizer": {"chat_template": None},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "weight_decay": 0.0, **({"fused": True} if args.device == "cuda" else {})}},
+            "scheduler": None,
+            "sequence_packing": {"enabled": True, "train_mb_tokens": args.mb_tokens, "logprob_mb_tokens": 2 * args.mb_tokens},
+            "generation": {
+                "max_new_tokens": args.new_tokens,
+                "vllm_cfg": {"gpu_memory_utilization": args.gpu_memory, "enable_vllm_metrics_logger": False, "enable_prefix_caching": True},
+                "vllm_kwargs": {"max_num_seqs": 512},
+            },
+        },
+        "data": {
+            "num_workers": 0,
+            "max_input_seq_length": args.prompt_tokens,
+            "default": {"prompt_file": None, "env_name": "parity"},
+            "train": {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"},
+        },
+        "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
+        "cluster": {"gpus_per_node": 1, "device": args.device},
+        "logger": {"log_dir": str(Path(args.work) / "logs"), "monitor_gpus": False},
+        "checkpointing": {"enabled": False},
+    }
+
+
+def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
+    """Our loop; medians of its own timers."""
+    from nemo_rl.algorithms.grpo.command import run_to_end
+    from nemo_rl.config import MasterConfig, check_config
+    from nemo_rl.utils.metrics_file import read_metrics
+
+    config = MasterConfig(**our_config(args, model, prompts))
+    check_config(config)
+    if run_to_end(config) != 0:
+        raise SystemExit("our run failed")
+    metrics = read_metrics(config.logger.log_dir)
+
+    def median(name: str) -> float:
+        return statistics.median(metrics.scalars(name)[1][1:])
+
+    step = median("timing/train/total_step_time")
+    generated = args.prompts * args.generations * args.new_tokens
+    refit = metrics.scalars("refit/total_s")[1]
+    gib = metrics.scalars("refit/gib")[1]
+    return {
+        "step_s": step,
+        "generation_s": median("timing/train/generation"),
+        "train_s": median("timing/train/policy_training"),
+        "logprob_s": median("timing/train/policy_and_reference_logprobs"),
+        "prepare_generation_s": median("timing/train/prepare_for_generation/total"),
+        "refit_gb_per_s": max(g * (1 << 30) / 1e9 / s for g, s in zip(gib, refit, strict=True)),
+        "refit_s": statistics.median(refit[1:]),
+        "release_s": median("timing/train/logprob_inference_prep"),
+        "samples_per_s": args.prompts * args.generations / step,
+        "generation_tokens_per_s": generated / median("timing/train/generation"),
+        "mfu": median("performance/train_fp_utilization") if "performance/train_fp_utilization" in metrics.values else 0.0,
+    }
+
+
+def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
+    """vLLM alone on the same prompts and sampling."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        str(model),
+        dtype=args.precision,
+        max_model_len=args.prompt_tokens + args.new_tokens,
+        gpu_memory_utilization=args.gpu_memory,
+        max_num_seqs=512,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    texts = [json.loads(line)["input"] for line in prompts.read_text().splitlines()]
+    seconds = []
+    for step in range(args.steps):
+        chosen = texts[step * args.prompts : (step + 1) * args.prompts]
+        # Byte-level tokens of lower-case letters: the id of a character is its code minus that of "!".
+        ids = [[ord(c) - 33 for c in text] for text in chosen for _ in range(args.generations)]
+        sampling = [
+            SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=step * 100_000 + row, temperature=1.0) for row in range(len(ids))
+        ]
+        started = time.perf_counter()
+        engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+        engine.reset_prefix_cache()
+    generation = statistics.median(seconds[1:])
+    return {"generation_s": generation, "generation_tokens_per_s": args.prompts * args.generations * args.new_tokens / generation}
+
+
+def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
+    """TRL's GRPOTrainer with vLLM colocated on the same model, prompts, lengths and reward."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+            marks.append(time.perf_counter())
+
+    def parity(completions: list[str], **unused: Any) -> list[float]:
+        return [float(len(text) % 2) for text in completions]
+
+    config = GRPOConfig(
+        output_dir=str(Path(args.work) / "trl"),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=args.prompts * args.generations // 8,
+        num_generations=args.generations,
+        max_completion_length=args.new_tokens,
+        max_steps=args.steps,
+        learning_rate=1e-6,
+        beta=0.0,
+        bf16=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.4,
+        vllm_max_model_length=args.prompt_tokens + args.new_tokens,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+    )
+    trainer = GRPOTrainer(
+        model=str(model), reward_funcs=parity, args=config, train_dataset=load_dataset("json", data_files=str(prompts), split="train"), callbacks=[Clock()]
+    )
+    marks.append(time.perf_counter())
+    trainer.train()
+    step = statistics.median([b - a for a, b in zip(marks, marks[1:], strict=False)][1:])
+    return {"step_s": step, "samples_per_s": args.prompts * args.generations / step}
+
+
+RUNNERS = {"ours": run_ours, "vllm": run_plain_vllm, "trl": run_trl}
+
+
+def main() -> None:
+    """Runs the contenders and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.5b")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--generations", type=int, default=GENERATIONS)
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--mb-tokens", type=int, default=16384)
+    parser.add_argument("--gpu-memory", type=float, default=0.4)
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--previous-pass", action="store_true", help="also compute log-probabilities before the step, as off-policy runs do")
+    parser.add_argument("--skip", nargs="*", default=[], choices=list(RUNNERS))
+    parser.add_argument("--work", default="/tmp/nemo_rl_bench")
+    parser.add_argument("--only", choices=list(RUNNERS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    model = make_model(args.shape, Path(args.work))
+    prompts = make_prompts(args.prompts * args.steps, args.prompt_tokens, Path(args.work) / f"prompts_{args.prompt_tokens}.jsonl")
+    if args.only:
+        print("RESULT " + json.dumps(RUNNERS[args.only](args, model, prompts)), flush=True)
+        return
+    results: dict[str, dict[str, Any]] = {}
+    for name in RUNNERS:
+        if name not in args.skip:
+            results[name] = _in_own_process(name)
+    _print_table(args, results)
+
+
+def _in_own_process(name: str) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    log = Path("/tmp") / f"bench_{name}.log"
+    with log.open("w") as file:
+        finished = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name], stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
+    if finished.returncode or not lines:
+        print(f"{name} failed (exit code {finished.returncode}):\n" + "\n".join(log.read_text().splitlines()[-40:]), flush=True)
+        return {}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def _print_table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    print(f"\nshape {args.shape}, {args.prompts} x {args.generations} samples, {args.prompt_tokens} + {args.new_tokens} tokens, {args.precision}")
+    for name, values in results.items():
+        print(f"{name:5s} " + "  ".join(f"{key}={value:,.3f}" for key, value in values.items()))
+    ours, vllm, trl = (results.get(name) or {} for name in ("ours", "vllm", "trl"))
+    if ours and vllm:
+        print(f"generation / plain vLLM: {ours['generation_tokens_per_s'] / vllm['generation_tokens_per_s']:.3f}")
+    if ours and trl:
+        print(f"samples per second / TRL: {ours['samples_per_s'] / trl['samples_per_s']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
