@@ -95,7 +95,8 @@ def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, 
     metrics = read_metrics(config.logger.log_dir)
 
     def median(name: str) -> float:
-        return statistics.median(metrics.scalars(name)[1][1:])
+        values = metrics.scalars(name)[1][1:]
+        return statistics.median(values) if values else 0.0
 
     step = median("timing/train/total_step_time")
     generated = args.prompts * args.generations * args.new_tokens
@@ -112,7 +113,7 @@ def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, 
         "release_s": median("timing/train/logprob_inference_prep"),
         "samples_per_s": args.prompts * args.generations / step,
         "generation_tokens_per_s": generated / median("timing/train/generation"),
-        "mfu": median("performance/train_fp_utilization") if "performance/train_fp_utilization" in metrics.values else 0.0,
+        "mfu": median("performance/train_fp_utilization"),
     }
 
 
