@@ -60,6 +60,18 @@ def make_model(vocab_size: int, *, layers: int, hidden: int, heads: int, kv_head
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
+def save_tiny_model(out_dir: Path, *, layers: int = 2, hidden: int = 128, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> Qwen3ForCausalLM:
+    """Writes model and tokenizer to `out_dir` and returns the model."""
+    tokenizer = make_tokenizer()
+    eos, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    # Rounded up so that the vocabulary divides over any small tensor-parallel size.
+    vocab_size = (len(tokenizer) + 63) // 64 * 64
+    model = make_model(vocab_size, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, seed=seed, eos=eos, pad=pad)
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    return model
+
+
 def main() -> None:
     """Writes the model directory and says where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,23 +82,9 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    tokenizer = make_tokenizer()
-    # Rounded up so that the vocabulary divides over any small tensor-parallel size.
-    vocab_size = (len(tokenizer) + 63) // 64 * 64
-    model = make_model(
-        vocab_size,
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        seed=args.seed,
-        eos=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    )
-    model.save_pretrained(args.out_dir)
-    tokenizer.save_pretrained(args.out_dir)
+    model = save_tiny_model(args.out_dir, layers=args.layers, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, seed=args.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{args.out_dir}: {parameters / 1e6:.2f} M parameters, vocabulary {vocab_size}")
+    print(f"{args.out_dir}: {parameters / 1e6:.2f} M parameters, vocabulary {model.config.vocab_size}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,89 @@
-"""What all tests share: hypothesis without a time limit per example, since a busy machine is no failure."""
+"""What all tests share: one Ray cluster, one tiny model, and the check that no process outlives the session.
+
+Hypothesis examples have no time limit of their own, since a busy machine is no failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import hypothesis
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_SESSION_MARK = "NRL_TEST_SESSION"
+_GRACE_S = 20.0
+_OBJECT_STORE_BYTES = 512 << 20
 
 hypothesis.settings.register_profile("nemo_rl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("nemo_rl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_is_left_behind() -> Iterator[None]:
+    """Everything that the session starts inherits a mark; at the end nobody may carry it any more."""
+    mark = os.environ[_SESSION_MARK] = uuid.uuid4().hex
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, "processes outlived the tests: " + "; ".join(left)
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+            # Python's own resource tracker lives as long as this process.
+            if process.environ().get(_SESSION_MARK) == mark and "multiprocessing.resource_tracker" not in command:
+                found.append(f"{process.pid} {command[:120]}")
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(scope="session")
+def user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory from which this process and Ray's workers import modules that a test writes there."""
+    folder = tmp_path_factory.mktemp("user_modules")
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def ray_session(_no_process_is_left_behind: None, user_modules: Path) -> Iterator[None]:
+    """The session's one Ray cluster: local, four CPU slots."""
+    from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+
+    os.environ.setdefault("NRL_OBJECT_STORE_BYTES", str(_OBJECT_STORE_BYTES))
+    init_ray(device="cpu", cpu_slots=4)
+    yield
+    shutdown_ray()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a two-layer, 64-wide Qwen3 model with a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=64)
+    return folder
+
+
+def example(name: str) -> ModuleType:
+    """`examples/<name>.py` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,12 +154,12 @@ class Scenario(_Section):
             return given
         pool = PoolSection.model_validate(given.get("pool", {}))
         size = pool.nodes * pool.gpus_per_node
-        listed: Sequence[object] | None = given.get("jobs")
-        jobs = list(listed or [])
+        jobs: list[object] = list(given.get("jobs", ()))
         for name, raw in given["fleets"].items():
             fleet = Fleet.model_validate(raw)
             jobs += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
-        return {**given, "jobs": jobs, "fleets": {}}
+        expanded: dict[str, Any] = {**given, "jobs": jobs, "fleets": {}}
+        return expanded
 
     @model_validator(mode="after")
     def _check(self) -> Scenario:

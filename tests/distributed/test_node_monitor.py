@@ -1,13 +1,12 @@
 """Node monitoring: what is read, how it is averaged, and a real Ray node."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from nemo_rl.distributed.node_monitor import NodeMonitor, NodeSampler, parse_nvidia_smi
-from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 
 
 class Sink:
@@ -18,13 +17,6 @@ class Sink:
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
         self.logged.append((dict(metrics), prefix))
         self.seen.set()
-
-
-@pytest.fixture
-def ray_cluster() -> Iterator[None]:
-    init_ray(device="cpu", cpu_slots=1)
-    yield
-    shutdown_ray()
 
 
 def test_gpu_lines_without_numbers_are_left_out() -> None:
@@ -57,7 +49,7 @@ def test_samples_between_writes_are_averaged_and_the_last_are_not_lost() -> None
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_every_node_of_a_cluster_is_sampled(ray_cluster: None) -> None:
+def test_every_node_of_a_cluster_is_sampled(ray_session: None) -> None:
     sink = Sink()
     with NodeMonitor(sink, collection_interval_s=0.01, flush_interval_s=0.01):
         assert sink.seen.wait(60)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +35,9 @@ class Env:
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("theirs")
-    (folder / "their_env.py").write_text(THEIRS)
-    sys.path.insert(0, str(folder))
-    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
-    yield folder
-    ray.shutdown()
-    sys.path.remove(str(folder))
+@pytest.fixture(scope="module", autouse=True)
+def their_environment(ray_session: None, user_modules: Path) -> None:
+    (user_modules / "their_env.py").write_text(THEIRS)
 
 
 def started(tokenizer: Any = None) -> Any:
@@ -64,7 +54,7 @@ def said(what: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": what}]] * 2
 
 
-def test_a_users_environment_becomes_an_actor_and_its_failures_name_it(cluster: Path) -> None:
+def test_a_users_environment_becomes_an_actor_and_its_failures_name_it() -> None:
     actor = started()
     result = step_environment(actor, said("fine"), [{}, {}], timeout_s=60, name="mine")
     assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [2.5, 2.5]
@@ -80,7 +70,7 @@ def test_a_users_environment_becomes_an_actor_and_its_failures_name_it(cluster: 
         ray.kill(handle)
 
 
-def test_mathematics_runs_as_an_actor(cluster: Path) -> None:
+def test_mathematics_runs_as_an_actor() -> None:
     config = MasterConfig(
         env={"math": {"num_workers": 1}}, data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "prompt_file": None}}
     )
@@ -92,7 +82,7 @@ def test_mathematics_runs_as_an_actor(cluster: Path) -> None:
     ray.kill(actor)
 
 
-def test_an_unknown_environment_starts_nothing(cluster: Path) -> None:
+def test_an_unknown_environment_starts_nothing() -> None:
     config = MasterConfig(data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "env_name": "mth", "prompt_file": None}})
     with pytest.raises(UnknownEnvironment, match="Did you mean 'math'"):
         setup_response_data(None, config.data, config.env)

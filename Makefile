@@ -1,0 +1,64 @@
+# Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
+# Variables: PYTHON (interpreter of the environment), EXTRAS (cpu,dev; on GPU nodes vllm,dev), TORCH_BACKEND (cpu; on GPU nodes auto).
+
+PYTHON ?= python3
+EXTRAS ?= cpu,dev
+TORCH_BACKEND ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+RESULTS := results/arithmetic
+
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast lint format docs clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY) ## the environment in .venv, made anew when pyproject.toml changes
+
+# uv does not read pip's settings; where pip is given a directory of wheels, uv is given the same one, and torch's CPU build is found there.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemo_rl needs Python 3.11 or newer; name one with make PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade uv
+	@links="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null | tr '\n' ' ')}"; \
+	if [ -n "$$links" ]; then \
+	  UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')" VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -e '.[$(EXTRAS)]'; \
+	else \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --torch-backend $(TORCH_BACKEND) -e '.[$(EXTRAS)]'; \
+	fi
+	@touch $@
+
+demo: $(RESULTS)/base/config.json ## a small model learns arithmetic: made, warm-started, trained with GRPO; goes on where it was stopped
+	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
+	$(BIN)/python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml
+
+$(RESULTS)/base/config.json: examples/make_tiny_model.py | $(READY)
+	$(BIN)/python examples/make_tiny_model.py $(RESULTS)/base --layers 2 --hidden 128
+
+test: $(READY) ## every test
+	$(BIN)/python -m pytest
+
+test-fast: $(READY) ## tests that need neither Ray nor an engine, for the inner loop
+	$(BIN)/python -m pytest -m "not ray and not vllm and not slow"
+
+lint: $(READY) ## ruff, formatting, types, and the order of rooms
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY) ## format, and fix what ruff can fix
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+docs: $(READY) ## the generated pages: docs/config.md
+	$(BIN)/python -m nemo_rl.config docs
+
+clean: ## results and logs of the demo, and every cache; the environment stays
+	rm -rf $(RESULTS) logs/sft_arithmetic_cpu logs/grpo_arithmetic_cpu
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+	find nemo_rl tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
