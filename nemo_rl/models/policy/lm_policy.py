@@ -329,7 +329,7 @@ class Policy(PolicyInterface):
 
     def close(self) -> None:
         """Ends the export on every rank that still answers."""
-        refs = [worker.close_export.remote() for worker in self.worker_group.workers]
+        refs: list[Any] = [worker.close_export.remote() for worker in self.worker_group.workers]
         ray.wait(refs, num_returns=len(refs), timeout=60.0)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
