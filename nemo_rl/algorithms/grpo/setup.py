@@ -17,7 +17,8 @@ from typing import Any
 
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
-from nemo_rl.algorithms.grpo.saving import latest_checkpoint, restore_loader
+from nemo_rl.algorithms.placement import reserve, start_policy
+from nemo_rl.algorithms.run_checkpoint import latest_checkpoint, restore_loader
 from nemo_rl.algorithms.utils import set_seed
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.placement import generation_world_size, training_world_size
@@ -37,7 +38,6 @@ from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.dtensor.load import model_config
 from nemo_rl.models.generation.vllm import VllmGeneration
-from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir
 from nemo_rl.utils.progress import RunProgress
@@ -76,7 +76,7 @@ def setup(config: MasterConfig) -> GRPORun:
     state = GRPOState()
     if checkpoint is not None:
         state = GRPOState.from_training_info(checkpoint[1])
-        if not restore_loader(train_loader, checkpoint[0], checkpoint[1], [entry.dataset_name for entry in config.data.train]):
+        if not restore_loader(train_loader, checkpoint[0], checkpoint[1], config):
             logger.warning("resume=loader_ignored checkpoint=%s reason=datasets_changed", checkpoint[0])
     config.logger.log_dir = str(get_next_experiment_dir(config.logger.log_dir))
     with ExitStack() as undo:
@@ -110,7 +110,14 @@ def _build(
     generation = _start_generation(config, clusters.generation, tokenizer)
     if generation is not None:
         undo.callback(generation.shutdown)
-    policy = _start_policy(config, clusters.training, tokenizer, checkpointer, checkpoint)
+    policy = start_policy(
+        config,
+        clusters.training,
+        tokenizer,
+        checkpointer,
+        checkpoint,
+        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0 and not config.grpo.skip_reference_policy_logprobs_calculation,
+    )
     undo.callback(policy.shutdown)
     names = [*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()]
     actors = start_environments(names, config.env) if generation is not None else {}
@@ -185,28 +192,17 @@ def _custom_loader(config: MasterConfig) -> Any:
 
 def _reserve(config: MasterConfig, accelerator: Accelerator) -> _Clusters:
     cluster, colocated = config.cluster, config.policy.generation.colocated
-
-    def reserve(name: str, per_node: list[int], groups: int) -> RayVirtualCluster:
-        return RayVirtualCluster(
-            per_node,
-            use_gpus=accelerator.is_cuda,
-            max_colocated_worker_groups=groups,
-            num_gpus_per_node=cluster.gpus_per_node,
-            name=name,
-            port_range_low=cluster.master_port_range_low,
-            port_range_high=cluster.master_port_range_high,
-        )
-
     nodes, each = cluster.num_nodes, cluster.gpus_per_node
     replayed = config.grpo.rollout_replay is not None and not _validates(config)
     if replayed or colocated.enabled:
-        shared = reserve("policy", [each] * nodes, 2)
+        shared = reserve(cluster, accelerator, "policy", [each] * nodes, groups=2)
         return _Clusters(shared, None if replayed else shared)
     if nodes == 1:
         own = colocated.resources.gpus_per_node or 0
-        return _Clusters(reserve("policy", [each - own], 1), reserve("generation", [own], 1))
+        return _Clusters(reserve(cluster, accelerator, "policy", [each - own]), reserve(cluster, accelerator, "generation", [own]))
     own = colocated.resources.num_nodes or 0
-    return _Clusters(reserve("policy", [each] * (nodes - own), 1), reserve("generation", [each] * own, 1))
+    training = reserve(cluster, accelerator, "policy", [each] * (nodes - own))
+    return _Clusters(training, reserve(cluster, accelerator, "generation", [each] * own))
 
 
 def _validates(config: MasterConfig) -> bool:
@@ -226,20 +222,6 @@ def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, t
         seed=config.grpo.seed,
         colocated=generation.colocated.enabled,
         request_timeout_s=float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900")),
-    )
-
-
-def _start_policy(config: MasterConfig, cluster: RayVirtualCluster, tokenizer: Any, checkpointer: CheckpointManager, checkpoint: Path | None) -> Policy:
-    resume = checkpointer.get_resume_paths(checkpoint) if checkpoint is not None else None
-    if resume is not None and resume.optimizer is None:
-        logger.warning("resume=fresh_optimizer checkpoint=%s: it has no optimizer state", checkpoint)
-    return Policy(
-        cluster,
-        config.policy,
-        tokenizer,
-        weights_path=str(resume.weights.resolve()) if resume else None,
-        optimizer_path=str(resume.optimizer.resolve()) if resume and resume.optimizer else None,
-        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0 and not config.grpo.skip_reference_policy_logprobs_calculation,
     )
 
 

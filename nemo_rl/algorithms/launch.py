@@ -1,0 +1,128 @@
+"""What every run's command line shares: arguments in, configuration, set-up, drive, clean end, exit code out.
+
+Knows a run only as something that is set up, driven and closed. User mistakes become one message without a traceback.
+Invariant: whatever happens, no process of the run is left; Ctrl-C ends with exit code 130 and the last checkpoint usable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from nemo_rl.config import ConfigError, OverridesError, load_master_config
+from nemo_rl.config.master import RootConfig
+from nemo_rl.utils.progress import RunProgress
+
+logger = logging.getLogger("nemo_rl")
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+Config = TypeVar("Config", bound=RootConfig)
+
+
+class HasProgress(Protocol):
+    """What a run shows of itself."""
+
+    progress: RunProgress
+
+
+Run = TypeVar("Run", bound=HasProgress)
+
+
+def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], what: str, example: str, run_to_end: Callable[[Config], int]) -> int:
+    """Reads the command line and the configuration, and runs.
+
+    Args:
+        arguments: Command-line arguments without the program's name.
+        default_config: Used when `--config` is not given.
+        kind: Class of the configuration.
+        what: The run in words, for `--help`.
+        example: An override, for `--help`.
+        run_to_end: Runs a checked configuration.
+
+    Returns:
+        The process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
+    """
+    parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
+    parser.add_argument("--config", type=Path, default=default_config, help=f"YAML file; default {default_config.name}")
+    options, overrides = parser.parse_known_args(list(arguments))
+    level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        config = load_master_config(str(options.config), overrides, kind)
+    except (ConfigError, OverridesError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    return run_to_end(config)
+
+
+def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[Run], None], close: Callable[[Run], None]) -> int:
+    """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code."""
+    # A scheduler that ends the job sends SIGTERM: it deserves the same clean end as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run: Run | None = None
+    try:
+        run = setup(config)
+        with run.progress:
+            drive(run)
+        code = EXIT_OK
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: ending workers; the last finished checkpoint is complete\n")
+        code = EXIT_INTERRUPTED
+    except user_errors() as error:
+        logger.debug("run failed", exc_info=True)
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        code = EXIT_FAILED
+    finally:
+        if run is not None:
+            close(run)
+    if run is not None and code == EXIT_OK:
+        _report(Path(config.logger.log_dir))
+    return code
+
+
+def user_errors() -> tuple[type[BaseException], ...]:
+    """Errors whose message says all a user needs; anything else keeps its traceback."""
+    from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
+    from nemo_rl.data.errors import DataError
+    from nemo_rl.distributed.devices import DeviceUnavailableError
+    from nemo_rl.distributed.ray_runtime import RayStartError
+    from nemo_rl.distributed.virtual_cluster import ResourceInsufficientError
+    from nemo_rl.distributed.worker_calls import WorkerError
+    from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
+    from nemo_rl.experience.rollout_source import RecordingError
+    from nemo_rl.models.dtensor.load import CheckpointMismatchError, ModelNotFoundError
+    from nemo_rl.models.generation.interfaces import GenerationError
+    from nemo_rl.utils.checkpoint import CheckpointError
+    from nemo_rl.weight_sync.transports.base import TransportError
+
+    return (
+        ConfigError,
+        DataError,
+        DeviceUnavailableError,
+        RayStartError,
+        ResourceInsufficientError,
+        WorkerError,
+        EnvironmentFailure,
+        UnknownEnvironment,
+        RecordingError,
+        CheckpointMismatchError,
+        ModelNotFoundError,
+        GenerationError,
+        CheckpointError,
+        TransportError,
+        DynamicSamplingError,
+    )
+
+
+def _report(log_dir: Path) -> None:
+    from nemo_rl.utils.report import write_report
+
+    paths = write_report(log_dir)
+    sys.stderr.write("report: " + ", ".join(str(path) for path in paths) + "\n")

@@ -1,0 +1,70 @@
+"""Slots for a run and the policy on them, as every algorithm takes them from its configuration.
+
+Decides nothing about which slots training and generation share; that is each algorithm's set-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config import ClusterConfig
+from nemo_rl.config.master import RootConfig
+from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.checkpoint import CheckpointManager
+
+logger = logging.getLogger(__name__)
+
+
+def reserve(cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1) -> RayVirtualCluster:
+    """Slots on the cluster.
+
+    Args:
+        cluster: Ports, and slots per node.
+        accelerator: Kind of slot.
+        name: For messages.
+        per_node: Slots of each node.
+        groups: Worker groups that share each slot.
+    """
+    return RayVirtualCluster(
+        list(per_node),
+        use_gpus=accelerator.is_cuda,
+        max_colocated_worker_groups=groups,
+        num_gpus_per_node=cluster.gpus_per_node,
+        name=name,
+        port_range_low=cluster.master_port_range_low,
+        port_range_high=cluster.master_port_range_high,
+    )
+
+
+def start_policy(
+    config: RootConfig, cluster: RayVirtualCluster, tokenizer: Any, checkpointer: CheckpointManager, checkpoint: Path | None, *, init_reference_model: bool
+) -> Policy:
+    """The policy, from the checkpoint if there is one; its workers may still be starting.
+
+    Args:
+        config: The run's.
+        cluster: Slots; all of them are used.
+        tokenizer: Saved beside checkpoints.
+        checkpointer: Owner of the checkpoint.
+        checkpoint: What to resume from, or None.
+        init_reference_model: Whether the initial weights are kept for reference log-probabilities.
+
+    Raises:
+        CheckpointError: The checkpoint has no weights.
+    """
+    resume = checkpointer.get_resume_paths(checkpoint) if checkpoint is not None else None
+    if resume is not None and resume.optimizer is None:
+        logger.warning("resume=fresh_optimizer checkpoint=%s: it has no optimizer state", checkpoint)
+    return Policy(
+        cluster,
+        config.policy,
+        tokenizer,
+        weights_path=str(resume.weights.resolve()) if resume else None,
+        optimizer_path=str(resume.optimizer.resolve()) if resume and resume.optimizer else None,
+        init_reference_model=init_reference_model,
+    )

@@ -1,0 +1,64 @@
+"""What every run's checkpoint holds besides its counters: policy and loader; and how a run goes on from it.
+
+Ties the checkpoint directory to policy and loader. Knows no file format of theirs and no algorithm. Invariants: a visible
+checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl.config.master import RootConfig
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.checkpoint import CheckpointManager
+
+LOADER_FILE = "train_dataloader.pt"
+WEIGHTS = Path("policy") / "weights"
+
+
+def begin_checkpoint(checkpointer: CheckpointManager, policy: Policy, loader: Any, step: int, info: Mapping[str, Any], config: RootConfig) -> None:
+    """Snapshots policy and loader after a completed step; files are finished in the background.
+
+    Args:
+        checkpointer: Owner of the directory.
+        policy: Saved as `policy/`.
+        loader: Saved as `train_dataloader.pt`.
+        step: Completed steps.
+        info: Counters and ranking metric.
+        config: Saved as `config.yaml`.
+
+    Raises:
+        CheckpointError: The directory cannot be written, or the previous checkpoint failed.
+    """
+    named = {**info, "dataset_names": _dataset_names(config)}
+    # Workers write too, from working directories of their own.
+    path = checkpointer.init_tmp_checkpoint(step, named, config).resolve()
+    with checkpointer.writing(path):
+        torch.save(loader.state_dict(), path / LOADER_FILE)
+        optimizer = str(path / "policy" / "optimizer") if config.checkpointing.save_optimizer else None
+        policy.save_checkpoint(str(path / WEIGHTS), optimizer, str(path / "policy" / "tokenizer"))
+    checkpointer.begin_finalization(path, policy.finalize_async_save)
+
+
+def restore_loader(loader: Any, checkpoint: Path, info: Mapping[str, Any], config: RootConfig) -> bool:
+    """Continues a loader from a checkpoint; False (and an untouched loader) when the datasets changed."""
+    if info.get("dataset_names") != _dataset_names(config):
+        return False
+    loader.load_state_dict(torch.load(checkpoint / LOADER_FILE, weights_only=True))
+    return True
+
+
+def latest_checkpoint(checkpointer: CheckpointManager) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint and its info, if there is one."""
+    path = checkpointer.get_latest_checkpoint_path()
+    if path is None:
+        return None
+    return path, checkpointer.load_training_info(path) or {}
+
+
+def _dataset_names(config: RootConfig) -> list[str]:
+    return [entry.dataset_name for entry in config.data.train]
