@@ -62,6 +62,7 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
             "tokenizer": {"chat_template": None},
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "weight_decay": 0.0, **({"fused": True} if args.device == "cuda" else {})}},
             "scheduler": None,
+            "dtensor_cfg": {"torch_compile": args.compile},
             "sequence_packing": {"enabled": True, "train_mb_tokens": args.mb_tokens, "logprob_mb_tokens": 2 * args.mb_tokens},
             "generation": {
                 "max_new_tokens": args.new_tokens,
@@ -110,6 +111,7 @@ def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, 
         "prepare_generation_s": median("timing/train/prepare_for_generation/total"),
         "refit_gb_per_s": max(g * (1 << 30) / 1e9 / s for g, s in zip(gib, refit, strict=True)),
         "refit_s": statistics.median(refit[1:]),
+        **{f"refit_{phase}_s": median(f"refit/{phase}_s") for phase in ("begin", "transfer", "finish")},
         "release_s": median("timing/train/logprob_inference_prep"),
         "samples_per_s": args.prompts * args.generations / step,
         "generation_tokens_per_s": generated / median("timing/train/generation"),
@@ -175,6 +177,7 @@ def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, A
         learning_rate=1e-6,
         beta=0.0,
         bf16=True,
+        model_init_kwargs={"dtype": args.precision},
         use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.4,
@@ -209,6 +212,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", type=float, default=0.4)
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--compile", action="store_true", help="policy.dtensor_cfg.torch_compile=true")
     parser.add_argument("--previous-pass", action="store_true", help="also compute log-probabilities before the step, as off-policy runs do")
     parser.add_argument("--skip", nargs="*", default=[], choices=list(RUNNERS))
     parser.add_argument("--work", default="/tmp/nemo_rl_bench")

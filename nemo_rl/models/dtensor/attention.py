@@ -47,6 +47,8 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
+# Compiled layers break their graph here: borders and lengths change with every row, the kernel is one already.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,

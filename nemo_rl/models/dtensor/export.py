@@ -29,11 +29,14 @@ def tensor_metas(scorer: CausalLMScorer, dtype: torch.dtype) -> list[TensorMeta]
 
 
 def full_weights(scorer: CausalLMScorer, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors in order, converted to `dtype` (None keeps float32) before they are gathered."""
+    """Full tensors in order. Those that must be gathered are converted to `dtype` first (None keeps float32); a rank that
+    holds all of a tensor yields it as it is, since the receiver's copy converts it anyway."""
     for name, parameter in scorer.named_parameters():
         tensor = parameter.detach()
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
+            tensor = tensor.to_local()
         if tensor.device != device:
             tensor = tensor.to(device)
-        if dtype is not None:
-            tensor = tensor.to(dtype)
-        yield hf_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            tensor = (tensor if dtype is None else tensor.to(dtype)).full_tensor()
+        yield hf_name(name), tensor

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor import attention
 from nemo_rl.models.dtensor.mesh import ParallelMesh
-from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing, apply_fsdp, apply_tensor_parallel
+from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing, apply_compile, apply_fsdp, apply_tensor_parallel
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
 PREFIX = "lm."
@@ -78,7 +78,9 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
     if cfg.dtensor_cfg.activation_checkpointing:
         apply_activation_checkpointing(model)
-    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size)
+    if cfg.dtensor_cfg.torch_compile:
+        apply_compile(model)
+    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, compiled=cfg.dtensor_cfg.torch_compile)
     apply_fsdp(scorer, model, mesh, dtype=compute_dtype(cfg.precision), cpu_offload=cfg.dtensor_cfg.cpu_offload)
     _materialise(scorer, mesh, offloaded=cfg.dtensor_cfg.cpu_offload)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)

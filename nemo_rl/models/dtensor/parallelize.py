@@ -113,6 +113,12 @@ def apply_activation_checkpointing(model: Any) -> None:
         layers[index] = checkpoint_wrapper(layer)
 
 
+def apply_compile(model: Any) -> None:
+    """Compiles each decoder layer for rows of any length."""
+    for layer in model.base_model.layers:
+        layer.compile(dynamic=True)
+
+
 def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, *, dtype: torch.dtype, cpu_offload: bool) -> None:
     """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient sums."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -29,13 +29,15 @@ class CausalLMScorer(nn.Module):
         model: The model, cut over tensor-parallel ranks where there are several.
         mesh: This rank's groups.
         chunk: Tokens whose logits exist at a time; None chooses.
+        compiled: Whether the scoring of a chunk is compiled.
     """
 
-    def __init__(self, model: Any, mesh: ParallelMesh, chunk: int | None) -> None:
+    def __init__(self, model: Any, mesh: ParallelMesh, chunk: int | None, *, compiled: bool = False) -> None:
         super().__init__()
         self.lm = model
         self._mesh = mesh
         self._chunk = chunk
+        self._compiled = compiled
 
     def row_multiple(self) -> int:
         """A row's length must be a multiple of this."""
@@ -60,7 +62,7 @@ class CausalLMScorer(nn.Module):
         wanted = self._wanted_here(batch, hidden_TD.shape[0])
         if wanted is not None:
             hidden_TD, target_T = hidden_TD[wanted], target_T[wanted]
-        scores = score_tokens(hidden_TD, weight_WD, bias_W, target_T, transform, chunk=self._chunk, group=group)
+        scores = score_tokens(hidden_TD, weight_WD, bias_W, target_T, transform, chunk=self._chunk, group=group, compiled=self._compiled)
         logprobs_T = self._whole_row(_placed(scores.logprobs_T, wanted, batch, self._mesh.sizes.cp))
         if not transform.filters:
             return TokenScores(logprobs_T, logprobs_T)

@@ -10,7 +10,9 @@ Shapes: T tokens, C tokens of a chunk, D hidden size, V vocabulary, W this rank'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -169,6 +171,11 @@ def _score_chunk(
     return _pick(logits_CV, target_C, None), unfiltered_C
 
 
+@cache
+def _compiled_chunk() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(_score_chunk, dynamic=True)
+
+
 def score_tokens(
     hidden_TD: torch.Tensor,
     weight_WD: torch.Tensor,
@@ -178,6 +185,7 @@ def score_tokens(
     *,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
+    compiled: bool = False,
 ) -> TokenScores:
     """Log-probability of `target_T` after each token.
 
@@ -189,17 +197,19 @@ def score_tokens(
         transform: Temperature, filters and the model's own logit scaling.
         chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB.
         group: Ranks that share the vocabulary, or None.
+        compiled: Fuse the arithmetic on a chunk's logits; without filters and on one rank only, where it is one graph.
     """
+    score = _compiled_chunk() if compiled and group is None and not transform.filters else _score_chunk
     hidden_TD = copy_to_ranks(hidden_TD, group)
     tokens = hidden_TD.shape[0]
     size = chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * weight_WD.shape[0]))
     if tokens <= size:
-        return TokenScores(*_score_chunk(hidden_TD, weight_WD, bias_W, target_T, transform, group))
+        return TokenScores(*score(hidden_TD, weight_WD, bias_W, target_T, transform, group))
     filtered: list[torch.Tensor] = []
     unfiltered: list[torch.Tensor] = []
     for start in range(0, tokens, size):
         arguments = (hidden_TD[start : start + size], weight_WD, bias_W, target_T[start : start + size], transform, group)
-        one, other = checkpoint(_score_chunk, *arguments, use_reentrant=False) if torch.is_grad_enabled() else _score_chunk(*arguments)
+        one, other = checkpoint(score, *arguments, use_reentrant=False) if torch.is_grad_enabled() else score(*arguments)
         filtered.append(one)
         unfiltered.append(other)
     logprobs_T = torch.cat(filtered)
