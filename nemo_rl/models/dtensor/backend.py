@@ -18,7 +18,7 @@ from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_paralle
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.dtensor.scoring import LogitTransform, TokenScores
 from nemo_rl.models.policy.packed import pack
-from nemo_rl.models.policy.train_step import MicrobatchResult
+from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
 
 
 class DTensorBackend:
@@ -61,13 +61,13 @@ class DTensorBackend:
         on_device = {key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
         if wants_logits:
             logits_BSV = batch.unpack(self.scorer(batch, self.transform, logits=True))
-            bad_rows_B = ~logits_BSV.detach().isfinite().flatten(1).all(dim=1)
+            bad_rows_B = non_finite_rows(logits_BSV, on_device)
             loss, metrics = loss_fn(on_device, 1.0, 1.0, logits=logits_BSV)
         else:
             scores: TokenScores = self.scorer(batch, self.transform)
             logprobs_BT = batch.unpack(scores.logprobs_T)[:, :-1]
             unfiltered_BT = batch.unpack(scores.unfiltered_T)[:, :-1] if self.transform.filters else None
-            bad_rows_B = ~logprobs_BT.detach().isfinite().all(dim=1)
+            bad_rows_B = non_finite_rows(logprobs_BT, on_device)
             loss, metrics = loss_fn(on_device, 1.0, 1.0, next_token_logprobs=logprobs_BT, next_token_logprobs_unfiltered=unfiltered_BT)
         return loss, MicrobatchResult({name: torch.as_tensor(value).detach() for name, value in metrics.items()}, bad_rows_B)
 
@@ -86,6 +86,13 @@ class DTensorBackend:
         tensor = torch.tensor([value], device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.mesh.data_mesh.get_group())
         return int(tensor)
+
+    def gather_over_data(self, numbers: list[int]) -> list[int]:
+        """The numbers of all data-parallel ranks, in rank order."""
+        group = self.mesh.data_mesh.get_group()
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, numbers, group=group)
+        return [number for part in parts for number in part]
 
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm: squares of shards summed over the axes that cut them, each element once."""
@@ -125,7 +132,8 @@ class DTensorBackend:
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
-        """Drops accumulated gradients."""
+        """Drops accumulated gradients, and whatever a pass that failed left gathered."""
+        self.scorer.reshard()
         for parameter in self.scorer.parameters():
             parameter.grad = None
 
@@ -137,7 +145,10 @@ class DTensorBackend:
         transform = self.transform if filtered else LogitTransform(self.transform.temperature, softcap=self.transform.softcap, scale=self.transform.scale)
         scores: TokenScores = self.scorer(batch, transform)
         next_BS = batch.unpack(scores.logprobs_T).float()
-        return torch.cat([torch.zeros_like(next_BS[:, :1]), next_BS[:, :-1]], dim=1).cpu()
+        logprobs_BS = torch.cat([torch.zeros_like(next_BS[:, :1]), next_BS[:, :-1]], dim=1).cpu()
+        # A sequence's last token predicts nothing of the sequence; its score would land on the first padding token.
+        padding_BS = torch.arange(logprobs_BS.shape[1]) >= data["input_lengths"].cpu()[:, None]
+        return logprobs_BS.masked_fill(padding_BS, 0.0)
 
     @torch.no_grad()
     def topk_logits(self, data: Mapping[str, Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:

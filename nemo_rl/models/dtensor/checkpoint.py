@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -63,6 +64,18 @@ class CheckpointWriter:
         if self._mesh.rank == 0:
             with open(os.path.join(path, SCHEDULE_FILE), "w") as file:
                 json.dump(_plain(schedule), file)
+
+    def poll(self) -> bool:
+        """Whether everything is on disk.
+
+        Raises:
+            OSError: The disk is full or the directory cannot be written.
+        """
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
+        for future in done:
+            future.result()
+        return not self._pending
 
     def wait(self) -> None:
         """Waits until everything is on disk.
@@ -164,4 +177,9 @@ def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
         made_of_others: Any = scheduler
         for child, child_state in zip(made_of_others._schedulers, children, strict=True):
             _restore_scheduler(child, child_state)
-    scheduler.__dict__.update(state)
+    for key, value in state.items():
+        current = getattr(scheduler, key, None)
+        if isinstance(current, Mapping) and isinstance(value, Mapping):
+            # JSON keys are text; schedulers look milestones up by number.
+            value = type(current)({int(k): v for k, v in value.items()})
+        setattr(scheduler, key, value)

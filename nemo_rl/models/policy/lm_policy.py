@@ -8,6 +8,7 @@ the enabled backend, in one place. Invariant: rows come back in the order in whi
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +21,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import wait_for_workers
+from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
@@ -37,6 +38,8 @@ DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPol
 _AXES = ["data_parallel", "context_parallel", "tensor_parallel"]
 _REPLICAS = ("context_parallel", "tensor_parallel")
 _START_TIMEOUT_S = 900.0
+_SAVE_TIMEOUT_S = 1800.0
+_SAVE_POLL_S = 0.1
 
 
 class Policy(PolicyInterface):
@@ -115,35 +118,8 @@ class Policy(PolicyInterface):
     # -- sharding -----------------------------------------------------------------------------------------------------
 
     def shard(self, data: BatchedDataDict[Any], batch_size: int | None, *, training: bool) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
-        """One shard per data-parallel rank, and the permutation that restores the caller's order (None: none needed)."""
-        packing, dynamic = self.cfg.sequence_packing, self.cfg.dynamic_batching
-        if dynamic.enabled:
-            shards, order = data.shard_by_batch_size(
-                self.data_parallel_size,
-                batch_size=batch_size,
-                dynamic_batching_args={
-                    "max_tokens_per_microbatch": dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens,
-                    "sequence_length_round": dynamic.sequence_length_round,
-                    "input_key": "input_ids",
-                    "input_lengths_key": "input_lengths",
-                },
-            )
-            return shards, order
-        if packing.enabled:
-            shards, order = data.shard_by_batch_size(
-                self.data_parallel_size,
-                batch_size=batch_size,
-                sequence_packing_args={
-                    "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
-                    "algorithm": packing.algorithm,
-                    "microbatch_order": packing.microbatch_order,
-                    "sequence_length_pad_multiple": self.cfg.make_sequence_length_divisible_by,
-                    "input_key": "input_ids",
-                    "input_lengths_key": "input_lengths",
-                },
-            )
-            return shards, order
-        return data.shard_by_batch_size(self.data_parallel_size, batch_size=batch_size), None
+        """See `shard_batch`."""
+        return shard_batch(data, self.cfg, self.data_parallel_size, batch_size, training=training)
 
     def _run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         future = self.worker_group.run_all_workers_sharded_data(
@@ -347,8 +323,13 @@ class Policy(PolicyInterface):
 
         Raises:
             WorkerError: The disk is full or the directory cannot be written.
+            WorkerTimeoutError: The files are not complete after half an hour.
         """
-        self.worker_group.run("finalize_async_save")
+        deadline = time.monotonic() + _SAVE_TIMEOUT_S
+        while not all(self.worker_group.run("checkpoint_written")):
+            if time.monotonic() > deadline:
+                raise WorkerTimeoutError(f"{self.worker_group.name_prefix}: the checkpoint is not on disk after {_SAVE_TIMEOUT_S:.0f} s")
+            time.sleep(_SAVE_POLL_S)
 
     def run_on_all(self, method: str, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker, for worker classes of one's own."""
@@ -357,6 +338,43 @@ class Policy(PolicyInterface):
     def shutdown(self) -> bool:
         """Ends the workers."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
+
+
+def shard_batch(
+    data: BatchedDataDict[Any], config: PolicyConfig, ranks: int, batch_size: int | None, *, training: bool
+) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
+    """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing, as the configuration says.
+
+    Args:
+        data: `input_ids`, `input_lengths` and whatever else travels along.
+        config: The policy section.
+        ranks: Data-parallel ranks.
+        batch_size: Samples of a global batch, which is cut on its own; None takes all.
+        training: Whether the token budgets of training apply, or those of log-probability passes.
+
+    Returns:
+        One shard per rank, and the permutation that restores the caller's order (None: none needed).
+    """
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    budgets = dynamic if dynamic.enabled else packing
+    columns = {
+        "max_tokens_per_microbatch": budgets.train_mb_tokens if training else budgets.logprob_mb_tokens,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+    }
+    if dynamic.enabled:
+        return data.shard_by_batch_size(
+            ranks, batch_size=batch_size, dynamic_batching_args={**columns, "sequence_length_round": dynamic.sequence_length_round}
+        )
+    if packing.enabled:
+        packing_args = {
+            **columns,
+            "algorithm": packing.algorithm,
+            "microbatch_order": packing.microbatch_order,
+            "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
+        }
+        return data.shard_by_batch_size(ranks, batch_size=batch_size, sequence_packing_args=packing_args)
+    return data.shard_by_batch_size(ranks, batch_size=batch_size), None
 
 
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:

@@ -63,6 +63,10 @@ class TrainBackend(Protocol):
         """Maximum over data-parallel ranks."""
         ...
 
+    def gather_over_data(self, numbers: list[int]) -> list[int]:
+        """The numbers of all data-parallel ranks, in rank order."""
+        ...
+
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm of the accumulated gradients, a scalar."""
         ...
@@ -159,10 +163,12 @@ class TrainStep:
                 for n, is_bad in zip(numbers, result.bad_rows_B.tolist(), strict=True)
                 if is_bad
             ]
+            # Ranks work on different samples, and only one rank's message reaches the user: each knows those of all.
+            samples = sorted(self._backend.gather_over_data(samples))
             self.abort()
             raise NonFiniteStepError(
                 f"the step was refused, weights are unchanged: loss {float(loss)}, gradient norm {grad_norm}; "
-                f"samples of this rank with values that are not finite: {samples or 'none (another rank, or overflow in the backward pass)'}"
+                f"samples of the step with values that are not finite: {samples or 'none, so it was an overflow in the backward pass'}"
             )
         factor = 1.0 / divisor
         if max_grad_norm is not None:
@@ -186,6 +192,26 @@ class TrainStep:
         if self._open is None:
             raise TrainStepStateError(f"{what}: no train step open; call begin_train_step first")
         return self._open
+
+
+def non_finite_rows(scores: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
+    """Which rows [B] hold a NaN or infinity that training reads.
+
+    Args:
+        scores: next-token log-probabilities [B, S-1], or logits [B, S, V].
+        data: the microbatch, on the device of `scores`; values under a zero of its masks are not read.
+    """
+    trained_BS, used_B = data.get("token_mask"), data["sample_mask"] != 0
+    columns = [(scores, None if trained_BS is None or scores.dim() != 2 else trained_BS[:, 1:])]
+    for column in data.values():
+        if isinstance(column, torch.Tensor) and column.is_floating_point():
+            columns.append((column, trained_BS if trained_BS is not None and column.shape == trained_BS.shape else None))
+    bad_B = torch.zeros_like(used_B)
+    for column, mask in columns:
+        finite = column.detach().isfinite()
+        finite = finite if mask is None else finite | (mask == 0)
+        bad_B = bad_B | ~finite.reshape(len(used_B), -1).all(dim=1)
+    return bad_B & used_B
 
 
 def _stack(results: list[MicrobatchResult]) -> dict[str, torch.Tensor]:

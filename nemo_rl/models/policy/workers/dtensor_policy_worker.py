@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.devices import CPU, CUDA, device_name, device_uuid, free_memory, memory_in_use, synchronize
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.backend import DTensorBackend
@@ -145,12 +145,14 @@ class DTensorPolicyWorker:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, Any]:
+    def train(self, data: SlicedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, Any]:
         """One step per local global-batch part; `gbs` counts samples over all data-parallel ranks."""
         local = gbs // self.mesh.sizes.dp
         results: list[StepResult] = []
         rates = self._rates()
-        for index in range(data.size // local):
+        # A packed shard may hold more or fewer rows than its equal part of a global batch; its plan says how many batches there are.
+        steps = data.size // local if data.elem_counts_per_gb is None else len(data.elem_counts_per_gb)
+        for index in range(steps):
             batch = data.get_batch(index, local)
             if eval_mode:
                 results.append(self._evaluate(batch, loss_fn, mbs))
@@ -316,9 +318,9 @@ class DTensorPolicyWorker:
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
 
-    def finalize_async_save(self) -> None:
-        """Waits until the files are written."""
-        self.writer.wait()
+    def checkpoint_written(self) -> bool:
+        """Whether the files of the last snapshot are written; asked again and again, so that training goes on meanwhile."""
+        return self.writer.poll()
 
     def weight_checksums(self) -> dict[str, str]:
         """A digest of every full weight, equal on every rank; for tests of exact equality."""

@@ -1,0 +1,258 @@
+"""What the ranks of the policy tests run: a training batch, workers on it, and what they measured, as plain values."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from nemo_rl.config import MasterConfig, load_master_config
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
+from nemo_rl.models.dtensor.export import hf_name
+from nemo_rl.models.policy.lm_policy import shard_batch
+from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+
+ROWS, WIDTH = 8, 24
+_CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+_BASE = (
+    "policy.max_total_sequence_length=24",
+    "policy.train_global_batch_size=8",
+    "policy.train_micro_batch_size=2",
+    "policy.logprob_batch_size=2",
+    "policy.make_sequence_length_divisible_by=4",
+    "policy.sequence_packing.enabled=false",
+    "policy.sequence_packing.train_mb_tokens=32",
+    "policy.sequence_packing.logprob_mb_tokens=48",
+    "policy.dynamic_batching.train_mb_tokens=48",
+    "policy.dynamic_batching.logprob_mb_tokens=64",
+    "policy.dynamic_batching.sequence_length_round=4",
+    "policy.optimizer.kwargs.lr=0.01",
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=4",
+    "cluster.cpu_slots=4",
+)
+
+
+def run_config(model: str | Path, world: int, *overrides: str) -> MasterConfig:
+    """A checked configuration of a small run on `world` CPU slots."""
+    return load_master_config(_CONFIG, [*_BASE, f"policy.model_name={model}", f"cluster.gpus_per_node={world}", *overrides])
+
+
+def training_batch() -> BatchedDataDict[Any]:
+    """Eight samples of different lengths, one of them masked out; log-probabilities close to a random model's."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([24, 5, 17, 9, 12, 21, 6, 14])
+    real = torch.arange(WIDTH) < lengths[:, None]
+    trained = real & (torch.arange(WIDTH) >= 3)
+    noise = 0.3 * torch.randn(ROWS, WIDTH, generator=draw)
+    return BatchedDataDict(
+        input_ids=torch.randint(0, 256, (ROWS, WIDTH), generator=draw).masked_fill(~real, 257),
+        input_lengths=lengths,
+        token_mask=trained.long(),
+        sample_mask=torch.tensor([1.0, 1, 1, 0, 1, 1, 1, 1]),
+        advantages=torch.randn(ROWS, 1, generator=draw).expand(ROWS, WIDTH) * trained,
+        prev_logprobs=(-5.8 + noise) * trained,
+        generation_logprobs=(-5.8 + 0.5 * noise) * trained,
+        sample_index=torch.arange(ROWS),
+    )
+
+
+def shard_of(worker: DTensorPolicyWorker, data: BatchedDataDict[Any], *, training: bool = True) -> Any:
+    """The part of a global batch that this rank sees."""
+    shards, _ = shard_batch(data, worker.cfg, worker.mesh.sizes.dp, data.size, training=training)
+    return shards[worker.mesh.data_mesh.get_local_rank()]
+
+
+def make_worker(config: MasterConfig, **options: Any) -> DTensorPolicyWorker:
+    """This rank's worker, without a reference model."""
+    return DTensorPolicyWorker(config.policy, **({"init_reference_model": False} | options))
+
+
+def full_gradients(worker: DTensorPolicyWorker) -> torch.Tensor:
+    """Every gradient in full, in one vector."""
+    parts = []
+    for _, parameter in sorted((hf_name(name), parameter) for name, parameter in worker.scorer.named_parameters()):
+        gradient = parameter.grad
+        assert gradient is not None
+        parts.append((gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).flatten())
+    return torch.cat(parts)
+
+
+def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> dict[str, Any]:
+    """Log-probabilities, loss, gradient and gradient norm of one global batch under one way to split it."""
+    config = run_config(model, world, *overrides)
+    worker = make_worker(config)
+    loss_fn = loss or ClippedPGLossFn(config.loss_fn)
+    data = training_batch()
+    scored = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"]
+    worker.begin_train_step(loss_fn)
+    worker.train_microbatches(shard_of(worker, data))
+    worker.backend.gradient_norm()  # completes the gradients that tensor-parallel ranks hold in parts
+    seen = {"gradient": full_gradients(worker).numpy(), "logprobs": scored.numpy()}
+    worker.abort_train_step()
+    answer = worker.train(shard_of(worker, data), loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
+    evaluated = worker.train(shard_of(worker, data), loss_fn, eval_mode=True, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
+    seen |= {"loss": answer["loss"], "grad_norm": answer["grad_norm"], "metrics": answer["all_mb_metrics"], "next_loss": evaluated["loss"]}
+    return seen
+
+
+def many_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """`one_step` of every case, one after the other in the same processes."""
+    return {name: one_step(model, world, overrides) for name, overrides in cases.items()}
+
+
+class RaisingLoss(ClippedPGLossFn):
+    """A loss that fails in the middle of a step, after the forward pass."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("planted")
+
+
+class LogitLoss:
+    """A loss of raw logits: mean square over trained positions."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGIT
+    metric_normalizations: ClassVar[dict[str, MetricNormalizer]] = {}
+
+    def __call__(self, data: Any, global_valid_seqs: Any, global_valid_toks: Any, *, logits: torch.Tensor) -> Any:
+        mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None])[..., None]
+        loss = (logits[:, :-1].square() * mask).sum() / global_valid_toks
+        return loss, {"loss": loss.detach()}
+
+
+def _train(worker: DTensorPolicyWorker, data: BatchedDataDict[Any], loss: Any) -> dict[str, Any]:
+    return worker.train(shard_of(worker, data), loss, eval_mode=False, gbs=ROWS, mbs=2)
+
+
+def _error(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - the test reads what it was
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def training_story(model: str, world: int, folder: str) -> dict[str, Any]:
+    """Everything about one policy over time: chunks, refused and failed steps, checkpoints. Plain values for the tests to judge."""
+    config = run_config(model, world, "policy.scheduler={name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [2], gamma: 0.5}}")
+    loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
+    seen: dict[str, Any] = {}
+    whole, chunked = make_worker(config), make_worker(config)
+    seen["whole"] = _train(whole, data, loss)
+    chunked.begin_train_step(loss, mbs=2)
+    local = shard_of(chunked, data)
+    for start in range(0, local.size, 2):
+        chunked.train_microbatches(local.slice(start, start + 2))
+    seen["chunked"] = chunked.finish_train_step()
+    seen["whole weights"], seen["chunked weights"] = whole.weight_checksums(), chunked.weight_checksums()
+
+    seen["finish without begin"] = _error(chunked.finish_train_step)
+    seen["microbatches without begin"] = _error(lambda: chunked.train_microbatches(local))
+    chunked.begin_train_step(loss)
+    seen["begin twice"] = _error(lambda: chunked.begin_train_step(loss))
+    chunked.train_microbatches(local)
+    chunked.abort_train_step()
+    seen["weights after abort"] = chunked.weight_checksums()
+
+    poisoned = BatchedDataDict({key: value.clone() for key, value in data.items()})
+    poisoned["advantages"][ROWS - 2, 4] = float("nan")
+    seen["nan"] = _error(lambda: _train(chunked, poisoned, loss))
+    seen["weights after nan"] = chunked.weight_checksums()
+    seen["loss raises"] = _error(lambda: _train(chunked, data, RaisingLoss(config.loss_fn)))
+    chunked.abort_train_step()
+    seen["weights after raise"] = chunked.weight_checksums()
+    seen["second, after all that"], seen["second"] = _train(chunked, data, loss), _train(whole, data, loss)
+    seen["second weights"] = (chunked.weight_checksums(), whole.weight_checksums())
+
+    path = f"{folder}/{world}"
+    whole.save_checkpoint(f"{path}/weights", f"{path}/optimizer")
+    # Trained on before the files are complete: they must hold the snapshot all the same.
+    seen["third"] = _train(whole, data, loss)
+    seen["third weights"] = whole.weight_checksums()
+    while not whole.checkpoint_written():
+        time.sleep(0.02)
+    torch.distributed.barrier()
+    resumed = make_worker(config, weights_path=f"{path}/weights", optimizer_path=f"{path}/optimizer")
+    seen["resumed weights"] = resumed.weight_checksums()
+    seen["resumed third"] = _train(resumed, data, loss)
+    seen["resumed third weights"] = resumed.weight_checksums()
+    return seen
+
+
+def uneven_packing(model: str, world: int) -> list[float]:
+    """Losses of two global batches whose packed shards hold unequal numbers of rows."""
+    config = run_config(model, world, "policy.sequence_packing.enabled=true", "policy.train_global_batch_size=4")
+    worker = make_worker(config)
+    data = training_batch()
+    data["input_lengths"] = torch.tensor([24, 6, 6, 6, 7, 24, 7, 7])
+    shards, _ = shard_batch(data, worker.cfg, worker.mesh.sizes.dp, 4, training=True)
+    shard = shards[worker.mesh.data_mesh.get_local_rank()]
+    return worker.train(shard, ClippedPGLossFn(config.loss_fn), eval_mode=False, gbs=4, mbs=2)["loss"]
+
+
+def logit_gradient(model: str, world: int, overrides: list[str]) -> Any:
+    """Gradient of a loss on logits."""
+    worker = make_worker(run_config(model, world, *overrides))
+    worker.begin_train_step(LogitLoss())
+    worker.train_microbatches(shard_of(worker, training_batch()))
+    worker.backend.gradient_norm()
+    return full_gradients(worker).numpy()
+
+
+def reference_and_topk(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """Reference log-probabilities before and after a step, and the largest logits."""
+    config = run_config(model, world, *overrides)
+    worker = make_worker(config, init_reference_model=True)
+    data = training_batch()
+    scored = shard_of(worker, data, training=False)
+    seen = {"start": worker.get_logprobs(scored)["logprobs"], "reference before": worker.get_reference_policy_logprobs(scored)["reference_logprobs"]}
+    seen |= dict(worker.get_topk_logits(scored, 3).items())
+    _train(worker, data, ClippedPGLossFn(config.loss_fn))
+    before = worker.weight_checksums()
+    seen["reference after"] = worker.get_reference_policy_logprobs(scored)["reference_logprobs"]
+    seen["after"] = worker.get_logprobs(scored)["logprobs"]
+    seen = {name: value.numpy() for name, value in seen.items()}
+    seen["weights untouched"] = before == worker.weight_checksums()
+    return seen
+
+
+def story_of_two(model: str, folder: str) -> dict[str, Any]:
+    """All that two ranks have to show."""
+    tp2 = ["policy.dtensor_cfg.tensor_parallel_size=2"]
+    return {
+        "story": training_story(model, 2, folder),
+        "uneven": uneven_packing(model, 2),
+        "logit gradient": {"dp": logit_gradient(model, 2, []), "tp": logit_gradient(model, 2, tp2)},
+        "reference": reference_and_topk(model, 2, tp2),
+    }
+
+
+def story_of_one(model: str, other_model: str, folder: str) -> dict[str, Any]:
+    """All that one rank has to show; resumes what two ranks saved."""
+    config = run_config(model, 1, "policy.scheduler={name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [2], gamma: 0.5}}")
+    resumed = make_worker(config, weights_path=f"{folder}/2/weights", optimizer_path=f"{folder}/2/optimizer")
+    seen: dict[str, Any] = {"resharded weights": resumed.weight_checksums()}
+    seen["resharded third"] = _train(resumed, training_batch(), ClippedPGLossFn(config.loss_fn))
+    seen["other model's weights"] = _error(lambda: make_worker(config, weights_path=other_model))
+    only_adam = ["~policy.optimizer.kwargs.betas", "~policy.optimizer.kwargs.eps"]
+    sgd = run_config(model, 1, "policy.optimizer.name=torch.optim.SGD", "+policy.optimizer.kwargs.momentum=0.9", *only_adam)
+    seen["other optimizer's state"] = _error(lambda: make_worker(sgd, optimizer_path=f"{folder}/2/optimizer"))
+    seen["story"] = training_story(model, 1, folder)
+    seen["uneven"] = uneven_packing(model, 1)
+    seen["logit gradient"] = logit_gradient(model, 1, [])
+    seen["reference"] = reference_and_topk(model, 1, [])
+    full = make_worker(config)
+    os.makedirs(f"{folder}/full/weights")
+    os.symlink("/dev/full", f"{folder}/full/weights/config.json")
+    full.save_checkpoint(f"{folder}/full/weights", None)
+    seen["full disk"] = _error(lambda: [time.sleep(0.02) for _ in iter(full.checkpoint_written, True)])
+    full.save_checkpoint("/dev/null/weights", "/dev/null/optimizer")
+    seen["unwritable"] = _error(lambda: [time.sleep(0.02) for _ in iter(full.checkpoint_written, True)])
+    return seen
