@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -178,8 +178,9 @@ def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
         for child, child_state in zip(made_of_others._schedulers, children, strict=True):
             _restore_scheduler(child, child_state)
     for key, value in state.items():
-        current = getattr(scheduler, key, None)
-        if isinstance(current, Mapping) and isinstance(value, Mapping):
-            # JSON keys are text; schedulers look milestones up by number.
-            value = type(current)({int(k): v for k, v in value.items()})
-        setattr(scheduler, key, value)
+        setattr(scheduler, key, _like(getattr(scheduler, key, None), value))
+
+
+def _like(current: Any, saved: Any) -> Any:
+    # JSON keys are text; schedulers look milestones up by number.
+    return Counter({int(key): count for key, count in saved.items()}) if isinstance(current, Counter) else saved

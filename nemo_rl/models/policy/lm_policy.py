@@ -363,9 +363,7 @@ def shard_batch(
         "input_lengths_key": "input_lengths",
     }
     if dynamic.enabled:
-        return data.shard_by_batch_size(
-            ranks, batch_size=batch_size, dynamic_batching_args={**columns, "sequence_length_round": dynamic.sequence_length_round}
-        )
+        return data.shard_by_batch_size(ranks, batch_size=batch_size, dynamic_batching_args={**columns, "sequence_length_round": dynamic.sequence_length_round})
     if packing.enabled:
         packing_args = {
             **columns,

@@ -1,0 +1,70 @@
+"""Optimizers and schedules come from dotted names; what does not fit is an error that names the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.models.policy.optimizer import OptimizerConfigError, build_optimizer, build_scheduler
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2))]
+
+
+def _sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(_parameters(), lr=1.0)
+
+
+def test_an_optimizer_is_built_by_its_dotted_name() -> None:
+    optimizer = build_optimizer(OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5}), _parameters())
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "says"),
+    [
+        ("torch.optim.AdamV", {}, "module torch.optim has no 'AdamV'"),
+        ("nowhere.Adam", {}, "No module named 'nowhere'"),
+        ("Adam", {}, "not a dotted name"),
+        ("torch.optim.SGD", {"learning_rate": 1.0}, "unexpected keyword argument 'learning_rate'"),
+        ("torch.optim.SGD", {"lr": -1.0}, "Invalid learning rate"),
+        ("torch.nn.ParameterList", {}, "is not a torch optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_is_named_with_its_key(name: str, kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptimizerConfigError, match="policy.optimizer") as error:
+        build_optimizer(OptimizerConfig(name=name, kwargs=kwargs), _parameters())
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ([SchedulerConfig(name="torch.optim.lr_scheduler.Linear")], "policy.scheduler.0"),
+        ([SchedulerConfig(name="torch.optim.lr_scheduler.StepLR", kwargs={"step": 1})], "policy.scheduler.0: torch.optim.lr_scheduler.StepLR(step)"),
+        ([SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR")] * 2, "2 schedulers need 1 milestones, got None"),
+    ],
+)
+def test_a_schedule_that_cannot_be_built_is_named_with_its_key(entries: list[SchedulerConfig], says: str) -> None:
+    with pytest.raises(OptimizerConfigError) as error:
+        build_scheduler(entries, _sgd())
+    assert says in str(error.value)
+
+
+def test_schedules_follow_each_other_at_their_milestones() -> None:
+    optimizer = _sgd()
+    first = SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 0.5, "total_iters": 100})
+    second = SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 100})
+    scheduler = build_scheduler([first, second, SchedulerConfig(milestones=[2])], optimizer)
+    assert scheduler is not None
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.5, 0.5, 1.0, 1.0]
