@@ -356,22 +356,30 @@ def shard_batch(
         One shard per rank, and the permutation that restores the caller's order (None: none needed).
     """
     packing, dynamic = config.sequence_packing, config.dynamic_batching
-    budgets = dynamic if dynamic.enabled else packing
-    columns = {
-        "max_tokens_per_microbatch": budgets.train_mb_tokens if training else budgets.logprob_mb_tokens,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-    }
     if dynamic.enabled:
-        return data.shard_by_batch_size(ranks, batch_size=batch_size, dynamic_batching_args={**columns, "sequence_length_round": dynamic.sequence_length_round})
+        return data.shard_by_batch_size(
+            ranks,
+            batch_size=batch_size,
+            dynamic_batching_args={
+                "max_tokens_per_microbatch": dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens,
+                "sequence_length_round": dynamic.sequence_length_round,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+            },
+        )
     if packing.enabled:
-        packing_args = {
-            **columns,
-            "algorithm": packing.algorithm,
-            "microbatch_order": packing.microbatch_order,
-            "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
-        }
-        return data.shard_by_batch_size(ranks, batch_size=batch_size, sequence_packing_args=packing_args)
+        return data.shard_by_batch_size(
+            ranks,
+            batch_size=batch_size,
+            sequence_packing_args={
+                "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
+                "algorithm": packing.algorithm,
+                "microbatch_order": packing.microbatch_order,
+                "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+            },
+        )
     return data.shard_by_batch_size(ranks, batch_size=batch_size), None
 
 
