@@ -22,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import itertools
+
 from shapes import make_model, make_prompts  # noqa: E402
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 512, 512
@@ -141,7 +143,8 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
         # Byte-level tokens of lower-case letters: the id of a character is its code minus that of "!".
         ids = [[ord(c) - 33 for c in text] for text in chosen for _ in range(args.generations)]
         sampling = [
-            SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=step * 100_000 + row, temperature=1.0) for row in range(len(ids))
+            SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=step * 100_000 + row, temperature=1.0)
+            for row in range(len(ids))
         ]
         started = time.perf_counter()
         engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
@@ -192,7 +195,7 @@ def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, A
     )
     marks.append(time.perf_counter())
     trainer.train()
-    step = statistics.median([b - a for a, b in zip(marks, marks[1:], strict=False)][1:])
+    step = statistics.median([b - a for a, b in itertools.pairwise(marks)][1:])
     return {"step_s": step, "samples_per_s": args.prompts * args.generations / step}
 
 
@@ -234,7 +237,9 @@ def _in_own_process(name: str) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     log = Path("/tmp") / f"bench_{name}.log"
     with log.open("w") as file:
-        finished = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name], stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
+        finished = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--only", name], stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+        )
     lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
     if finished.returncode or not lines:
         print(f"{name} failed (exit code {finished.returncode}):\n" + "\n".join(log.read_text().splitlines()[-40:]), flush=True)

@@ -16,13 +16,41 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from make_tiny_model import make_tokenizer  # noqa: E402
+from make_tiny_model import make_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -35,7 +63,9 @@ def make_model(shape: str, directory: Path, *, seed: int = 0) -> Path:
         return path
     tokenizer = make_tokenizer()
     vocabulary = 512 if shape == "tiny" else 151936
-    config = Qwen2Config(vocab_size=vocabulary, max_position_embeddings=4096, rope_theta=1e6, eos_token_id=258, pad_token_id=256, bos_token_id=None, **SHAPES[shape])
+    config = Qwen2Config(
+        vocab_size=vocabulary, max_position_embeddings=4096, rope_theta=1e6, eos_token_id=258, pad_token_id=256, bos_token_id=None, **SHAPES[shape]
+    )
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen2ForCausalLM(config)

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -64,11 +65,12 @@ def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], 
 
 def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[Run], None], close: Callable[[Run], None]) -> int:
     """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code."""
-    # A scheduler that ends the job sends SIGTERM: it deserves the same clean end as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run: Run | None = None
     try:
+        _end_cleanly_on_sigterm()
         run = setup(config)
+        # Starting Ray installs a handler of its own.
+        _end_cleanly_on_sigterm()
         with run.progress:
             drive(run)
         code = EXIT_OK
@@ -85,6 +87,13 @@ def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[
     if run is not None and code == EXIT_OK:
         _report(Path(config.logger.log_dir))
     return code
+
+
+def _end_cleanly_on_sigterm() -> None:
+    """A scheduler that ends the job sends SIGTERM: it deserves the same clean end as Ctrl-C."""
+    # Handlers can be set by the main thread only; a run inside another thread is ended by whoever owns the process.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def user_errors() -> tuple[type[BaseException], ...]:

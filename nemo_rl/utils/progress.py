@@ -46,7 +46,8 @@ class RunProgress:
         self._clock = clock
         self._step = first_step
         self._phase = "starting"
-        self._accuracy: float | None = None
+        self._validated: float | None = None
+        self._validation_name = "accuracy"
         self._rewards: deque[float] = deque(maxlen=40)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_RECENT_STEPS)
         self._durations: deque[float] = deque(maxlen=10)
@@ -68,20 +69,20 @@ class RunProgress:
         """What the run is doing now, such as `generation`; shown on a terminal only."""
         self._phase = name
 
-    def validated(self, accuracy: float) -> None:
-        """The newest validation accuracy."""
-        self._accuracy = accuracy
+    def validated(self, value: float, name: str = "accuracy") -> None:
+        """The newest validation result."""
+        self._validated, self._validation_name = value, name
         if self._live is None:
-            self.console.print(f"step {self._step}/{self.total_steps} validation accuracy={accuracy:.3f}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {self._step}/{self.total_steps} validation {name}={value:.3f}", highlight=False, soft_wrap=True)
 
-    def step_done(self, step: int, *, reward: float, loss: float, tokens: float, extra: Mapping[str, float] | None = None) -> None:
+    def step_done(self, step: int, *, loss: float, tokens: float, reward: float | None = None, extra: Mapping[str, float] | None = None) -> None:
         """A step has ended.
 
         Args:
             step: its number, from 1.
-            reward: its mean reward.
             loss: its loss.
             tokens: tokens it trained on, prompts included.
+            reward: its mean reward; None where there are no rewards.
             extra: more numbers for the plain line, by name.
         """
         now = self._clock()
@@ -89,15 +90,18 @@ class RunProgress:
         self._step_began = now
         self._step = step
         self._durations.append(seconds)
-        self._rewards.append(reward)
+        if reward is not None:
+            self._rewards.append(reward)
         left = self.seconds_left()
-        accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
-        row = (str(step), f"{reward:.3f}", accuracy, f"{loss:+.4f}", f"{tokens / seconds:,.0f}", f"{seconds:.1f}", format_duration(left))
+        shown, validated = ("-" if value is None else f"{value:.3f}" for value in (reward, self._validated))
+        row = (str(step), shown, validated, f"{loss:+.4f}", f"{tokens / seconds:,.0f}", f"{seconds:.1f}", format_duration(left))
         self._rows.append(row)
         if self._live is None:
+            rewarded = "" if reward is None else f"reward={shown} "
             more = "".join(f" {name}={value:.4g}" for name, value in (extra or {}).items())
+            pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}"
             self.console.print(
-                f"step {step}/{self.total_steps} reward={row[1]} accuracy={row[2]} loss={row[3]} tokens/s={row[4]} step_s={row[5]} left={row[6]}{more}",
+                f"step {step}/{self.total_steps} {rewarded}{self._validation_name}={row[2]} loss={row[3]} {pace}{more}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -108,23 +112,24 @@ class RunProgress:
 
     def _render(self) -> Group:
         head = Table.grid(padding=(0, 2), expand=False)
-        accuracy = "" if self._accuracy is None else f"accuracy {self._accuracy:.1%}"
+        validated = "" if self._validated is None else f"{self._validation_name} {self._validated:.3f}"
         left = f"{format_duration(self.seconds_left())} left" if self._durations and self._step < self.total_steps else ""
         head.add_row(
             Text(self.title, style="bold"),
             ProgressBar(total=max(self.total_steps, 1), completed=self._step, width=30),
             Text(f"{self._step}/{self.total_steps}"),
-            Text(accuracy, style="bold green"),
+            Text(validated, style="bold green"),
             Text(left, style="dim"),
             Text(self._phase if self._step < self.total_steps else "done", style="cyan"),
         )
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("step", "reward", "accuracy", "loss", "tokens/s", "step s", "left"):
+        for name in ("step", "reward", self._validation_name, "loss", "tokens/s", "step s", "left"):
             table.add_column(name, justify="right")
         for row in self._rows:
             table.add_row(*row)
-        curve = Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green")
-        return Group(head, table, curve) if self._rows else Group(head)
+        if not self._rows:
+            return Group(head)
+        return Group(head, table, Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green")) if self._rewards else Group(head, table)
 
 
 def sparkline(values: list[float]) -> str:

@@ -40,5 +40,13 @@ def test_on_a_terminal_the_last_picture_stays() -> None:
     out = io.StringIO()
     run(Console(file=out, width=100, force_terminal=True, color_system=None))
     last = out.getvalue()
-    for shown in ("GRPO", "2/5", "accuracy 50.0%", "tokens/s", "0.500", "reward ▁█"):
+    for shown in ("GRPO", "2/5", "accuracy 0.500", "tokens/s", "0.500", "reward ▁█"):
         assert shown in last
+
+
+def test_a_run_without_rewards_shows_none() -> None:
+    out = io.StringIO()
+    with RunProgress(2, title="SFT", console=Console(file=out, width=40), clock=Clock()) as progress:
+        progress.validated(1.5, name="val_loss")
+        progress.step_done(1, loss=0.5, tokens=0)
+    assert out.getvalue().splitlines() == ["step 0/2 validation val_loss=1.500", "step 1/2 val_loss=1.500 loss=+0.5000 tokens/s=0 step_s=0.0 left=0s"]

@@ -1,0 +1,144 @@
+"""The SFT driver: one optimizer step per batch, validation loss, checkpoints.
+
+Decides only when things happen. Invariant: a step either completes (weights and counters agree) or raises with the weights
+of the step before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
+from nemo_rl.algorithms.run_checkpoint import WEIGHTS, begin_checkpoint
+from nemo_rl.algorithms.sft.run import SFTRun
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.checkpoint_retention import ranking_metric, should_save
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+
+
+def sft_train(run: SFTRun) -> None:
+    """Drives a run to its end; `<checkpoint_dir>/latest` then names the weights of its last checkpoint.
+
+    Raises:
+        NonFiniteStepError, WorkerError, CheckpointError: The run cannot go on; the last checkpoint is usable.
+    """
+    run.timeout.start_iterations()
+    if run.config.sft.val_at_start and run.state.step == 0:
+        validate(run)
+    run.policy.prepare_for_training()
+    for batch in _batches(run):
+        run.timer.reset()
+        with run.timer.time("total_step_time"):
+            metrics = _step(run, batch)
+            val_metrics = validate(run) if _validation_due(run) else None
+            run.timeout.mark_iteration()
+            timed_out = run.timeout.check_save()
+            if should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out):
+                with run.timer.time("checkpointing"):
+                    _save(run, metrics, val_metrics)
+        _log_step(run, batch, metrics)
+        if timed_out:
+            logger.info("run=ended step=%d reason=checkpoint_must_save_by", run.state.step)
+            break
+    run.checkpointer.finalize_pending()
+    if run.config.checkpointing.enabled:
+        _name_latest(run)
+
+
+def _batches(run: SFTRun) -> Iterator[BatchedDataDict[Any]]:
+    """Training batches until steps or epochs are used up, the first one where the checkpoint left off."""
+    while not _finished(run):
+        for batch in run.train_loader:
+            yield batch
+            if _finished(run):
+                return
+        run.state.epoch += 1
+        run.state.step_in_epoch = 0
+
+
+def _finished(run: SFTRun) -> bool:
+    cfg, state = run.config.sft, run.state
+    last_epoch_done = state.epoch == cfg.max_num_epochs - 1 and state.step_in_epoch >= len(run.train_loader)
+    return state.step >= cfg.max_num_steps or state.epoch >= cfg.max_num_epochs or last_epoch_done
+
+
+def _step(run: SFTRun, batch: BatchedDataDict[Any]) -> dict[str, Any]:
+    run.progress.phase("training")
+    with run.timer.time("policy_training"):
+        result = run.policy.train(batch, run.loss_fn, timer=run.timer)
+    metrics: dict[str, Any] = aggregate_microbatch_metrics(result["all_mb_metrics"])
+    metrics |= {"loss": float(result["loss"].mean()), "grad_norm": result["grad_norm"]}
+    metrics |= {key: result[key] for key in ("lr", "wd") if key in result}
+    run.state.step += 1
+    run.state.step_in_epoch += 1
+    run.state.consumed_samples += batch.size
+    run.state.total_valid_tokens += int(metrics["global_valid_toks"])
+    return metrics
+
+
+def validate(run: SFTRun) -> dict[str, float]:
+    """Mean loss per token of the first `sft.val_batches` validation batches, logged as `validation/val_loss`."""
+    cfg = run.config.sft
+    run.progress.phase("validation")
+    total, tokens = 0.0, 0.0
+    with run.timer.time("total_validation_time"):
+        for index, batch in enumerate(run.val_loader):
+            if 0 < cfg.val_batches <= index:
+                break
+            whole = _filled(batch, cfg.val_global_batch_size)
+            result = run.policy.train(whole, run.loss_fn, eval_mode=True, gbs=cfg.val_global_batch_size, mbs=cfg.val_micro_batch_size)
+            valid = result["all_mb_metrics"]["global_valid_toks"][0]
+            total += float(result["loss"].mean()) * valid
+            tokens += valid
+    run.state.val_metrics = {"val_loss": total / max(tokens, 1.0)}
+    run.logger.log_metrics(run.state.val_metrics, run.state.step, prefix="validation")
+    run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, run.state.step, prefix="timing/validation")
+    run.progress.validated(run.state.val_metrics["val_loss"], name="val_loss")
+    return run.state.val_metrics
+
+
+def _filled(batch: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
+    """The batch with copies of its first row, masked out, until it has `rows` rows: the last batch is counted too, and divides over ranks."""
+    missing = rows - batch.size
+    if missing <= 0:
+        return batch
+    filler = batch.select_indices([0] * missing)
+    filler["sample_mask"] = filler["sample_mask"] * 0
+    return BatchedDataDict.from_batches([batch, filler])
+
+
+def _validation_due(run: SFTRun) -> bool:
+    cfg = run.config.sft
+    return (cfg.val_at_end and _finished(run)) or (cfg.val_period > 0 and run.state.step % cfg.val_period == 0)
+
+
+def _save(run: SFTRun, metrics: dict[str, Any], val_metrics: dict[str, float] | None) -> None:
+    info = run.state.training_info() | ranking_metric(run.config.checkpointing, run.state.step, train=metrics, val=val_metrics)
+    begin_checkpoint(run.checkpointer, run.policy, run.train_loader, run.state.step, info, run.config)
+
+
+def _log_step(run: SFTRun, batch: BatchedDataDict[Any], metrics: dict[str, Any]) -> None:
+    step, tokens = run.state.step, float(batch["input_lengths"].sum())
+    run.logger.log_metrics(metrics, step, prefix="train")
+    seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
+    run.logger.log_metrics({"tokens_per_sec": tokens / seconds["total_step_time"]}, step, prefix="performance")
+    run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
+    run.progress.step_done(step, loss=metrics["loss"], tokens=tokens)
+
+
+def _name_latest(run: SFTRun) -> None:
+    """Points `<checkpoint_dir>/latest` at the newest weights, in one rename, so that a later run can name them without knowing the step."""
+    newest = run.checkpointer.get_latest_checkpoint_path()
+    if newest is None:
+        return
+    link, aside = newest.parent / LATEST, newest.parent / f".{LATEST}"
+    aside.unlink(missing_ok=True)
+    os.symlink(Path(newest.name) / WEIGHTS, aside, target_is_directory=True)
+    aside.replace(link)
