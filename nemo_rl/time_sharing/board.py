@@ -5,6 +5,7 @@ It starts from a snapshot and records each decision, so that later decisions of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -25,6 +26,16 @@ class Reservation(NamedTuple):
     queued: QueuedWant | None
 
 
+def useful_ranks(pipeline: PipelineState) -> int:
+    """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while it has demand."""
+    remaining = pipeline.demand.remaining
+    if remaining <= 0 or pipeline.leaving or pipeline.fenced:
+        return 0
+    ranks = len(pipeline.topology.ranks)
+    most = max(int(pipeline.spec.max_share * ranks + 1e-9), 1)
+    return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)
+
+
 class Board:
     """GPUs and ranks as they will be once the decisions so far are carried out."""
 
@@ -39,6 +50,7 @@ class Board:
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
         self.kind = self._kinds()
+        self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
         self.counts: dict[str, int] = {
             name: len(p.claimed_ranks) + sum(1 for rank in p.awake.values() if rank.phase not in FALLING) for name, p in snapshot.pipelines.items()
         }

@@ -10,21 +10,11 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from nemo_rl.time_sharing.board import BLOCKED, FREE, FREEING, RANK, Board, Reservation
+from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
 from nemo_rl.time_sharing.plan import Expand, Plan, Reason
 from nemo_rl.time_sharing.shares import Claimant, fill, whole_ranks
 from nemo_rl.time_sharing.state import PipelineState
 from nemo_rl.time_sharing.types import Phase, Priority
-
-
-def useful_ranks(pipeline: PipelineState) -> int:
-    """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while it has demand."""
-    remaining = pipeline.demand.remaining
-    if remaining <= 0 or pipeline.leaving or pipeline.fenced:
-        return 0
-    ranks = len(pipeline.topology.ranks)
-    most = max(int(pipeline.spec.max_share * ranks + 1e-9), 1)
-    return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)
 
 
 def turn_seconds(board: Board, pipeline: PipelineState) -> float:
@@ -34,7 +24,7 @@ def turn_seconds(board: Board, pipeline: PipelineState) -> float:
 
 def share(board: Board, result: Plan) -> None:
     """Adds the expands and shrinks of elastic generation to the plan."""
-    claimants = [_claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if useful_ranks(pipeline) > 0]
+    claimants = [_claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if board.useful[name] > 0]
     if not claimants:
         return
     budget = len(board.kind) - len(board.quarantined)
@@ -48,7 +38,7 @@ def share(board: Board, result: Plan) -> None:
 
 def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
     tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
-    useful = useful_ranks(pipeline)
+    useful = board.useful[name]
     floor = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), useful)
     return Claimant(name, pipeline.spec.weight * pipeline.demand.remaining, floor * tp, useful * tp + board.fixed_gpus[name], tp)
 
@@ -65,10 +55,8 @@ def _trains_next(pipeline: PipelineState) -> bool:
 
 def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
     """The worst of a rank's GPUs; a GPU reserved for a request that will start soon counts as blocked."""
-    worst = FREE
     kind = board.kind
-    for gpu in gpus:
-        worst = max(worst, kind[gpu])
+    worst = kind[gpus[0]] if len(gpus) == 1 else max(kind[gpu] for gpu in gpus)
     if worst != BLOCKED and board.reserved:
         for gpu in gpus:
             reservation = board.reserved.get(gpu)
@@ -114,30 +102,42 @@ def _hand_out_free(board: Board, result: Plan, names: list[str], shares: dict[st
 def _wants_more(board: Board, name: str, targets: dict[str, int], spare: bool) -> bool:
     pipeline = board.pipelines[name]
     below_share = board.gpus_of(name) + pipeline.topology.tp <= targets[name]
-    return board.counts[name] < useful_ranks(pipeline) and (spare or below_share)
+    return board.counts[name] < board.useful[name] and (spare or below_share)
 
 
 def _move_busy(board: Board, result: Plan, names: list[str], shares: dict[str, float], targets: dict[str, int]) -> None:
     """Moves ranks from pipelines above their share to pipelines below it, where the mapping allows."""
-    for name in sorted((n for n in names if _wants_more(board, n, targets, False)), key=lambda n: (_served(board, n, shares), n)):
-        pipeline = board.pipelines[name]
-        options = []
-        for rank in _candidates(board, pipeline):
-            gpus = pipeline.topology.ranks[rank]
-            if _rank_state(board, gpus, name) == RANK:
-                donors = _donors(board, gpus)
-                if donors is not None:
-                    options.append((max(-_served(board, d, shares) if d in shares else -math.inf for d, _ in donors), rank, donors))
-        options.sort()
-        for _, rank, donors in options:
+    served = {name: _served(board, name, shares) for name in shares}
+    for name in sorted((n for n in names if _wants_more(board, n, targets, False)), key=lambda n: (served[n], n)):
+        for _, rank, donors in sorted(_options(board, name, served)):
             if not _wants_more(board, name, targets, False):
                 break
             if all(_may_give(board, shares, donor, drank, name) for donor, drank in donors):
-                mine = _served(board, name, shares)
                 for donor, drank in donors:
-                    why: Reason = ("gives", donor, _served(board, donor, shares), name, mine) if donor in shares else ("surplus", donor, name)
+                    why: Reason = ("gives", donor, served[donor], name, served[name]) if donor in served else ("surplus", donor, name)
                     board.shrink(result, donor, drank, why)
+                    if donor in served:
+                        served[donor] = _served(board, donor, shares)
                 _expand(board, result, name, rank, ("share", board.gpus_of(name), shares[name]))
+                served[name] = _served(board, name, shares)
+
+
+def _options(board: Board, name: str, served: dict[str, float]) -> list[tuple[float, int, list[tuple[str, int]]]]:
+    """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank, holders)."""
+    pipeline = board.pipelines[name]
+    enough = (1 + board.limits.hysteresis) * served[name]
+    found = []
+    for rank in _candidates(board, pipeline):
+        gpus = pipeline.topology.ranks[rank]
+        lease = board.owner[gpus[0]]
+        # Most holders are no better served than the taker: a look at the first one spares the rest.
+        if lease is None or (served.get(lease.pipeline, math.inf) < enough and board.counts[lease.pipeline] <= board.useful[lease.pipeline]):
+            continue
+        if _rank_state(board, gpus, name) == RANK:
+            donors = _donors(board, gpus)
+            if donors is not None:
+                found.append((max(-served.get(donor, math.inf) for donor, _ in donors), rank, donors))
+    return found
 
 
 def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
@@ -157,7 +157,7 @@ def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None
         if awake.phase is not Phase.ACTIVE:
             return None
         in_turn = board.now < awake.since + turn_seconds(board, pipeline)
-        if in_turn and useful_ranks(pipeline) >= board.counts[lease.pipeline]:
+        if in_turn and board.useful[lease.pipeline] >= board.counts[lease.pipeline]:
             return None
         donors.append(pair)
     return donors
@@ -167,7 +167,7 @@ def _may_give(board: Board, shares: dict[str, float], donor: str, rank: int, tak
     """Giving must leave the giver at least as well served as the taker becomes, by a margin; a pipeline without use for the rank just gives."""
     if donor == taker or (donor, rank) in board.shrunk:
         return False
-    if board.counts[donor] > useful_ranks(board.pipelines[donor]):
+    if board.counts[donor] > board.useful[donor]:
         return True
     tp = board.pipelines[donor].topology.tp
     after = _served(board, taker, shares, board.pipelines[taker].topology.tp)
@@ -177,7 +177,7 @@ def _may_give(board: Board, shares: dict[str, float], donor: str, rank: int, tak
 def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:
     """A pipeline with work and no rank gets one: a free one, else one whose holder has had its turn; else it reserves the likeliest."""
     since = pipeline.hungry_since
-    if since is None or useful_ranks(pipeline) == 0 or name in board.no_expand or _trains_next(pipeline):
+    if since is None or board.useful[name] == 0 or name in board.no_expand or _trains_next(pipeline):
         return
     starved = board.now >= since + board.limits.aging_s * Priority.GENERATION
     options: list[tuple[int, float, int, list[tuple[str, int]]]] = []

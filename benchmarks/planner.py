@@ -1,0 +1,92 @@
+"""How long one full plan takes, at four sizes; the last line is the figure in milliseconds for the largest.
+
+    python benchmarks/planner.py
+
+Each pipeline is mapped to 64 GPUs (all of them where the pool is smaller). Two states are timed and the slower counts: an empty pool with everybody waiting, and a
+full one after demand has changed. Times are CPU time of one core. The validator is reported beside it and not counted.
+"""
+from __future__ import annotations
+
+import random
+import time
+
+from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.events import Registered
+from nemo_rl.time_sharing.plan import Plan, Snapshot
+from nemo_rl.time_sharing.state import AwakeRank, HeldCluster, Lease, QueuedWant, SchedulerState
+from nemo_rl.time_sharing.topology import Pool, register
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Phase, Priority, Want
+from nemo_rl.time_sharing.validator import validate
+
+SIZES = ((16, 256), (64, 1024), (256, 2560), (1000, 10000))
+WIDTH, TRAIN, REPEATS = 64, 16, 5
+
+
+def fleet(pipelines: int, gpus: int, rng: random.Random) -> SchedulerState:
+    """A pool with pipelines at random places, all with demand, three in ten waiting to train."""
+    state = SchedulerState()
+    state.pool = Pool(gpus // 8, 8)
+    state.owner, state.trainers = [None] * gpus, [0] * gpus
+    for number in range(pipelines):
+        start = rng.randrange(gpus // 8) * 8
+        mapping = sorted({(start + i) % gpus for i in range(min(WIDTH, gpus))})
+        spec = register(state.pool, f"p{number}", "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: mapping[:TRAIN], ACTOR_INFER: mapping}, rank_batch=8).spec
+        state.apply(Registered(spec.pipeline, 0, "ns", spec.clusters, rank_batch=8), 0.0)
+        pipeline = state.pipelines[spec.pipeline]
+        pipeline.demand = Demand(rng.randrange(64, 1024), 0, 1, 1)
+        state.note_hunger(pipeline, 0.0)
+        if rng.random() < 0.3:
+            pipeline.wants[ACTOR_TRAIN] = QueuedWant(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0), rng.random())
+    return state
+
+
+def fill(state: SchedulerState, plan: Plan, rng: random.Random) -> None:
+    """Carries the plan out at once and changes all demands."""
+    epoch = 0
+    for expand in plan.expands:
+        epoch += 1
+        state.take(expand.gpus, Lease(expand.pipeline, ACTOR_INFER, expand.rank, epoch))
+        state.pipelines[expand.pipeline].awake[expand.rank] = AwakeRank(Phase.ACTIVE, epoch, 0.0)
+    for grant in plan.grants:
+        epoch += 1
+        pipeline = state.pipelines[grant.pipeline]
+        state.take(grant.gpus, Lease(grant.pipeline, grant.cluster, -1, epoch))
+        pipeline.held[grant.cluster] = HeldCluster(epoch, grant.gpus, grant.priority, 0, 0.0, 1e9, grant.request)
+        pipeline.wants.clear()
+    for pipeline in state.pipelines.values():
+        pipeline.demand = Demand(rng.randrange(64, 1024), rng.randrange(0, 200), 1, 2)
+        state.note_hunger(pipeline, 50.0)
+
+
+def timed(state: SchedulerState) -> tuple[Plan, float, float]:
+    """The plan, and the best times in milliseconds of planner and validator."""
+    best, check = float("inf"), float("inf")
+    snapshot = Snapshot.of(state)
+    for _ in range(REPEATS):
+        began = time.process_time()
+        plan = planner.plan(snapshot, 100.0)
+        best = min(best, time.process_time() - began)
+        began = time.process_time()
+        problems = validate(snapshot, plan)
+        check = min(check, time.process_time() - began)
+        if problems:
+            raise SystemExit(f"the plan is not valid: {problems[0]}")
+    return plan, best * 1e3, check * 1e3
+
+
+def main() -> None:
+    print("pipelines    GPUs   empty pool ms   full pool ms   validator ms   moves")
+    figure = 0.0
+    for pipelines, gpus in SIZES:
+        rng = random.Random(0)
+        state = fleet(pipelines, gpus, rng)
+        plan, empty, check = timed(state)
+        fill(state, plan, rng)
+        moved, full, check_full = timed(state)
+        figure = max(empty, full)
+        print(f"{pipelines:>9} {gpus:>7} {empty:>15.1f} {full:>14.1f} {max(check, check_full):>14.1f} {len(plan.expands) + len(plan.grants):>4} / {len(moved.expands)}")
+    print(f"{figure:.1f}")
+
+
+if __name__ == "__main__":
+    main()
