@@ -60,7 +60,8 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class LocalRank:
-    """One rank as it is: phase, epoch of its last command, version of the loaded weights (-1 none), what it does now and what comes next."""
+    """One rank as it is: phase, epoch of its last command, version of the loaded weights (-1 none), what it does now
+    and what comes next; `resident` once a wake has succeeded, `broken` when it cannot serve."""
 
     phase: Phase = Phase.ASLEEP
     epoch: int = 0
@@ -70,6 +71,7 @@ class LocalRank:
     waiting: Command | None = None
     newest: tuple[int, int] = (0, 0)
     broken: bool = False
+    resident: bool = False
 
 
 @dataclass(slots=True)
@@ -300,7 +302,11 @@ class Agent:
         if held is not None and held.epoch != command.epoch:
             self._answer(command, Outcome.REFUSED, detail=f"{command.cluster} is held under epoch {held.epoch}")
             return
-        if want is not None and want.request == command.request:
+        asked = want is not None and want.request == command.request
+        if held is not None and held.priority is command.priority and not asked:
+            self._answer(command, Outcome.DONE)
+            return
+        if want is not None and asked:
             del self.wants[command.cluster]
             self._record.emit(rec.WaitEnded(self._wait_id(want.request)))
         if held is None:
@@ -360,9 +366,10 @@ class Agent:
             self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps")
 
     def _wake(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ASLEEP:
+        if rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
+            if rank.phase is Phase.ASLEEP:
+                self._record.emit(MemoryTaken(f"rank {command.rank}", self.topology.ranks[command.rank]))
             rank.phase, rank.broken = Phase.WAKING, False
-            self._record.emit(MemoryTaken(f"rank {command.rank}", self.topology.ranks[command.rank]))
             self._perform(command.rank, Verb.WAKE.value, -1, command)
         elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
             self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; it has to be asleep before it wakes")
@@ -370,7 +377,7 @@ class Agent:
             self._answer(command, Outcome.DONE)
 
     def _sync(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase not in (Phase.WAKING, Phase.SYNCING, Phase.READY):
+        if rank.phase not in (Phase.WAKING, Phase.SYNCING, Phase.READY) or not rank.resident:
             self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; only a rank that woke is synced")
             return
         rank.phase = Phase.SYNCING
@@ -413,10 +420,11 @@ class Agent:
             self._answer(command, Outcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
             return
         if command.verb is Verb.SLEEP:
-            rank.phase, rank.version, rank.broken = Phase.ASLEEP, -1, False
+            rank.phase, rank.version, rank.broken, rank.resident = Phase.ASLEEP, -1, False, False
             self._record.emit(rec.ShardSlept(index))
             self._record.emit(MemoryFreed(f"rank {index}", self.topology.ranks[index]))
         elif command.verb is Verb.WAKE:
+            rank.resident = True
             self._record.emit(rec.ShardWoken(index))
         elif command.verb is Verb.SYNC:
             rank.phase, rank.version = Phase.READY, operation.version
@@ -458,7 +466,8 @@ class Agent:
         return operation
 
     def _answer(self, command: Command, outcome: Outcome, version: int = -1, detail: str = "") -> None:
-        answer = Answer(command.command, command.pipeline, self.incarnation, outcome, version, detail)
+        self._seq += 1
+        answer = Answer(command.command, command.pipeline, self.incarnation, outcome, version, detail, self._seq)
         self._answers[command.command] = answer
         if len(self._answers) > _MEMORY:
             self._answers.popitem(last=False)

@@ -46,7 +46,7 @@ class Board:
         self.owner = snapshot.owner
         self.claimed = snapshot.claimed
         self.quarantined = snapshot.quarantined
-        self.reserved: dict[int, Reservation] = {}
+        self.reserved: dict[int, list[Reservation]] = {}
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
         self.kind = self._kinds()
@@ -106,7 +106,7 @@ class Board:
 
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
         for gpu in gpus:
-            self.reserved.setdefault(gpu, reservation)
+            self.reserved.setdefault(gpu, []).append(reservation)
 
     def estimate(self, pipeline: PipelineState, priority: Priority) -> float | None:
         """How long this pipeline's holds of this kind have lasted, seconds; None before the first has ended."""

@@ -59,11 +59,10 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
     worst = kind[gpus[0]] if len(gpus) == 1 else max(kind[gpu] for gpu in gpus)
     if worst != BLOCKED and board.reserved:
         for gpu in gpus:
-            reservation = board.reserved.get(gpu)
-            if reservation is None or (reservation.queued is None and reservation.name == name):
-                continue
-            if reservation.queued is None or reservation.free_at < board.now + board.limits.min_hold_s:
-                return BLOCKED
+            for reservation in board.reserved.get(gpu, ()):
+                hungry = reservation.queued is None
+                if (hungry and reservation.name != name) or (not hungry and reservation.free_at < board.now + board.limits.min_hold_s):
+                    return BLOCKED
     return worst
 
 

@@ -116,11 +116,12 @@ class Executor:
                 self._raw_command(quarantine.pipeline, quarantine.incarnation, Verb.REAP, quarantine.rank, 0, "", quarantine.gpus, self._state.limits.reap_s)
 
     def resume(self) -> None:
-        """After a restart: takes up every command and claim that the log leaves open."""
+        """After a restart: takes up every command and claim that the log leaves open, with time anew for what the restart has held up."""
         for pending in list(self._state.commands.values()):
-            self._outgoing[pending.command] = _Outgoing(self._rebuild(pending), 0.0)
-            if pending.rank >= 0:
-                self._of_rank[pending.pipeline, pending.rank] = pending.command
+            command = self._rebuild(pending)
+            seconds = self._state.limits.deadline_of(command.verb)
+            self._emit(ev.CommandEnded(pending.command, "restarted"))
+            self._raw_command(command.pipeline, command.incarnation, command.verb, command.rank, command.epoch, command.cluster, command.gpus, seconds)
         # The log may end between a phase and the command that belongs to it.
         for name, pipeline in self._state.pipelines.items():
             if pipeline.fenced:

@@ -22,7 +22,7 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
         if held.cluster in pipeline.held or held.cluster not in pipeline.topology.clusters:
             continue
         gpus = pipeline.topology.clusters[held.cluster].gpus
-        if not _clear(state, pipeline, gpus):
+        if not _clear(state, emit, gpus):
             executor.fence(name, f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others")
             return
         emit(ev.Granted(name, held.cluster, held.epoch, gpus, held.priority, -1, pipeline.last_request, state.time + state.limits.max_hold_s))
@@ -39,7 +39,7 @@ def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], N
     for rank, epoch in awake.items():
         if rank in pipeline.awake or not 0 <= rank < len(pipeline.topology.ranks):
             continue
-        if not _clear(state, pipeline, pipeline.topology.ranks[rank]):
+        if not _clear(state, emit, pipeline.topology.ranks[rank]):
             executor.fence(name, f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others")
             return
         emit(ev.RankMoved(name, rank, Phase.WAKING, epoch))
@@ -49,12 +49,12 @@ def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], N
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
 
 
-def _clear(state: SchedulerState, pipeline: PipelineState, gpus: tuple[int, ...]) -> bool:
+def _clear(state: SchedulerState, emit: Callable[[object], None], gpus: tuple[int, ...]) -> bool:
     """Whether nobody holds the GPUs; claims of others on them are dropped, since they were not yet leases."""
     if not all(state.free(gpu) for gpu in gpus):
         return False
     for gpu in gpus:
         claim = state.claimed.get(gpu)
         if claim is not None:
-            state.drop_claim(claim.key)
+            emit(ev.ClaimDropped(claim.pipeline, claim.cluster, claim.rank, "already taken"))
     return True

@@ -130,8 +130,9 @@ def _obstacles(board: Board, name: str, pipeline: PipelineState, gpus: tuple[int
         if kind == BLOCKED:
             found.block(board.why_blocked(gpu), board.free_at(gpu))
             continue
-        reservation = board.reserved.get(gpu)
-        if reservation is not None and reservation.name != name:
+        for reservation in board.reserved.get(gpu, ()):
+            if reservation.name == name:
+                continue
             if reservation.queued is None or reservation.queued.passed >= board.limits.max_backfills:
                 found.block(("reserved", gpu, reservation.label), reservation.free_at)
             else:

@@ -59,6 +59,7 @@ class Scheduler:
         self._executor = Executor(self.state, self._emit, self._outbox.append, lambda: clock.now)
         self._seen: dict[str, float] = {}
         self._seqs: dict[str, int] = {}
+        self._answered: dict[str, int] = {}
         self._inventoried: set[str] = set()
         self._dirty = False
         self._urgent = False
@@ -133,6 +134,7 @@ class Scheduler:
         self._emit(ev.Registered(pipeline, incarnation, namespace, spec.clusters, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch))
         self._seen[pipeline] = self.clock.now
         self._seqs.pop(pipeline, None)
+        self._answered.pop(pipeline, None)
         self._inventoried.add(pipeline)
         self._flush()
         return topology
@@ -151,7 +153,8 @@ class Scheduler:
         if status.term > self.state.term:
             self._restart(status.term + 1)
         if status.pipeline not in self._inventoried:
-            if status.term < self.state.term:
+            # An inventory from before the last answer would undo what that answer has told.
+            if status.term < self.state.term or status.seq <= self._answered.get(status.pipeline, -1):
                 return reply
             self._inventoried.add(status.pipeline)
             reconcile(self.state, self._executor, self._emit, status)
@@ -166,6 +169,7 @@ class Scheduler:
         """Takes what became of a command."""
         self._advance(reading)
         if answer.command in self.state.commands:
+            self._answered[answer.pipeline] = max(answer.seq, self._answered.get(answer.pipeline, -1))
             self._executor.answer(answer)
             self._settle_leaving(answer.pipeline)
             self._plan_if_due()

@@ -190,7 +190,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a command. `version` is the weight version that a SYNC loaded."""
+    """What became of a command. `version` is the weight version that a SYNC loaded; `seq` counts with the statuses, so that one can tell which is newer."""
 
     command: str
     pipeline: str
@@ -198,6 +198,7 @@ class Answer:
     outcome: Outcome
     version: int = -1
     detail: str = ""
+    seq: int = 0
 
 
 class Reply(NamedTuple):

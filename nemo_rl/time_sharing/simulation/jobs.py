@@ -185,7 +185,7 @@ class SimulatedJob:
         group = life.groups[sample.group]
         group.missing -= 1
         group.tokens += sample.length
-        group.version = max(group.version, sample.spans[-1].version)
+        group.version = max(group.version, *(span.version for span in sample.spans))
         if group.missing == 0:
             group.committed = True
             life.record.emit(rec.GroupCommitted(group.name, group.version, group.tokens))

@@ -275,7 +275,7 @@ class World:
             self.loop.after(1.0 + self.rng.random() * 5.0, self._restart_scheduler)
 
     def _restart_scheduler(self) -> None:
-        self._clock = SteadyClock(start=self._clock.now, max_step_s=self.limits.max_tick_s)
+        self._clock = SteadyClock(start=max(self._clock.now, self.loop.now), max_step_s=self.limits.max_tick_s)
         past = list(self._log.entries)
         self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
         self._scheduler.recover(past, self._reading())

@@ -1,0 +1,226 @@
+"""The scheduler and the orchestrator as Ray actors: they carry messages to the scheduler's core and do nothing else.
+
+The scheduler actor is named, restarts without limit and goes on from its log. Agents are named actors too, so a restarted scheduler finds them again.
+Imports Ray inside functions only, as importing this module must start nothing and need nothing.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.time_sharing.events import MemoryFreed
+from nemo_rl.time_sharing.runtime import forward
+from nemo_rl.time_sharing.scheduler import Scheduler
+from nemo_rl.time_sharing.steady_clock import SteadyClock
+from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
+from nemo_rl.time_sharing.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
+from nemo_rl.utils.record import RecordWriter, read_record
+
+logger = logging.getLogger(__name__)
+
+CONTROL_NAMESPACE = "nemo_rl_time_sharing"
+SCHEDULER_NAME = "scheduler"
+AGENT_NAME = "agent"
+
+
+def agent_namespace(pipeline: str) -> str:
+    """The Ray namespace that holds a pipeline's actors."""
+    return f"pipeline_{pipeline}_NS"
+
+
+def rank_actor_name(rank: int) -> str:
+    """The name of the actor that leads one generation rank, where engines are actors of their own."""
+    return f"rank_{rank}"
+
+
+class SchedulerActor:
+    """The scheduler behind one lock, with a thread for its timers and one pool for ending processes."""
+
+    def __init__(self, log_dir: str, nodes: int, gpus_per_node: int, limits: Limits | None = None) -> None:
+        path = Path(log_dir) / "scheduler.jsonl"
+        past = list(read_record(path, recover=True)) if path.exists() else []
+        limits = limits or Limits()
+        self._clock = SteadyClock(start=max(time.time(), past[-1].time if past else 0.0), max_step_s=limits.max_tick_s)
+        self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=bool(past))
+        self._lock = threading.Lock()
+        self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
+        self._stopped = threading.Event()
+        self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
+        with self._lock:
+            if past:
+                self._core.recover(past, time.time())
+                for reply in self._core.hello():
+                    self._notify(reply)
+            else:
+                self._core.open(Pool(nodes, gpus_per_node), limits, time.time())
+        self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
+        self._timer.start()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def register(self, pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> Topology:
+        """Registers and admits; see `Scheduler.register`."""
+        with self._lock:
+            return self._core.register(pipeline, namespace, tps, mappings, time.time(), **options)
+
+    def status(self, status: Status) -> Reply:
+        with self._lock:
+            return self._core.status(status, time.time())
+
+    def answer(self, answer: Answer) -> None:
+        with self._lock:
+            self._core.answer(answer, time.time())
+
+    def describe(self) -> dict[str, Any]:
+        """What the scheduler knows, for people: pipelines with their ranks, holds and waits."""
+        with self._lock:
+            state = self._core.state
+            return {
+                "term": state.term, "recovering": state.recovering,
+                "pipelines": {name: {"incarnation": p.incarnation, "fenced": p.fenced, "leaving": p.leaving, "held": {c: h.gpus for c, h in p.held.items()},
+                                     "ranks": {r: a.phase.value for r, a in p.awake.items()}, "waits": sorted(p.wants)} for name, p in state.pipelines.items()},
+            }
+
+    def stop(self) -> None:
+        """Ends the timers and closes the log."""
+        self._stopped.set()
+        self._timer.join(timeout=5.0)
+        with self._lock:
+            self._record.close()
+
+    def _tick(self) -> None:
+        pause = 0.05
+        while not self._stopped.wait(pause):
+            with self._lock:
+                due = self._core.tick(time.time())
+                pause = min(max(due - self._clock.now, 0.01), 0.25)
+
+    def _send(self, command: Command) -> None:
+        if command.verb is Verb.REAP:
+            self._reapers.submit(self._reap, command)
+        else:
+            _tell_agent(command.pipeline, "command", command)
+
+    def _notify(self, reply: Reply) -> None:
+        _tell_agent(reply.pipeline, "heard", reply)
+
+    def _reap(self, command: Command) -> None:
+        """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
+        gone = end_actors(command.pipeline, command.rank, timeout_s=max(self._core.state.limits.reap_s / 2, 1.0))
+        with self._lock:
+            if gone:
+                self._note_memory_free(command)
+            answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED)
+            self._core.answer(answer, time.time())
+
+    def _note_memory_free(self, command: Command) -> None:
+        pipeline = self._core.state.pipelines.get(command.pipeline)
+        if pipeline is None or pipeline.incarnation != command.incarnation:
+            return
+        record = self._record.bind(f"{command.pipeline}/reaper")
+        ranks = [command.rank] if command.rank >= 0 else sorted(pipeline.awake)
+        for rank in ranks:
+            record.emit(MemoryFreed(f"rank {rank}", pipeline.topology.ranks[rank]))
+        if command.rank < 0:
+            for cluster, held in pipeline.held.items():
+                record.emit(MemoryFreed(cluster, held.gpus))
+
+
+def _tell_agent(pipeline: str, method: str, message: object) -> None:
+    """Sends a message without waiting; one to an agent that is gone is lost, which the protocol allows."""
+    import ray
+
+    try:
+        agent = ray.get_actor(AGENT_NAME, namespace=agent_namespace(pipeline))
+    except ValueError:
+        return
+    getattr(agent, method).remote(message)
+
+
+def end_actors(pipeline: str, rank: int, *, timeout_s: float) -> bool:
+    """Kills the named actors of a pipeline (or of one rank, telling its agent) and returns whether all are gone within timeout_s."""
+    import ray
+
+    namespace = agent_namespace(pipeline)
+    wanted = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace]
+    if rank >= 0:
+        wanted = [name for name in wanted if name == rank_actor_name(rank)]
+    for name in wanted:
+        try:
+            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+        except ValueError:
+            continue
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        alive = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
+        if alive.isdisjoint(wanted):
+            if rank >= 0:
+                _tell_agent(pipeline, "rank_ended", rank)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None) -> Any:
+    """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies."""
+    import ray
+
+    return ray.remote(SchedulerActor).options(
+        name=SCHEDULER_NAME, namespace=CONTROL_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1, max_concurrency=32, num_cpus=0,
+    ).remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits)
+
+
+class RayLink:
+    """An agent's way to the scheduler actor."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def status(self, status: Status, replied: Callable[[Reply], None]) -> None:
+        future: Future[Reply] = self._scheduler.status.remote(status).future()
+        future.add_done_callback(lambda done: forward(done, replied))
+
+    def answer(self, answer: Answer) -> None:
+        self._scheduler.answer.remote(answer)
+
+
+class Orchestrator:
+    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not admitted yet."""
+
+    def __init__(self, scheduler: Any, pool: Pool) -> None:
+        self._scheduler, self._pool = scheduler, pool
+        self._registered: dict[str, tuple[str, Mapping[str, int], Mapping[str, Sequence[int]], Mapping[str, Any]]] = {}
+
+    def allocate_pipeline_id(self, pipeline_type: str) -> str:
+        """A new id, `<type>_<12 hex digits>`; types are `ft` and `lora`."""
+        if pipeline_type not in ("ft", "lora"):
+            raise ValueError(f"pipeline type {pipeline_type!r}: allowed are 'ft' (full fine-tuning) and 'lora'")
+        return f"{pipeline_type}_{uuid.uuid4().hex[:12]}"
+
+    def register_pipeline(self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: Mapping[str, int], cluster_device_mappings: Mapping[str, Sequence[int]],
+                          **options: Any) -> None:
+        """Checks a registration and keeps it until it is admitted. Raises RegistrationError."""
+        checked = {key: value for key, value in options.items() if key != "incarnation"}
+        register(self._pool, pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings, **checked)
+        self._registered[pipeline_id] = (ray_namespace, cluster_tp_configs, cluster_device_mappings, options)
+
+    def admit_pipeline(self, pipeline_id: str) -> Any:
+        """Makes a registered pipeline known to the scheduler; returns the scheduler's handle. Raises RegistrationError."""
+        import ray
+
+        if pipeline_id not in self._registered:
+            raise RegistrationError("is not registered; register it before it is admitted", pipeline=pipeline_id)
+        ray.get(self._scheduler.register.remote(pipeline_id, *self._registered[pipeline_id]), timeout=60)
+        return self._scheduler
+
+    def unregister_pipeline(self, pipeline_id: str) -> None:
+        """Forgets a registration that was never admitted; an admitted pipeline ends by leaving, or is fenced when it falls silent."""
+        self._registered.pop(pipeline_id, None)

@@ -1,0 +1,31 @@
+"""A thousand random scenarios with every kind of fault keep every invariant and come to an end."""
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
+from nemo_rl.time_sharing.simulation.soak import run_many, run_scenario
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_random_scenarios_keep_every_invariant() -> None:
+    verdicts = list(run_many(0, 1000, processes=2))
+    assert [verdict for verdict in verdicts if not verdict.clean] == []
+    assert statistics.median(verdict.events for verdict in verdicts) >= 2000
+    # What the search for planted defects takes for stuck.
+    assert max(verdict.ended_s for verdict in verdicts) < 3000
+
+
+def test_all_kinds_of_faults_are_among_the_random_scenarios() -> None:
+    scenarios = [random_scenario(seed) for seed in range(200)]
+    for fault in ("agent_crashes", "scheduler_crashes", "partitions", "stuck_shards", "slow_shards", "clock_jumps", "operation_fails", "operation_hangs", "reap_fails"):
+        assert sum(getattr(scenario.faults, fault) > 0 for scenario in scenarios) > 20, fault
+    assert sum(scenario.network.loss > 0 for scenario in scenarios) > 20
+    assert sum(any(job.leaves_s is not None for job in scenario.jobs) for scenario in scenarios) > 20
+
+
+def test_a_scenario_is_repeated_exactly_by_its_seed() -> None:
+    assert run_scenario(4) == run_scenario(4)
