@@ -1,0 +1,7 @@
+"""Makes the builders beside the tests importable under `--import-mode=importlib`."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,281 @@
+"""The planner: each rule by example, and what must hold for every state by property."""
+from __future__ import annotations
+
+import copy
+import random
+import sys
+
+from fleet import Fleet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.time_sharing.plan import Plan, Snapshot, explain
+from nemo_rl.time_sharing.planner import plan, queue
+from nemo_rl.time_sharing.types import ACTOR_TRAIN, Phase, Priority
+from nemo_rl.time_sharing.validator import validate
+
+
+def shrunk(result: Plan) -> set[tuple[str, int]]:
+    return {(s.pipeline, s.rank) for s in result.shrinks}
+
+
+def expanded(result: Plan) -> set[tuple[str, int]]:
+    return {(e.pipeline, e.rank) for e in result.expands}
+
+
+def test_a_fixed_request_evicts_exactly_what_stands_on_its_gpus() -> None:
+    fleet = Fleet(4)
+    fleet.add("a", [0, 1], [0, 1, 2, 3])
+    fleet.add("b", [2], [0, 1, 2, 3], demand=100)
+    fleet.wake("b", 0, 3)
+    fleet.want("a")
+    result = fleet.plan()
+    assert [(g.pipeline, g.gpus) for g in result.grants] == [("a", (0, 1))]
+    assert shrunk(result) == {("b", 0)}
+
+
+def test_nobody_is_evicted_for_a_request_that_stays_infeasible() -> None:
+    """The same request would evict rank 0 for ever if the donors were taken one by one."""
+    fleet = Fleet(3)
+    fleet.add("a", [0, 1], [0, 1, 2])
+    fleet.add("b", [2], [0, 1, 2], demand=100)
+    fleet.add("c", [1], [0, 1, 2])
+    fleet.wake("b", 0)
+    fleet.hold("c")
+    fleet.want("a")
+    result = fleet.plan()
+    assert not result.grants and not result.shrinks
+    assert any("GPU 1 is held by actor_train of c" in line for line in explain(result))
+
+
+def test_a_later_request_does_not_take_gpus_reserved_for_the_head_of_the_queue() -> None:
+    fleet = Fleet(4)
+    fleet.add("wide", [0, 1, 2], [0, 1, 2, 3])
+    fleet.add("narrow", [0], [0, 1, 2, 3])
+    fleet.add("holder", [2], [0, 1, 2, 3])
+    fleet.hold("holder")
+    fleet.want("wide", Priority.INITIALIZATION, at=10.0)
+    fleet.want("narrow", Priority.ACTOR_TRAINING, at=11.0)
+    assert fleet.plan().grants == []
+
+
+def test_a_short_request_is_let_past_when_it_ends_before_the_head_can_start() -> None:
+    fleet = Fleet(4)
+    fleet.add("wide", [0, 1, 2], [0, 1, 2, 3])
+    fleet.add("narrow", [0], [0, 1, 2, 3])
+    fleet.add("holder", [2], [0, 1, 2, 3])
+    fleet.hold("holder", at=95.0)
+    fleet.state.pipelines["holder"].hold_estimates[Priority.ACTOR_TRAINING] = 60.0
+    fleet.state.pipelines["narrow"].hold_estimates[Priority.ACTOR_TRAINING] = 5.0
+    fleet.want("wide", Priority.INITIALIZATION, at=10.0)
+    fleet.want("narrow", Priority.ACTOR_TRAINING, at=11.0)
+    grants = fleet.plan(100.0).grants
+    assert [(g.pipeline, g.passed) for g in grants] == [("narrow", ("wide#1",))]
+    fleet.state.pipelines["narrow"].hold_estimates[Priority.ACTOR_TRAINING] = 90.0
+    assert fleet.plan(100.0).grants == []
+
+
+def test_a_request_is_let_past_only_so_often() -> None:
+    fleet = Fleet(4)
+    fleet.add("wide", [0, 1, 2], [0, 1, 2, 3])
+    fleet.add("narrow", [0], [0, 1, 2, 3])
+    fleet.add("holder", [2], [0, 1, 2, 3])
+    fleet.hold("holder", at=95.0)
+    fleet.state.pipelines["holder"].hold_estimates[Priority.ACTOR_TRAINING] = 60.0
+    fleet.state.pipelines["narrow"].hold_estimates[Priority.ACTOR_TRAINING] = 5.0
+    fleet.want("wide", Priority.INITIALIZATION, at=10.0)
+    fleet.want("narrow", at=11.0)
+    fleet.state.pipelines["wide"].wants[ACTOR_TRAIN].passed = fleet.state.limits.max_backfills
+    assert fleet.plan(100.0).grants == []
+
+
+def test_old_requests_of_low_priority_come_before_young_ones_of_high_priority() -> None:
+    fleet = Fleet(2, aging_s=60.0)
+    fleet.add("old", [0], [0, 1])
+    fleet.add("young", [0], [0, 1])
+    fleet.want("old", Priority.VALUE_COMPUTE, at=0.0)
+    fleet.want("young", Priority.ACTOR_TRAINING, at=241.0)
+    assert [item.name for item in queue(Snapshot.of(fleet.state))] == ["old", "young"]
+    fleet.state.pipelines["young"].wants[ACTOR_TRAIN].since = 239.0
+    assert [item.name for item in queue(Snapshot.of(fleet.state))] == ["young", "old"]
+
+
+def test_training_waits_for_an_expand_of_its_own_pipeline_and_no_new_one_begins() -> None:
+    fleet = Fleet(4)
+    fleet.add("a", [0], [0, 1, 2, 3], demand=100)
+    fleet.wake("a", 2, phase=Phase.SYNCING)
+    fleet.want("a")
+    result = fleet.plan()
+    assert not result.grants and not result.expands
+    assert result.waits[0].because == ("expanding",)
+
+
+def test_a_rank_that_is_waking_on_the_training_gpu_is_turned_round() -> None:
+    fleet = Fleet(2)
+    fleet.add("a", [0], [0, 1], demand=100)
+    fleet.wake("a", 0, phase=Phase.WAKING)
+    fleet.want("a")
+    assert shrunk(fleet.plan()) == {("a", 0)}
+
+
+def test_a_held_cluster_changes_its_priority_in_place() -> None:
+    fleet = Fleet(2)
+    fleet.add("a", [0], [0, 1])
+    fleet.hold("a", priority=Priority.OLD_LOG_PROBS)
+    fleet.want("a", Priority.ACTOR_TRAINING)
+    result = fleet.plan()
+    assert [(r.pipeline, r.priority) for r in result.reprices] == [("a", Priority.ACTOR_TRAINING)]
+    assert not result.grants
+
+
+def test_generation_gets_what_is_free_up_to_its_use_and_partial_is_enough() -> None:
+    fleet = Fleet(4)
+    fleet.add("a", [0], [0, 1, 2, 3], demand=2)
+    fleet.add("b", [1], [1, 2])
+    fleet.hold("b")
+    assert len(expanded(fleet.plan())) == 2
+
+
+def test_shares_follow_remaining_work_times_weight() -> None:
+    fleet = Fleet(12)
+    gpus = list(range(12))
+    fleet.add("light", [0], gpus, demand=100)
+    fleet.add("heavy", [1], gpus, weight=3.0, demand=100)
+    result = fleet.plan()
+    assert [sum(name == who for who, _ in expanded(result)) for name in ("light", "heavy")] == [3, 9]
+
+
+def test_minimum_and_maximum_shares_bound_the_division() -> None:
+    fleet = Fleet(10)
+    gpus = list(range(10))
+    fleet.add("small", [0], gpus, demand=10, min_share=0.4)
+    fleet.add("big", [1], gpus, demand=1000, max_share=0.5)
+    result = fleet.plan()
+    counts = {name: sum(name == who for who, _ in expanded(result)) for name in ("small", "big")}
+    assert counts["small"] >= 4 and counts["big"] == 5
+
+
+def test_a_finished_pipeline_gives_its_ranks_to_one_with_work() -> None:
+    fleet = Fleet(2)
+    fleet.add("done", [0], [0, 1])
+    fleet.add("busy", [1], [0, 1], demand=100)
+    fleet.wake("done", 0, 1, at=99.0)
+    result = fleet.plan(100.0)
+    assert shrunk(result) and {name for name, _ in expanded(result)} == {"busy"}
+
+
+def test_without_demand_nothing_moves() -> None:
+    fleet = Fleet(2)
+    fleet.add("a", [0], [0, 1])
+    fleet.wake("a", 0, 1)
+    assert fleet.plan().empty
+
+
+def test_a_rank_keeps_its_turn_and_then_gives_way_to_the_longest_waiting() -> None:
+    fleet = Fleet(1, min_hold_s=10.0)
+    for name in ("a", "b", "c"):
+        fleet.add(name, [], [0])
+    fleet.demand("a", 100, at=90.0)
+    fleet.wake("a", 0, at=90.0)
+    fleet.demand("c", 100, at=91.0)
+    fleet.demand("b", 100, at=92.0)
+    early = fleet.plan(95.0)
+    assert early.empty and early.wake_at == 100.0
+    late = fleet.plan(100.5)
+    assert shrunk(late) == {("a", 0)} and expanded(late) == {("c", 0)}
+
+
+def test_more_pipelines_than_gpus_take_turns_and_none_starves() -> None:
+    fleet = Fleet(2, min_hold_s=10.0)
+    names = [f"p{i}" for i in range(7)]
+    for name in names:
+        fleet.add(name, [], [0, 1], demand=1000)
+    had: set[str] = set()
+    for now in range(0, 100):
+        fleet.carry_out(fleet.plan(float(now)), float(now))
+        had |= {name for name in names if fleet.state.pipelines[name].awake}
+        if now == 45:
+            assert had == set(names)
+
+
+def test_a_starved_pipeline_reserves_gpus_against_a_stream_of_training() -> None:
+    fleet = Fleet(2, aging_s=1.0, min_hold_s=10.0)
+    fleet.add("starved", [], [0], demand=10, at=0.0)
+    fleet.add("x", [0], [0, 1])
+    fleet.add("y", [0], [0, 1])
+    fleet.hold("x", at=50.0)
+    fleet.want("y", at=99.0)
+    result = fleet.plan(100.0)
+    assert any(w.because[0] in ("held", "reserved") for w in result.waits)
+    fleet.state.pipelines["x"].held.clear()
+    fleet.state.give_back([0])
+    result = fleet.plan(101.0)
+    assert expanded(result) == {("starved", 0)} and result.expands[0].floor and not result.grants
+
+
+def test_planned_releases_shrink_every_rank() -> None:
+    fleet = Fleet(3)
+    fleet.add("a", [0], [0, 1, 2], demand=100)
+    fleet.wake("a", 0, 1)
+    fleet.state.pipelines["a"].leaving = True
+    result = fleet.plan()
+    assert shrunk(result) == {("a", 0), ("a", 1)} and not result.expands
+
+
+def test_every_decision_is_explained() -> None:
+    fleet = Fleet(4)
+    fleet.add("a", [0], [0, 1], demand=100)
+    fleet.add("b", [2], [1, 2, 3], demand=50)
+    fleet.want("b")
+    result = fleet.plan()
+    lines = list(explain(result))
+    assert len(lines) == len(result.grants) + len(result.expands) + len(result.shrinks) + len(result.waits)
+    assert any(line.startswith("b gets actor_train (GPUs 2) for ACTOR_TRAINING") for line in lines)
+
+
+def test_planner_and_validator_need_neither_ray_nor_torch() -> None:
+    import subprocess
+
+    code = "import sys, nemo_rl.time_sharing.planner, nemo_rl.time_sharing.validator, nemo_rl.time_sharing.simulation.world; print([m for m in ('ray', 'torch', 'vllm') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def random_fleet(seed: int) -> Fleet:
+    rng = random.Random(seed)
+    gpus = rng.choice((2, 4, 8, 16))
+    fleet = Fleet(gpus, min_hold_s=rng.choice((0.0, 10.0)), aging_s=rng.choice((1.0, 60.0)))
+    free = set(range(gpus))
+    for number in range(rng.randint(1, 8)):
+        name, tp = f"p{number}", rng.choice((1, 1, 2))
+        starts = sorted(rng.sample(range(gpus // tp), rng.randint(1, gpus // tp)))
+        infer = [start * tp + i for start in starts for i in range(tp)]
+        train = sorted(rng.sample(infer, rng.randint(1, len(infer))))
+        fleet.add(name, train, infer, tp=tp, weight=rng.choice((1.0, 2.0)), demand=rng.choice((0, 1, 30, 500)), at=rng.uniform(0, 50))
+        for rank in range(len(infer) // tp):
+            bundle = set(infer[rank * tp : (rank + 1) * tp])
+            if bundle <= free and rng.random() < 0.4:
+                fleet.wake(name, rank, at=rng.uniform(50, 99), phase=rng.choice((Phase.WAKING, Phase.ACTIVE, Phase.ACTIVE, Phase.DRAINING)), floor=rng.random() < 0.1)
+                free -= bundle
+        if set(train) <= free and rng.random() < 0.3:
+            fleet.hold(name, at=rng.uniform(50, 99))
+            free -= set(train)
+        elif rng.random() < 0.5:
+            fleet.want(name, rng.choice(list(Priority)[:6]), at=rng.uniform(50, 99))
+        fleet.state.pipelines[name].leaving = rng.random() < 0.1
+    return fleet
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=300, deadline=None)
+def test_every_plan_is_valid_pure_and_settles(seed: int) -> None:
+    fleet = random_fleet(seed)
+    snapshot = Snapshot.of(fleet.state)
+    before = copy.deepcopy(fleet.state.__dict__)
+    result = plan(snapshot, 100.0)
+    assert validate(snapshot, result) == []
+    assert plan(snapshot, 100.0) == result
+    assert {name: vars_of(p) for name, p in fleet.state.pipelines.items()} == {name: vars_of(p) for name, p in before["pipelines"].items()}
+
+
+def vars_of(pipeline: object) -> dict[str, object]:
+    return {name: repr(getattr(pipeline, name)) for name in ("awake", "held", "wants", "demand", "hungry_since", "claimed_ranks", "cooling")}

@@ -1,0 +1,114 @@
+"""The scheduler on real Ray: eight agent processes on sixteen CPU slots, with the scheduler and agents killed while they work."""
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.time_sharing.actors import AGENT_NAME, CONTROL_NAMESPACE, SCHEDULER_NAME, Orchestrator, agent_namespace, start_scheduler
+from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.topology import Pool, RegistrationError
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
+from nemo_rl.utils.record import merge_records
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+
+LIMITS = Limits(heartbeat_s=0.3, lease_s=4.0, retry_s=0.3, drain_s=5.0, sleep_s=5.0, wake_s=8.0, sync_s=8.0, route_s=8.0, grant_s=8.0, reap_s=6.0,
+                min_hold_s=0.2, aging_s=2.0, quarantine_s=5.0, plan_interval_s=0.05, replan_s=0.5)
+RECOVERY_S = 40.0
+"""The bound: lease + reap + the restart of a process + one hand-over, with room for a busy machine."""
+
+
+def _pipeline_class() -> Any:
+    spec = importlib.util.spec_from_file_location("ray_pipeline", Path(__file__).with_name("ray_pipeline.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    module = _pipeline_class()
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=100_000_000)
+    try:
+        ray.cloudpickle.register_pickle_by_value(module)
+        yield ray, module
+    finally:
+        ray.shutdown()
+
+
+def _start(ray: Any, module: Any, name: str, number: int, steps: int, log_dir: Path, scheduler: Any, incarnation: int) -> Any:
+    train, infer = [2 * number], sorted({2 * number, 2 * number + 1, (2 * number + 2) % 16, (2 * number + 3) % 16})
+    actor_class = ray.remote(module.PipelineActor).options(name=AGENT_NAME, namespace=agent_namespace(name), num_cpus=0, max_concurrency=8)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            actor = actor_class.remote(name, train, infer, steps, str(log_dir), scheduler, LIMITS, incarnation)
+            break
+        except ray.exceptions.ActorAlreadyExistsError:
+            # Ray takes a moment to notice that the process behind the name is dead.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+    ray.get(actor.start.remote(), timeout=60)
+    return actor
+
+
+def _check_logs(log_dir: Path) -> list[str]:
+    return [str(violation) for violation in check(merge_records(sorted(log_dir.glob("*.jsonl")), recover=True))]
+
+
+def test_agents_and_scheduler_survive_kills_in_every_phase(cluster: Any, tmp_path: Path) -> None:
+    ray, module = cluster
+    scheduler = start_scheduler(tmp_path, Pool(2, 8), LIMITS)
+    names = [f"job{i}" for i in range(8)]
+    steps, rng = 12, random.Random(0)
+    incarnations = dict.fromkeys(names, 0)
+    actors = {name: _start(ray, module, name, i, steps, tmp_path, scheduler, 0) for i, name in enumerate(names)}
+    for kill in range(6):
+        time.sleep(1.0 + rng.random())
+        if kill % 2:
+            os.kill(ray.get(scheduler.pid.remote(), timeout=60), signal.SIGKILL)
+        else:
+            name = names[kill]
+            os.kill(ray.get(actors[name].pid.remote(), timeout=60), signal.SIGKILL)
+            incarnations[name] += 1
+            time.sleep(0.5)
+            actors[name] = _start(ray, module, name, names.index(name), steps, tmp_path, scheduler, incarnations[name])
+    last_kill = time.monotonic()
+    waiting = set(names)
+    while waiting and time.monotonic() < last_kill + RECOVERY_S + 60:
+        waiting -= {name for name in waiting if ray.get(actors[name].done.remote(), timeout=60)}
+        time.sleep(0.2)
+    errors = {name: ray.get(actors[name].error.remote(), timeout=60) for name in names}
+    assert not waiting, (sorted(waiting), ray.get(scheduler.describe.remote(), timeout=60))
+    assert set(errors.values()) == {""}, errors
+    ray.get(scheduler.stop.remote(), timeout=30)
+    assert _check_logs(tmp_path) == []
+
+
+def test_the_orchestrator_registers_then_admits(cluster: Any, tmp_path: Path) -> None:
+    ray, _ = cluster
+    pool = Pool(1, 4)
+    scheduler = start_scheduler(tmp_path, pool, LIMITS)
+    orchestrator = Orchestrator(scheduler, pool)
+    pipeline = orchestrator.allocate_pipeline_id("ft")
+    with pytest.raises(RegistrationError, match="not registered"):
+        orchestrator.admit_pipeline(pipeline)
+    with pytest.raises(RegistrationError, match="GPU 9 is outside the pool of 4"):
+        orchestrator.register_pipeline(pipeline, "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [9]})
+    orchestrator.register_pipeline(pipeline, "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]})
+    orchestrator.admit_pipeline(pipeline)
+    assert list(ray.get(scheduler.describe.remote(), timeout=30)["pipelines"]) == [pipeline]
+    assert ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE) is not None
