@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 CONTROL_NAMESPACE = "nemo_rl_time_sharing"
 SCHEDULER_NAME = "scheduler"
-AGENT_NAME = "agent"
 
 
 def agent_namespace(pipeline: str) -> str:
@@ -35,9 +34,14 @@ def agent_namespace(pipeline: str) -> str:
     return f"pipeline_{pipeline}_NS"
 
 
-def rank_actor_name(rank: int) -> str:
+def agent_actor_name(incarnation: int) -> str:
+    """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends its successor."""
+    return f"agent.{incarnation}"
+
+
+def rank_actor_name(rank: int, incarnation: int) -> str:
     """The name of the actor that leads one generation rank, where engines are actors of their own."""
-    return f"rank_{rank}"
+    return f"rank_{rank}.{incarnation}"
 
 
 class SchedulerActor:
@@ -107,14 +111,14 @@ class SchedulerActor:
         if command.verb is Verb.REAP:
             self._reapers.submit(self._reap, command)
         else:
-            _tell_agent(command.pipeline, "command", command)
+            _tell_agent(command.pipeline, command.incarnation, "command", command)
 
     def _notify(self, reply: Reply) -> None:
-        _tell_agent(reply.pipeline, "heard", reply)
+        _tell_agent(reply.pipeline, reply.incarnation, "heard", reply)
 
     def _reap(self, command: Command) -> None:
         """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
-        gone = end_actors(command.pipeline, command.rank, timeout_s=max(self._core.state.limits.reap_s / 2, 1.0))
+        gone = end_actors(command.pipeline, command.incarnation, command.rank, timeout_s=max(self._core.state.limits.reap_s / 2, 1.0))
         with self._lock:
             if gone:
                 self._note_memory_free(command)
@@ -134,39 +138,43 @@ class SchedulerActor:
                 record.emit(MemoryFreed(cluster, held.gpus))
 
 
-def _tell_agent(pipeline: str, method: str, message: object) -> None:
+def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -> None:
     """Sends a message without waiting; one to an agent that is gone is lost, which the protocol allows."""
     import ray
 
     try:
-        agent = ray.get_actor(AGENT_NAME, namespace=agent_namespace(pipeline))
+        agent = ray.get_actor(agent_actor_name(incarnation), namespace=agent_namespace(pipeline))
     except ValueError:
         return
     getattr(agent, method).remote(message)
 
 
-def end_actors(pipeline: str, rank: int, *, timeout_s: float) -> bool:
-    """Kills the named actors of a pipeline (or of one rank, telling its agent) and returns whether all are gone within timeout_s."""
+def end_actors(pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
+    """Kills the named actors of one incarnation (or of one of its ranks, telling its agent); returns whether all are gone within timeout_s."""
     import ray
 
     namespace = agent_namespace(pipeline)
-    wanted = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace]
-    if rank >= 0:
-        wanted = [name for name in wanted if name == rank_actor_name(rank)]
+    only = rank_actor_name(rank, incarnation) if rank >= 0 else None
+    wanted = {name for name in _actors_in(namespace) if name == only or (only is None and name.endswith(f".{incarnation}"))}
     for name in wanted:
         try:
             ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
         except ValueError:
             continue
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        alive = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
-        if alive.isdisjoint(wanted):
-            if rank >= 0:
-                _tell_agent(pipeline, "rank_ended", rank)
-            return True
+    while wanted & _actors_in(namespace):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    return False
+    if rank >= 0:
+        _tell_agent(pipeline, incarnation, "rank_ended", rank)
+    return True
+
+
+def _actors_in(namespace: str) -> set[str]:
+    import ray
+
+    return {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
 
 
 def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None) -> Any:

@@ -300,6 +300,7 @@ class Scheduler:
                 self._emit(ev.RequestDropped(name, cluster, queued.want.request, "expired"))
 
     def _plan_if_due(self) -> None:
+        self._finish_inventory()
         now = self.clock.now
         rested = now >= self._planned_at + self.state.limits.plan_interval_s
         if not self._dirty or self.state.recovering or not (self._urgent or rested):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.actors import AGENT_NAME, CONTROL_NAMESPACE, SCHEDULER_NAME, Orchestrator, agent_namespace, start_scheduler
+from nemo_rl.time_sharing.actors import CONTROL_NAMESPACE, SCHEDULER_NAME, Orchestrator, agent_actor_name, agent_namespace, start_scheduler
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
@@ -50,17 +50,8 @@ def cluster() -> Iterator[Any]:
 
 def _start(ray: Any, module: Any, name: str, number: int, steps: int, log_dir: Path, scheduler: Any, incarnation: int) -> Any:
     train, infer = [2 * number], sorted({2 * number, 2 * number + 1, (2 * number + 2) % 16, (2 * number + 3) % 16})
-    actor_class = ray.remote(module.PipelineActor).options(name=AGENT_NAME, namespace=agent_namespace(name), num_cpus=0, max_concurrency=8)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            actor = actor_class.remote(name, train, infer, steps, str(log_dir), scheduler, LIMITS, incarnation)
-            break
-        except ray.exceptions.ActorAlreadyExistsError:
-            # Ray takes a moment to notice that the process behind the name is dead.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+    actor = ray.remote(module.PipelineActor).options(name=agent_actor_name(incarnation), namespace=agent_namespace(name), num_cpus=0, max_concurrency=8).remote(
+        name, train, infer, steps, str(log_dir), scheduler, LIMITS, incarnation)
     ray.get(actor.start.remote(), timeout=60)
     return actor
 

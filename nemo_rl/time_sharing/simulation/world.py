@@ -104,11 +104,16 @@ class World:
     def job_ended(self, job: SimulatedJob) -> None:
         self.open_jobs -= 1
         if self.open_jobs == 0:
-            self.loop.after(2 * self.limits.lease_s + self.limits.reap_s, self._stop_if_done)
+            patience = 4 * self.limits.lease_s + 4 * self.limits.reap_s
+            self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + patience)
 
-    def _stop_if_done(self) -> None:
-        if self.open_jobs == 0:
+    def _stop_if_done(self, at_the_latest: float) -> None:
+        """The run is over when the scheduler knows no pipeline any more; a scheduler that never gets there is cut short for the checker to see."""
+        settled = self._scheduler is not None and not self._scheduler.state.pipelines
+        if settled or self.loop.now >= at_the_latest:
             self.loop.stopped = True
+        else:
+            self.loop.after(self.limits.heartbeat_s, self._stop_if_done, at_the_latest)
 
     # The wire.
 
