@@ -24,11 +24,11 @@ def checksum(buffer_B: torch.Tensor, nbytes: int) -> str:
         chunk = words[start : start + step].to(torch.int64)
         plain += chunk.sum()
         full = chunk.numel() // _PERIOD * _PERIOD
-        # The position weight includes the chunk's number, so that two whole chunks cannot change places unseen.
         columns = chunk[:full].view(-1, _PERIOD)
-        rows = torch.arange(1, columns.shape[0] + 1, device=buffer_B.device, dtype=torch.int64) + start // _PERIOD
-        weighted += ((columns * weights).sum(dim=1) * rows).sum()
+        rows = torch.arange(columns.shape[0], device=buffer_B.device, dtype=torch.int64) + start // _PERIOD
+        # A word's weight is its position, row * period + column: unlike row * column, no two words share one.
+        weighted += (columns * weights).sum() + _PERIOD * (columns.sum(dim=1) * rows).sum()
         tail = chunk[full:]
-        weighted += (tail * weights[: tail.numel()]).sum() * (columns.shape[0] + 1 + start // _PERIOD)
+        weighted += (tail * (weights[: tail.numel()] + full + start)).sum()
     rest = int(buffer_B[whole:nbytes].to(torch.int64).sum()) if nbytes > whole else 0
     return f"{nbytes}:{int(plain) & 0xFFFFFFFFFFFFFFFF:016x}:{int(weighted) & 0xFFFFFFFFFFFFFFFF:016x}:{rest}"

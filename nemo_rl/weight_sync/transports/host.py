@@ -6,8 +6,11 @@ its device at full PCIe speed. Invariant: the sender created the segment and rem
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import mmap
 import os
+import time
 import uuid
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
 SHARED_MEMORY_DIR = "/dev/shm"
+_PREFIX = "nemo_rl-"
+_STALE_AFTER_S = 60.0
 
 
 class HostStaging(Staging):
@@ -26,19 +31,19 @@ class HostStaging(Staging):
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._path = os.path.join(SHARED_MEMORY_DIR, f"nemo_rl-{os.getpid()}-{uuid.uuid4().hex}")
+        remove_stale_segments()
+        self._path = os.path.join(SHARED_MEMORY_DIR, f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}")
         stat = os.statvfs(SHARED_MEMORY_DIR)
         available = stat.f_bavail * stat.f_frsize
         if nbytes > available:
             raise TransportError(
                 f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, the staging buffer needs {nbytes >> 20} MiB; lower weight_sync.bucket_bytes"
             )
-        descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.ftruncate(descriptor, nbytes)
-            self._map = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
+        # Stays open: the lock on it is what tells a living sender's segment from a dead one's.
+        self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        os.ftruncate(self._descriptor, nbytes)
+        self._map = mmap.mmap(self._descriptor, nbytes)
         self._device = device
         self.buffer_B = torch.frombuffer(self._map, dtype=torch.uint8)
         _pin(self.buffer_B, device)
@@ -54,6 +59,7 @@ class HostStaging(Staging):
         _unpin(self.buffer_B, self._device)
         if os.path.exists(self._path):
             os.unlink(self._path)
+            os.close(self._descriptor)
         self.buffer_B = torch.empty(0, dtype=torch.uint8)
 
 
@@ -86,6 +92,29 @@ class HostOpener(Opener):
         for tensor_B in self._mapped.values():
             _unpin(tensor_B, self._device)
         self._mapped.clear()
+
+
+def remove_stale_segments() -> int:
+    """Removes segments whose sender was killed before it could; how many. A living sender holds a lock on its own."""
+    removed = 0
+    for path in glob.glob(os.path.join(SHARED_MEMORY_DIR, f"{_PREFIX}*")):
+        try:
+            # One that was made a moment ago may not be locked yet.
+            if time.time() - os.stat(path).st_ctime < _STALE_AFTER_S:
+                continue
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError:
+            # Gone meanwhile, or another user's.
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            removed += 1
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+    return removed
 
 
 def _pin(tensor_B: torch.Tensor, device: torch.device) -> None:

@@ -53,9 +53,11 @@ class Dispatcher:
         """Serves one request on some active shard.
 
         Raises:
-            GenerationError: The shard failed or died.
-            TimeoutError: No result within `timeout_s`.
+            GenerationError: The shard failed or died, or gave no result within `timeout_s`.
+            ValueError: A request of this id is under way.
         """
+        if request.request_id in self._pending:
+            raise ValueError(f"request {request.request_id} is already under way; ids are unique within a run")
         tokens = len(request.prompt_ids) + request.max_new_tokens
         shard = self._router.book(tokens)
         answer: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()

@@ -1,0 +1,288 @@
+"""A sync session brings a version to every target, or to none: real senders, receivers and shared memory, a model made of a dict."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.distributed.devices import device_uuid
+from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
+from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
+from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+from nemo_rl.weight_sync.session import SyncOptions, SyncSession, SyncTimeoutError
+from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.factory import choose_transport
+from nemo_rl.weight_sync.transports.host import HostStaging, remove_stale_segments
+
+CPU = torch.device("cpu")
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
+
+
+class DictModel:
+    """Takes weights as an engine does, window by window."""
+
+    def __init__(self, on_load: Callable[[], None] = lambda: None) -> None:
+        self.loading: dict[str, torch.Tensor] | None = None
+        self.weights: dict[str, torch.Tensor] = {}
+        self.windows = 0
+        self._on_load = on_load
+
+    def begin_load(self) -> None:
+        self.loading = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._on_load()
+        assert self.loading is not None
+        self.loading |= {name: tensor.clone() for name, tensor in weights}
+        self.windows += 1
+
+    def finish_load(self) -> None:
+        assert self.loading is not None
+        self.weights, self.loading = self.loading, None
+
+
+class Trainer:
+    """A source of one rank."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], budget: int = 8192) -> None:
+        self.weights = weights
+        self.budget = budget
+        self.sender: WeightSender | None = None
+        self.closed = 0
+        self.tamper: Callable[[int, WeightSender], None] = lambda index, sender: None
+
+    def tensor_metas(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in self.weights.items()]
+
+    def devices(self) -> list[str]:
+        return [device_uuid(CPU)]
+
+    def staging_budget(self) -> int:
+        return self.budget
+
+    def rendezvous(self) -> tuple[str, int]:
+        raise AssertionError("the host transport needs no group")
+
+    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+        self.sender = WeightSender(spec, iter(self.weights.items()), CPU, stages=0 in staging_ranks)
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        assert self.sender is not None
+        window = self.sender.export_window(index)
+        self.tamper(index, self.sender)
+        return [window]
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        raise AssertionError("the host transport does not push")
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.sender is not None:
+            self.sender.close()
+
+
+class Engines:
+    """Targets, each a receiver on a model of its own."""
+
+    def __init__(self, *models: DictModel) -> None:
+        self.models = models
+        self.receivers = [WeightReceiver(model, CPU) for model in models]
+        self.aborted = 0
+
+    def devices(self) -> list[str]:
+        return [device_uuid(CPU)] * len(self.receivers)
+
+    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
+        for receiver in self.receivers:
+            receiver.begin(session)
+
+    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+        for receiver in self.receivers:
+            receiver.receive(window)
+
+    def finish(self, version: int, timeout_s: float) -> None:
+        for receiver in self.receivers:
+            receiver.finish(version)
+
+    def abort(self) -> None:
+        self.aborted += 1
+        for receiver in self.receivers:
+            receiver.abort()
+
+    @property
+    def versions(self) -> list[int | None]:
+        return [receiver.version for receiver in self.receivers]
+
+
+def weights(fill: float = 0.0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {f"w{index}": torch.randn(17, 23 + index, generator=draw) + fill for index in range(9)}
+
+
+def segments() -> set[str]:
+    return set(glob.glob(f"/dev/shm/nemo_rl-{os.getpid()}-*"))
+
+
+@pytest.fixture(autouse=True)
+def _no_segment_is_left() -> Iterator[None]:
+    before = segments()
+    yield
+    assert segments() == before
+
+
+def sync(trainer: Trainer, engines: Engines, version: int = 1, options: SyncOptions = OPTIONS) -> Any:
+    return SyncSession(trainer, engines, version=version, options=options, cuda=False).run()
+
+
+def test_every_target_has_every_weight_bit_for_bit_and_the_version() -> None:
+    trainer, engines = Trainer(weights()), Engines(DictModel(), DictModel())
+    report = sync(trainer, engines, version=7)
+    assert engines.versions == [7, 7]
+    for model in engines.models:
+        assert list(model.weights) == list(trainer.weights)
+        assert all(torch.equal(model.weights[name], tensor) for name, tensor in trainer.weights.items())
+    assert report.windows == engines.models[0].windows > 2
+    assert report.nbytes == sum(tensor.nbytes for tensor in trainer.weights.values())
+    assert (trainer.closed, engines.aborted) == (1, 0)
+
+
+def test_a_window_is_never_packed_over_one_that_is_being_read() -> None:
+    trainer = Trainer(weights(), budget=4096)
+    reading: list[int] = []
+    exported: list[int] = []
+    trainer.tamper = lambda index, sender: exported.append(index)
+
+    def slow_load() -> None:
+        reading.append(len(reading))
+        limit = time.monotonic() + 0.1
+        while time.monotonic() < limit:
+            # While window i is read only i+1 may be packed: i+2 would go into i's buffer.
+            assert not exported or max(exported) <= reading[-1] + 1
+            time.sleep(0.005)
+
+    engines = Engines(DictModel(slow_load))
+    report = sync(trainer, engines)
+    assert report.windows == len(reading) > 3
+    assert all(torch.equal(engines.models[0].weights[name], tensor) for name, tensor in trainer.weights.items())
+
+
+def test_the_next_window_is_packed_while_one_is_read() -> None:
+    trainer = Trainer(weights(), budget=4096)
+    second_packed = threading.Event()
+    trainer.tamper = lambda index, sender: second_packed.set() if index == 1 else None
+    sync(trainer, Engines(DictModel(lambda: None if second_packed.wait(10.0) else pytest.fail("window 1 was not packed while window 0 was read"))))
+
+
+def test_a_flipped_byte_is_caught_and_no_target_takes_the_version() -> None:
+    trainer, engines = Trainer(weights()), Engines(DictModel(), DictModel())
+    sync(trainer, engines, version=1)
+
+    def flip(index: int, sender: WeightSender) -> None:
+        if index == 1:
+            sender._stagings[1].buffer_B[40] ^= 1
+
+    later = Trainer(weights(fill=1.0))
+    later.tamper = flip
+    with pytest.raises(ChecksumMismatchError, match=r"bucket with 'w\d': received .*, sent .*"):
+        sync(later, engines, version=2)
+    assert engines.versions == [1, 1]
+    assert (later.closed, engines.aborted) == (1, 1)
+    sync(Trainer(weights(fill=1.0)), engines, version=2)
+    assert engines.versions == [2, 2]
+
+
+def test_a_target_that_fails_ends_the_session_for_all() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    trainer, engines = Trainer(weights()), Engines(DictModel(), DictModel(fail))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sync(trainer, engines)
+    assert engines.versions == [None, None]
+    assert (trainer.closed, engines.aborted) == (1, 1)
+
+
+def test_an_export_that_differs_from_its_layout_is_refused() -> None:
+    trainer, engines = Trainer(weights()), Engines(DictModel())
+    metas = trainer.tensor_metas()
+    trainer.tensor_metas = lambda: metas[::-1]  # type: ignore[method-assign]
+    with pytest.raises(LayoutError, match="the export gave 'w0' where the layout has 'w8'"):
+        sync(trainer, engines)
+    assert engines.versions == [None]
+
+
+def test_the_whole_session_has_one_deadline() -> None:
+    trainer, engines = Trainer(weights(), budget=4096), Engines(DictModel(lambda: time.sleep(0.2)))
+    with pytest.raises(SyncTimeoutError, match=r"version 3 passed weight_sync.timeout_s=0"):
+        sync(trainer, engines, version=3, options=SyncOptions(bucket_bytes=4096, timeout_s=0.3))
+    assert engines.versions == [None]
+    assert engines.aborted == 1
+
+
+def test_a_receiver_refuses_messages_out_of_order() -> None:
+    model = DictModel()
+    receiver = WeightReceiver(model, CPU)
+    session = {"id": "a", "transport": "host", "windows": 2, "verify": False, "timeout_s": 5.0, "nccl": None}
+    with pytest.raises(SyncProtocolError, match="window 0 arrived, expected a begin"):
+        receiver.receive({"index": 0, "buckets": [], "senders": {}})
+    receiver.begin(session)
+    with pytest.raises(SyncProtocolError, match="session b cannot begin: session a is open"):
+        receiver.begin({**session, "id": "b"})
+    with pytest.raises(SyncProtocolError, match="window 1 arrived, expected 0"):
+        receiver.receive({"index": 1, "buckets": [], "senders": {}})
+    with pytest.raises(SyncProtocolError, match="no sender shares device"):
+        receiver.receive({"index": 0, "buckets": [], "senders": {"another": {}}})
+    with pytest.raises(SyncProtocolError, match="finish after 0 of 2 windows"):
+        receiver.finish(1)
+    receiver.abort()
+    receiver.abort()
+    assert receiver.version is None
+    receiver.begin({**session, "id": "b"})
+
+
+@pytest.mark.parametrize(
+    ("configured", "targets", "cuda", "chosen"),
+    [
+        ("auto", {"gpu0"}, True, "cuda_ipc"),
+        ("auto", {"gpu2"}, True, "nccl"),
+        ("host", {"gpu0"}, True, "host"),
+        ("auto", {"host"}, False, "host"),
+    ],
+)
+def test_the_transport_follows_from_where_the_targets_are(configured: str, targets: set[str], cuda: bool, chosen: str) -> None:
+    assert choose_transport(configured, sender_devices={"gpu0", "gpu1"}, target_devices=targets, cuda=cuda) == chosen
+
+
+@pytest.mark.parametrize(("configured", "targets", "cuda"), [("cuda_ipc", {"gpu2"}, True), ("nccl", {"gpu1"}, True), ("nccl", {"host"}, False)])
+def test_a_transport_that_cannot_reach_its_targets_is_refused(configured: str, targets: set[str], cuda: bool) -> None:
+    with pytest.raises(TransportError, match=f"weight_sync.transport={configured}"):
+        choose_transport(configured, sender_devices={"gpu0", "gpu1"}, target_devices=targets, cuda=cuda)
+
+
+def test_segments_of_killed_senders_are_removed_and_those_of_living_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_rl.weight_sync.transports.host._STALE_AFTER_S", 0.0)
+    make = (
+        "import os, torch; from nemo_rl.weight_sync.transports.host import HostStaging; s = HostStaging(4096, torch.device('cpu')); "
+        "print(s.publish(1)['path'], flush=True); os.kill(os.getpid(), 9)"
+    )
+    path = subprocess.run([sys.executable, "-c", make], capture_output=True, text=True, check=False).stdout.strip()
+    assert os.path.exists(path)
+    mine = HostStaging(4096, CPU)
+    assert not os.path.exists(path)
+    remove_stale_segments()
+    assert os.path.exists(mine.publish(1)["path"])
+    mine.close()
+
+
+def test_a_staging_buffer_that_shared_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(TransportError, match="/dev/shm has .* MiB free, .* lower weight_sync.bucket_bytes"):
+        HostStaging(1 << 50, CPU)
