@@ -10,6 +10,7 @@ the first. Prints a table and, last, the ratios.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +23,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import itertools
 
 from shapes import make_model, make_prompts  # noqa: E402
 
