@@ -50,6 +50,8 @@ class SchedulerActor:
     def __init__(self, log_dir: str, nodes: int, gpus_per_node: int, limits: Limits | None = None) -> None:
         path = Path(log_dir) / "scheduler.jsonl"
         past = list(read_record(path, recover=True)) if path.exists() else []
+        # A torn last line was never acted upon; damage before it means that effects are missing from the log.
+        path_lines = path.read_bytes().count(b"\n") if path.exists() else 0
         limits = limits or Limits()
         self._clock = SteadyClock(start=max(time.time(), past[-1].time if past else 0.0), max_step_s=limits.max_tick_s)
         self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=bool(past))
@@ -59,7 +61,7 @@ class SchedulerActor:
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
         with self._lock:
             if past:
-                self._core.recover(past, time.time())
+                self._core.recover(past, time.time(), complete=path_lines <= len(past))
                 for reply in self._core.hello():
                     self._notify(reply)
             else:

@@ -106,6 +106,11 @@ class Executor:
         self._emit(ev.Fenced(name, pipeline.incarnation, reason))
         self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
 
+    def end_unknown(self, name: str, incarnation: int) -> None:
+        """Ends a pipeline that holds GPUs and whose registration is lost."""
+        if not any((c.pipeline, c.incarnation) == (name, incarnation) for c in self._state.commands.values()):
+            self._raw_command(name, incarnation, Verb.REAP, -1, 0, "", (), self._state.limits.reap_s)
+
     def retry_quarantined(self) -> None:
         """Tries again to end what occupies quarantined GPUs whose time has come."""
         now = self._now()

@@ -61,6 +61,7 @@ class Scheduler:
         self._seqs: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._inventoried: set[str] = set()
+        self._grace_until = float("-inf")
         self._dirty = False
         self._urgent = False
         self._planned_at = float("-inf")
@@ -74,13 +75,16 @@ class Scheduler:
         self._emit(ev.SchedulerStarted(1))
         self._flush()
 
-    def recover(self, entries: Iterable[Entry], reading: float) -> None:
+    def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:
         """Goes on from a log: nothing is granted until each registered pipeline has said what it holds, or was fenced.
 
-        Raises InconsistentLog when the log contradicts itself.
+        complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches the operating system
+        before any command leaves). If it may have lost its end, nothing is granted for one lease either: a pipeline whose registration
+        was lost shows itself by a heartbeat and is ended. Raises InconsistentLog when the log contradicts itself.
         """
         self.clock.advance(reading)
         self.state.__dict__.update(replay(entries).__dict__)
+        self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
         self._restart(self.state.term + 1)
         for name in self.state.pipelines:
             self._seen[name] = self.clock.now
@@ -143,6 +147,9 @@ class Scheduler:
         """Takes what an agent says of itself; late and repeated statuses change nothing."""
         self._advance(reading)
         pipeline = self.state.pipelines.get(status.pipeline)
+        if pipeline is None and self.state.recovering and (status.holds or status.awake):
+            self._executor.end_unknown(status.pipeline, status.incarnation)
+            self._flush()
         if pipeline is None or pipeline.fenced or pipeline.incarnation != status.incarnation:
             return Reply(status.pipeline, status.incarnation, self.state.term, False)
         reply = Reply(status.pipeline, status.incarnation, self.state.term, True)
@@ -223,7 +230,8 @@ class Scheduler:
         self._inventoried = {name for name, p in self.state.pipelines.items() if p.fenced}
 
     def _finish_inventory(self) -> None:
-        if self.state.recovering and self._inventoried >= self.state.pipelines.keys():
+        unknown = any(command.pipeline not in self.state.pipelines for command in self.state.commands.values())
+        if self.state.recovering and self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
             self._emit(ev.InventoryDone(self.state.term))
             self._executor.settle_claims()
             self._dirty = self._urgent = True

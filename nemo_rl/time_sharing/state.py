@@ -225,7 +225,7 @@ def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None
 
 def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
     state.term = event.term
-    state.recovering = bool(state.pipelines)
+    state.recovering = event.term > 1
 
 
 def _inventory_done(state: SchedulerState, event: ev.InventoryDone, at: float) -> None:

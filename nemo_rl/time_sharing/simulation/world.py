@@ -77,6 +77,7 @@ class World:
         self._clock = SteadyClock(max_step_s=self.limits.max_tick_s)
         self._log = LogCopy(self._record.bind("scheduler", clock=lambda: self._clock.now), lambda: self._clock.now)
         self._jump = 0.0
+        self._log_is_complete = True
         self._scheduler: Scheduler | None = None
         self._tick_at = float("inf")
         self._ghosts: dict[tuple[str, int], list[_Memory]] = {}
@@ -283,7 +284,7 @@ class World:
         self._clock = SteadyClock(start=max(self._clock.now, self.loop.now), max_step_s=self.limits.max_tick_s)
         past = list(self._log.entries)
         self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
-        self._scheduler.recover(past, self._reading())
+        self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
         for reply in self._scheduler.hello():
             self._send_reply(reply)
         self._tick_at = float("inf")

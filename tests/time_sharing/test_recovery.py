@@ -1,0 +1,109 @@
+"""Recovery of the scheduler: from a whole log, and from a log cut at any point, without a GPU ever being on two books."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.time_sharing.state import InconsistentLog, replay
+from nemo_rl.time_sharing.steady_clock import SteadyClock
+from nemo_rl.time_sharing.types import Priority
+from nemo_rl.utils.record import Entry, MemoryRecord, RecordWriter, read_record
+
+
+def scenario() -> Scenario:
+    job = {"steps": 6, "groups": 2, "samples_per_group": 4, "train_s": 3.0, "tokens": {"median": 200}, "staleness": 1}
+    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}, "jobs": [
+        {"name": "a", "train": [0], "infer": [0, 1, 2], **job}, {"name": "b", "train": [1], "infer": [0, 1, 2, 3], **job}, {"name": "c", "train": [2], "infer": [2, 3], **job}]})
+
+
+class CutWorld(World):
+    """Crashes its scheduler once, at `crash_s`, and loses the last `lose` entries of its log."""
+
+    crash_s, lose = 0.0, 0
+
+    def run(self, *, max_events: int | None = None) -> None:
+        self.loop.at(self.crash_s, self._crash_and_lose)
+        super().run(max_events=max_events)
+
+    def _crash_and_lose(self) -> None:
+        keep = max(len(self._log.entries) - self.lose, 2)
+        del self._log.entries[keep:]
+        self._log_is_complete = False
+        self._strike_scheduler()
+
+
+def occupied_twice(entries: list[Entry]) -> list[str]:
+    """The ground truth alone: memory of one GPU taken while another pipeline has it."""
+    taken: dict[int, str] = {}
+    found = []
+    for entry in entries:
+        if isinstance(entry.event, ev.MemoryTaken):
+            for gpu in entry.event.gpus:
+                if gpu in taken:
+                    found.append(f"{entry.time:.2f} s: GPU {gpu} taken by {entry.source} {entry.event.what} while {taken[gpu]} has it")
+                taken[gpu] = f"{entry.source} {entry.event.what}"
+        elif isinstance(entry.event, ev.MemoryFreed):
+            for gpu in entry.event.gpus:
+                taken.pop(gpu, None)
+    return found
+
+
+@given(crash_s=st.floats(1.0, 60.0), lose=st.integers(0, 60))
+@settings(max_examples=40, deadline=None)
+def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float, lose: int) -> None:
+    records: list[MemoryRecord] = []
+    world = CutWorld(scenario(), 0, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
+    world.crash_s, world.lose = crash_s, lose
+    world.run()
+    assert occupied_twice(records[0].entries) == []
+    assert {name: job.outcome for name, job in world.jobs.items()} == dict.fromkeys("abc", "done")
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_log_file_cut_at_any_byte_folds_to_the_state_of_the_lines_that_are_left(data: st.DataObject, log: tuple[bytes, list[Entry]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    whole, entries = log
+    cut = data.draw(st.integers(0, len(whole)))
+    path = tmp_path_factory.mktemp("cut") / "scheduler.jsonl"
+    path.write_bytes(whole[:cut])
+    state = replay(read_record(path, recover=True))
+    expected = replay(entries[: whole[:cut].count(b"\n")])
+    assert state.owner == expected.owner and state.epoch == expected.epoch and state.pipelines.keys() == expected.pipelines.keys()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Entry]]:
+    world = World(scenario(), 1, lambda clock: MemoryRecord(clock=clock))
+    world.run()
+    path: Path = tmp_path_factory.mktemp("log") / "scheduler.jsonl"
+    with RecordWriter(path, source="scheduler", clock=lambda: 0.0) as writer:
+        for entry in world.entries:
+            writer.emit(entry.event)
+    return path.read_bytes(), list(read_record(path))
+
+
+def test_a_log_that_contradicts_itself_is_not_believed() -> None:
+    def entries(*events: object) -> list[Entry]:
+        return [Entry(i, float(i), "scheduler", event) for i, event in enumerate(events)]
+
+    opened = ev.PoolOpened(1, 2)
+    with pytest.raises(InconsistentLog, match=r"entry 1 .* pipeline 'a' is not registered"):
+        replay(entries(opened, ev.Granted("a", "actor_train", 1, (0,), Priority.ACTOR_TRAINING, 0, 0, 1.0)))
+
+
+@pytest.mark.parametrize(("readings", "steady"), [
+    ((10.0, 11.0, 12.5), 2.5),
+    ((10.0, 5.0, 6.0), 1.0),
+    ((10.0, 90_000.0, 90_001.0), 6.0),
+])
+def test_the_clock_goes_forward_and_never_jumps(readings: tuple[float, ...], steady: float) -> None:
+    clock = SteadyClock(max_step_s=5.0)
+    jumps = [clock.advance(reading) for reading in readings]
+    assert clock.now == steady
+    assert any(jumps) == (steady != readings[-1] - readings[0])
