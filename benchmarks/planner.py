@@ -2,8 +2,8 @@
 
     python benchmarks/planner.py
 
-Each pipeline is mapped to 64 GPUs (all of them where the pool is smaller). Two states are timed and the slower counts: an empty pool with everybody waiting, and a
-full one after demand has changed. Times are CPU time of one core. The validator is reported beside it and not counted.
+Each pipeline is mapped to 64 GPUs. Two states are timed and the slower counts: an empty pool with everybody waiting, and a full one after demand
+has changed. Times are CPU time of one core. The validator is reported beside it and not counted.
 """
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def fleet(pipelines: int, gpus: int, rng: random.Random) -> SchedulerState:
     for number in range(pipelines):
         start = rng.randrange(gpus // 8) * 8
         mapping = sorted({(start + i) % gpus for i in range(min(WIDTH, gpus))})
-        spec = register(state.pool, f"p{number}", "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: mapping[:TRAIN], ACTOR_INFER: mapping}, rank_batch=8).spec
+        mappings = {ACTOR_TRAIN: mapping[:TRAIN], ACTOR_INFER: mapping}
+        spec = register(state.pool, f"p{number}", "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, mappings, rank_batch=8).spec
         state.apply(Registered(spec.pipeline, 0, "ns", spec.clusters, rank_batch=8), 0.0)
         pipeline = state.pipelines[spec.pipeline]
         pipeline.demand = Demand(rng.randrange(64, 1024), 0, 1, 1)
@@ -84,7 +85,8 @@ def main() -> None:
         fill(state, plan, rng)
         moved, full, check_full = timed(state)
         figure = max(empty, full)
-        print(f"{pipelines:>9} {gpus:>7} {empty:>15.1f} {full:>14.1f} {max(check, check_full):>14.1f} {len(plan.expands) + len(plan.grants):>4} / {len(moved.expands)}")
+        moves = f"{len(plan.expands) + len(plan.grants)} / {len(moved.expands)}"
+        print(f"{pipelines:>9} {gpus:>7} {empty:>15.1f} {full:>14.1f} {max(check, check_full):>14.1f}   {moves}")
     print(f"{figure:.1f}")
 
 

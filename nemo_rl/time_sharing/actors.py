@@ -215,8 +215,8 @@ class Orchestrator:
             raise ValueError(f"pipeline type {pipeline_type!r}: allowed are 'ft' (full fine-tuning) and 'lora'")
         return f"{pipeline_type}_{uuid.uuid4().hex[:12]}"
 
-    def register_pipeline(self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: Mapping[str, int], cluster_device_mappings: Mapping[str, Sequence[int]],
-                          **options: Any) -> None:
+    def register_pipeline(self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: Mapping[str, int],
+                          cluster_device_mappings: Mapping[str, Sequence[int]], **options: Any) -> None:
         """Checks a registration and keeps it until it is admitted. Raises RegistrationError."""
         checked = {key: value for key, value in options.items() if key != "incarnation"}
         register(self._pool, pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings, **checked)

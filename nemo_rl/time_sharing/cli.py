@@ -1,4 +1,4 @@
-"""`python -m nemo_rl.time_sharing`: simulate a scenario, check a log, turn a log into a trace or a report.
+"""`python -m nemo_rl.time_sharing`: simulate a scenario, check a log, turn a log into a trace or a report, soak.
 
 Exit status 0 when all is well, 1 when the checker found a violation or jobs did not finish, 2 when the input cannot be used.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from nemo_rl.time_sharing.report import write_report
 from nemo_rl.time_sharing.scenario import Scenario, ScenarioError, load_scenario
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise, table
+from nemo_rl.time_sharing.simulation.soak import run_many
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.timeline import build_timeline
 from nemo_rl.time_sharing.trace import write_trace
@@ -25,6 +27,7 @@ from nemo_rl.time_sharing.validator import validate
 from nemo_rl.utils.record import Entry, Record, RecordError, RecordWriter, read_record
 
 _KINDS = _events.__name__
+_SOAK_BATCH = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("log", type=Path)
     report.add_argument("-o", "--output", type=Path)
     report.set_defaults(run=_report)
+    soak = commands.add_parser("soak", help="run random scenarios with faults and check each of them")
+    soak.add_argument("--events", type=float, default=5e7, help="stop after that many simulated events")
+    soak.add_argument("--runs", type=int, help="stop after that many scenarios instead")
+    soak.add_argument("--first", type=int, default=1_000_000, help="the first seed")
+    soak.add_argument("--processes", type=int, default=2)
+    soak.set_defaults(run=_soak)
     return parser
 
 
@@ -156,3 +165,18 @@ def _report(chosen: argparse.Namespace) -> int:
     write_report(build_timeline(entries), check(entries), output, title=chosen.log.stem)
     print(f"{output}: {len(entries)} events")
     return 0
+
+
+def _soak(chosen: argparse.Namespace) -> int:
+    began, events, bad = time.perf_counter(), 0, 0
+    counts: list[int] = []
+    while (len(counts) < chosen.runs) if chosen.runs else (events < chosen.events):
+        batch = min(_SOAK_BATCH, chosen.runs - len(counts)) if chosen.runs else _SOAK_BATCH
+        for verdict in run_many(chosen.first + len(counts), batch, chosen.processes):
+            events += verdict.events
+            counts.append(verdict.events)
+            if not verdict.clean:
+                bad += 1
+                print(f"seed {verdict.seed}: {verdict.violations[0] if verdict.violations else f'never ended: {verdict.stuck}'}", flush=True)
+        print(f"{len(counts)} scenarios, {events:,} events, median {statistics.median(counts):.0f}, {bad} bad, {time.perf_counter() - began:.0f} s", flush=True)
+    return 1 if bad else 0

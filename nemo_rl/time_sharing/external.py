@@ -21,7 +21,8 @@ class ExternalJob:
     free and `yielded(rank)` called within the scheduler's drain deadline, or the job's processes are ended.
     """
 
-    def __init__(self, topology: Topology, incarnation: int, link: SchedulerLink, record: Record, limits: Limits, *, asked_to_yield: Callable[[int], None]) -> None:
+    def __init__(self, topology: Topology, incarnation: int, link: SchedulerLink, record: Record, limits: Limits, *,
+                 asked_to_yield: Callable[[int], None]) -> None:
         self._topology, self._asked = topology, asked_to_yield
         self._changed = threading.Condition()
         self._held: set[int] = set()

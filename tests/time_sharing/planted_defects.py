@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.board import Board
 from nemo_rl.time_sharing.executor import Executor

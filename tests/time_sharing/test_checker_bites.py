@@ -4,6 +4,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,10 +32,15 @@ def _load_defects():  # type: ignore[no-untyped-def]
 DEFECTS = _load_defects().DEFECTS
 
 
+def remember(records: list[MemoryRecord], clock: Callable[[], float]) -> MemoryRecord:
+    records.append(MemoryRecord(clock=clock))
+    return records[0]
+
+
 def first_seed_that_bites(invariant: int) -> int | None:
     for seed in range(SEEDS):
         records: list[MemoryRecord] = []
-        world = World(random_scenario(seed).model_copy(update={"horizon_s": END_S}), seed, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
+        world = World(random_scenario(seed).model_copy(update={"horizon_s": END_S}), seed, partial(remember, records))
         try:
             world.run()
         except Exception:  # a defect may also break the simulation itself; only what the checker says counts here

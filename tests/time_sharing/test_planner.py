@@ -191,7 +191,7 @@ def test_more_pipelines_than_gpus_take_turns_and_none_starves() -> None:
     for name in names:
         fleet.add(name, [], [0, 1], demand=1000)
     had: set[str] = set()
-    for now in range(0, 100):
+    for now in range(100):
         fleet.carry_out(fleet.plan(float(now)), float(now))
         had |= {name for name in names if fleet.state.pipelines[name].awake}
         if now == 45:
@@ -236,7 +236,8 @@ def test_every_decision_is_explained() -> None:
 def test_planner_and_validator_need_neither_ray_nor_torch() -> None:
     import subprocess
 
-    code = "import sys, nemo_rl.time_sharing.planner, nemo_rl.time_sharing.validator, nemo_rl.time_sharing.simulation.world; print([m for m in ('ray', 'torch', 'vllm') if m in sys.modules])"
+    modules = "nemo_rl.time_sharing.planner, nemo_rl.time_sharing.validator, nemo_rl.time_sharing.simulation.world"
+    code = f"import sys, {modules}; print([m for m in ('ray', 'torch', 'vllm') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
@@ -254,7 +255,8 @@ def random_fleet(seed: int) -> Fleet:
         for rank in range(len(infer) // tp):
             bundle = set(infer[rank * tp : (rank + 1) * tp])
             if bundle <= free and rng.random() < 0.4:
-                fleet.wake(name, rank, at=rng.uniform(50, 99), phase=rng.choice((Phase.WAKING, Phase.ACTIVE, Phase.ACTIVE, Phase.DRAINING)), floor=rng.random() < 0.1)
+                phase = rng.choice((Phase.WAKING, Phase.ACTIVE, Phase.ACTIVE, Phase.DRAINING))
+                fleet.wake(name, rank, at=rng.uniform(50, 99), phase=phase, floor=rng.random() < 0.1)
                 free -= bundle
         if set(train) <= free and rng.random() < 0.3:
             fleet.hold(name, at=rng.uniform(50, 99))

@@ -60,6 +60,18 @@ def _check_logs(log_dir: Path) -> list[str]:
     return [str(violation) for violation in check(merge_records(sorted(log_dir.glob("*.jsonl")), recover=True))]
 
 
+def _ask(ray: Any, method: Any) -> Any:
+    """Calls the scheduler, waiting while Ray restarts it."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return ray.get(method.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
 class Supervisor:
     """Starts the jobs, and starts a job again under the next incarnation when its process is gone or was dismissed."""
 
@@ -102,7 +114,7 @@ def test_agents_and_scheduler_survive_kills_in_every_phase(cluster: Any, tmp_pat
     for kill in range(6):
         time.sleep(0.5 + rng.random())
         if kill % 2:
-            os.kill(ray.get(scheduler.pid.remote(), timeout=60), signal.SIGKILL)
+            os.kill(_ask(ray, scheduler.pid), signal.SIGKILL)
         else:
             jobs.kill(jobs.names[kill])
         jobs.look()
@@ -110,9 +122,9 @@ def test_agents_and_scheduler_survive_kills_in_every_phase(cluster: Any, tmp_pat
     while len(jobs.finished) < 8 and time.monotonic() < last_kill + RECOVERY_S:
         time.sleep(0.2)
         jobs.look()
-    assert jobs.finished == set(jobs.names), ray.get(scheduler.describe.remote(), timeout=60)
-    assert ray.get(scheduler.describe.remote(), timeout=60)["term"] == 4
-    ray.get(scheduler.stop.remote(), timeout=30)
+    assert jobs.finished == set(jobs.names), _ask(ray, scheduler.describe)
+    assert _ask(ray, scheduler.describe)["term"] == 4
+    _ask(ray, scheduler.stop)
     assert _check_logs(tmp_path) == []
 
 

@@ -18,8 +18,9 @@ from nemo_rl.utils.record import Entry, MemoryRecord, RecordWriter, read_record
 
 def scenario() -> Scenario:
     job = {"steps": 6, "groups": 2, "samples_per_group": 4, "train_s": 3.0, "tokens": {"median": 200}, "staleness": 1}
-    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}, "jobs": [
-        {"name": "a", "train": [0], "infer": [0, 1, 2], **job}, {"name": "b", "train": [1], "infer": [0, 1, 2, 3], **job}, {"name": "c", "train": [2], "infer": [2, 3], **job}]})
+    places = {"a": ([0], [0, 1, 2]), "b": ([1], [0, 1, 2, 3]), "c": ([2], [2, 3])}
+    jobs = [{"name": name, "train": train, "infer": infer, **job} for name, (train, infer) in places.items()]
+    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}, "jobs": jobs})
 
 
 class CutWorld(World):
@@ -67,7 +68,8 @@ def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float,
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_a_log_file_cut_at_any_byte_folds_to_the_state_of_the_lines_that_are_left(data: st.DataObject, log: tuple[bytes, list[Entry]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_log_file_cut_at_any_byte_folds_to_the_state_of_the_lines_that_are_left(
+        data: st.DataObject, log: tuple[bytes, list[Entry]], tmp_path_factory: pytest.TempPathFactory) -> None:
     whole, entries = log
     cut = data.draw(st.integers(0, len(whole)))
     path = tmp_path_factory.mktemp("cut") / "scheduler.jsonl"

@@ -1,15 +1,12 @@
-"""Runs random scenarios by the thousand and has the checker judge each: `python -m nemo_rl.time_sharing.simulation.soak --events 50000000`.
+"""Runs random scenarios by the thousand and has the checker judge each; `python -m nemo_rl.time_sharing soak` is its command.
 
-Every scenario is named by its seed, so a failure is repeated with `--first SEED --runs 1`. Exit status 1 when any run broke an invariant or got stuck.
+Every scenario is named by its seed, so that a failure can be repeated. It knows no defect and no expectation but the checker's invariants and
+that every job comes to an end.
 """
 from __future__ import annotations
 
-import argparse
 import logging
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -17,8 +14,6 @@ from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord, Record
-
-_BATCH = 200
 
 
 class Verdict(NamedTuple):
@@ -55,28 +50,3 @@ def run_many(first: int, runs: int, processes: int) -> Iterator[Verdict]:
     """Verdicts of consecutive seeds, in order."""
     with ProcessPoolExecutor(processes) as pool:
         yield from pool.map(run_scenario, range(first, first + runs), chunksize=10)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=float, default=5e7, help="stop after that many simulated events")
-    parser.add_argument("--runs", type=int, help="stop after that many scenarios instead")
-    parser.add_argument("--first", type=int, default=1_000_000, help="the first seed")
-    parser.add_argument("--processes", type=int, default=2)
-    chosen = parser.parse_args(arguments)
-    began, events, counts, bad, seed = time.perf_counter(), 0, [], 0, chosen.first
-    while (len(counts) < chosen.runs) if chosen.runs else (events < chosen.events):
-        batch = min(_BATCH, chosen.runs - len(counts)) if chosen.runs else _BATCH
-        for verdict in run_many(seed, batch, chosen.processes):
-            events += verdict.events
-            counts.append(verdict.events)
-            if not verdict.clean:
-                bad += 1
-                print(f"seed {verdict.seed}: {verdict.violations[0] if verdict.violations else f'never ended: {verdict.stuck}'}", flush=True)
-        seed += batch
-        print(f"{len(counts)} scenarios, {events:,} events, median {statistics.median(counts):.0f}, {bad} bad, {time.perf_counter() - began:.0f} s", flush=True)
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
