@@ -1,0 +1,121 @@
+"""The command line: simulate, check, trace, report, and what it says to input that cannot be used."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.scenario import ScenarioError, load_scenario, parse_scenario
+from nemo_rl.utils.record import encode_entry, read_record
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "time_sharing"
+JOB = {"name": "a", "train": [0], "infer": [0, 1], "steps": 2, "groups": 2, "train_s": 2.0}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "two.jsonl"
+    assert main(["simulate", str(EXAMPLES / "two_jobs.yaml"), "--log", str(path), "--only-ours"]) == 0
+    return path
+
+
+def test_simulate_prints_jobs_and_ways_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text(json.dumps({"name": "one", "pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
+    assert main(["simulate", str(scenario), "--runs", "2"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("time_sharing", "one_after_the_other", "static_split", "gap_ratio", "slowdown", "hand-over p50 / p99", "preemptions", "service spread"):
+        assert word in shown
+
+
+def test_check_says_that_a_good_log_keeps_every_invariant(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(log)]) == 0
+    assert "keep all 10 invariants" in capsys.readouterr().out
+
+
+def test_check_shows_the_first_violation(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [entry for entry in read_record(log) if type(entry.event).__name__ != "VersionPublished"]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_bytes(b"".join(encode_entry(entry.__class__(i, entry.time, entry.source, entry.event)) for i, entry in enumerate(entries)))
+    assert main(["check", str(broken)]) == 1
+    assert "invariant 3 (no token under a wrong version) broken at entry" in capsys.readouterr().out
+
+
+def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(log.read_bytes()[:-700])
+    assert main(["check", str(torn)]) == 2
+    assert "is torn" in capsys.readouterr().err
+    assert main(["check", str(torn), "--recover", "--running"]) == 0
+
+
+def test_the_trace_has_a_track_for_each_gpu_and_slices_with_their_labels(log: Path, tmp_path: Path) -> None:
+    output = tmp_path / "t.json"
+    assert main(["trace", str(log), "-o", str(output)]) == 0
+    events = json.loads(output.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    assert {"GPU 0 (node 0, local 0)", "GPU 1 (node 0, local 1)", "enqueue", "execution", "release"} <= names
+    slices = [event for event in events if event["ph"] == "X"]
+    assert any(event["name"].startswith("TRN math actor_train") for event in slices) and any(event["name"] == "active" for event in slices)
+    assert all(event["dur"] > 0 for event in slices)
+    assert any(event["ph"] == "C" and event["name"] == "active GPUs" for event in events)
+
+
+def test_slices_of_one_gpu_nest_and_never_overlap(log: Path, tmp_path: Path) -> None:
+    output = tmp_path / "t.json"
+    main(["trace", str(log), "-o", str(output)])
+    holds: dict[int, list[tuple[int, int]]] = {}
+    for event in json.loads(output.read_text())["traceEvents"]:
+        if event["ph"] == "X" and event["pid"] == 2 and event["name"][:3] in ("TRN", "INI", "GEN"):
+            holds.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in holds.values():
+        ordered = sorted(set(spans))
+        assert all(before[1] <= after[0] + 1 for before, after in zip(ordered, ordered[1:], strict=False))
+
+
+def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) -> None:
+    output = tmp_path / "r.html"
+    assert main(["report", str(log), "-o", str(output)]) == 0
+    page = output.read_text()
+    assert "src=" not in page and "href=" not in page and "/*DATA*/" not in page
+    data = json.loads(page.split("const D=", 1)[1].split(", $=", 1)[0])
+    assert data["pipelines"] == ["games", "math"] and data["steps"] == [16, 10] and data["violations"] == [] and data["gpus"] == 2
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"jobs": [{**JOB, "train": [5]}]}, "jobs.0: pipeline 'a', cluster 'actor_train': GPU 5 is outside the pool of 2"),
+    ({"jobs": [{**JOB, "steps": 0}]}, "jobs.0.steps: Input should be greater than or equal to 1"),
+    ({"jobs": [{**JOB, "stepz": 3}]}, "jobs.0.stepz: Extra inputs are not permitted"),
+    ({"jobs": [{**JOB, "tokens": {"sigma": "wide"}}]}, "jobs.0.tokens.sigma: .*given: 'wide'"),
+    ({"jobs": [JOB, JOB]}, "two jobs are called 'a'"),
+    ({"jobs": []}, "needs at least one job"),
+    ({"jobs": [JOB], "limits": {"patience": 3}}, "limits.patience: unknown; the limits are aging_s"),
+    ({"jobs": [JOB], "limits": {"lease_s": -1}}, "limits.lease_s: -1.0 is negative"),
+    ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: Input should be less than or equal to 1"),
+    ({"jobs": [JOB], "faults": {"agent_crashes": -1}}, "faults.agent_crashes"),
+    ({"jobs": [JOB], "pool": {"nodes": 0}}, "pool.nodes"),
+    ({"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}}, "fleets.f: width=64 must fit the pool of 2 GPUs"),
+    ({"jobs": [{**JOB, "train": [0, 1]}]}, "touches each of the 2 inference ranks"),
+])
+def test_each_mistake_in_a_scenario_is_named_by_its_key(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        parse_scenario({"pool": {"gpus_per_node": 2}, **change})
+
+
+def test_a_file_that_is_no_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ScenarioError, match="cannot be read"):
+        load_scenario(tmp_path / "nothing.yaml")
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ScenarioError, match="is list"):
+        load_scenario(tmp_path / "list.yaml")
+    assert main(["simulate", str(tmp_path / "bad.yaml")]) == 2
+    assert "is not YAML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["two_jobs", "twelve_jobs", "two_hundred_jobs"])
+def test_shipped_scenarios_load(name: str) -> None:
+    scenario = load_scenario(EXAMPLES / f"{name}.yaml")
+    assert len(scenario.jobs) == {"two_jobs": 2, "twelve_jobs": 12, "two_hundred_jobs": 200}[name]
