@@ -6,15 +6,17 @@ worker. `wait_for_workers` watches all of them and raises on the first failure. 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 DEFAULT_TIMEOUT_S = 1800.0
+_ROOT_CAUSE_WAIT_S = 5.0
 
 
 class WorkerError(RuntimeError):
@@ -70,19 +72,51 @@ def wait_for_workers(
             missing = ", ".join(str(who[ref]) for ref in pending)
             raise WorkerTimeoutError(f"{what}: no answer within {timeout_s:.0f} s from {missing}")
         for ref in ready:
-            raise_worker_failure(ref, who[ref], what)
+            failure = worker_failure(ref, who[ref], what)
+            if failure is not None:
+                raise _root_failure(failure, [(other, who[other]) for other in pending], what) from failure.__cause__
     return ray.get(list(refs), timeout=max(1.0, deadline - time.monotonic()))
 
 
-def raise_worker_failure(ref: ray.ObjectRef[Any], identity: WorkerIdentity, what: str) -> None:
-    """Raises the failure behind a finished call, if it failed."""
+def _root_failure(first: WorkerError, others: Sequence[tuple[ray.ObjectRef[Any], WorkerIdentity]], what: str) -> WorkerError:
+    """The failure to report: a worker whose peer died often raises a moment before the death itself is known."""
+    if isinstance(first, WorkerDiedError) or not others:
+        return first
+    ready, _ = ray.wait([ref for ref, _ in others], num_returns=len(others), timeout=_ROOT_CAUSE_WAIT_S, fetch_local=False)
+    failures = [worker_failure(ref, identity, what) for ref, identity in others if ref in ready]
+    return next((failure for failure in failures if isinstance(failure, WorkerDiedError)), first)
+
+
+def worker_failure(ref: ray.ObjectRef[Any], identity: WorkerIdentity, what: str) -> WorkerError | None:
+    """The failure behind a finished call, None if it succeeded."""
     try:
         ray.get(ref, timeout=60.0)
-    except (ActorDiedError, ActorUnavailableError) as error:
-        raise WorkerDiedError(f"{what}: {identity} died: {error}") from error
     except RayActorError as error:
-        raise WorkerDiedError(f"{what}: {identity} is gone: {error}") from error
+        text = _plain(error)
+        if error.actor_init_failed:
+            return _caused(WorkerError(f"{what}: {identity} could not start: {_last_line(text)}\n{text}"), error)
+        return _caused(WorkerDiedError(f"{what}: {identity} died: {text}"), error)
     except RayTaskError as error:
-        raise WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}\n{error}") from error.cause
+        return _caused(WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}\n{_plain(error)}"), error.cause)
     except RayError as error:
-        raise WorkerError(f"{what}: {identity} failed: {error}") from error
+        return _caused(WorkerError(f"{what}: {identity} failed: {_plain(error)}"), error)
+    return None
+
+
+def _caused(failure: WorkerError, cause: BaseException | None) -> WorkerError:
+    failure.__cause__ = cause
+    return failure
+
+
+def _plain(error: BaseException) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+
+
+def _last_line(traceback: str) -> str:
+    """The exception behind a formatted traceback: what follows its last indented line."""
+    tail: list[str] = []
+    for line in reversed(traceback.strip().splitlines()):
+        if line.startswith("  "):
+            break
+        tail.insert(0, line)
+    return "\n".join(tail) or traceback
