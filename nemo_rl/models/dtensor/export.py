@@ -7,6 +7,7 @@ transports nor engines. Invariant: names, shapes and order are those of `tensor_
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,5 +39,5 @@ def full_weights(scorer: CausalLMScorer, dtype: torch.dtype | None, device: torc
         if tensor.device != device:
             tensor = tensor.to(device)
         if isinstance(tensor, DTensor):
-            tensor = (tensor if dtype is None else tensor.to(dtype)).full_tensor()
+            tensor = tensor.full_tensor() if dtype is None else cast(DTensor, tensor.to(dtype)).full_tensor()
         yield hf_name(name), tensor
