@@ -3,6 +3,7 @@
 The scheduler actor is named, restarts without limit and goes on from its log. Agents are named actors too, so a restarted scheduler finds them again.
 Imports Ray inside functions only, as importing this module must start nothing and need nothing.
 """
+
 from __future__ import annotations
 
 import logging
@@ -90,9 +91,19 @@ class SchedulerActor:
         with self._lock:
             state = self._core.state
             return {
-                "term": state.term, "recovering": state.recovering,
-                "pipelines": {name: {"incarnation": p.incarnation, "fenced": p.fenced, "leaving": p.leaving, "held": {c: h.gpus for c, h in p.held.items()},
-                                     "ranks": {r: a.phase.value for r, a in p.awake.items()}, "waits": sorted(p.wants)} for name, p in state.pipelines.items()},
+                "term": state.term,
+                "recovering": state.recovering,
+                "pipelines": {
+                    name: {
+                        "incarnation": p.incarnation,
+                        "fenced": p.fenced,
+                        "leaving": p.leaving,
+                        "held": {c: h.gpus for c, h in p.held.items()},
+                        "ranks": {r: a.phase.value for r, a in p.awake.items()},
+                        "waits": sorted(p.wants),
+                    }
+                    for name, p in state.pipelines.items()
+                },
             }
 
     def stop(self) -> None:
@@ -183,9 +194,19 @@ def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = Non
     """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies."""
     import ray
 
-    return ray.remote(SchedulerActor).options(
-        name=SCHEDULER_NAME, namespace=CONTROL_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1, max_concurrency=32, num_cpus=0,
-    ).remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits)
+    return (
+        ray.remote(SchedulerActor)
+        .options(
+            name=SCHEDULER_NAME,
+            namespace=CONTROL_NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=32,
+            num_cpus=0,
+        )
+        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits)
+    )
 
 
 class RayLink:
@@ -215,8 +236,9 @@ class Orchestrator:
             raise ValueError(f"pipeline type {pipeline_type!r}: allowed are 'ft' (full fine-tuning) and 'lora'")
         return f"{pipeline_type}_{uuid.uuid4().hex[:12]}"
 
-    def register_pipeline(self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: Mapping[str, int],
-                          cluster_device_mappings: Mapping[str, Sequence[int]], **options: Any) -> None:
+    def register_pipeline(
+        self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: Mapping[str, int], cluster_device_mappings: Mapping[str, Sequence[int]], **options: Any
+    ) -> None:
         """Checks a registration and keeps it until it is admitted. Raises RegistrationError."""
         checked = {key: value for key, value in options.items() if key != "incarnation"}
         register(self._pool, pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings, **checked)

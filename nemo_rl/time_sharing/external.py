@@ -3,6 +3,7 @@
 Such a job registers as a pipeline with generation ranks only. A rank of it that wakes is GPUs it may use; a drain is the request to
 yield them, which it answers by `yielded`. The protocol, its leases and its deadlines are those of every pipeline.
 """
+
 from __future__ import annotations
 
 import threading
@@ -21,8 +22,9 @@ class ExternalJob:
     free and `yielded(rank)` called within the scheduler's drain deadline, or the job's processes are ended.
     """
 
-    def __init__(self, topology: Topology, incarnation: int, link: SchedulerLink, record: Record, limits: Limits, *,
-                 asked_to_yield: Callable[[int], None]) -> None:
+    def __init__(
+        self, topology: Topology, incarnation: int, link: SchedulerLink, record: Record, limits: Limits, *, asked_to_yield: Callable[[int], None]
+    ) -> None:
         self._topology, self._asked = topology, asked_to_yield
         self._changed = threading.Condition()
         self._held: set[int] = set()

@@ -3,6 +3,7 @@
 The engines are behind the `Engine` protocol; the pipeline's driver calls `acquire`, `train`-side methods and progress through this class from its own
 thread. One lock guards the agent's state machine; it is never held while an engine works or a message travels.
 """
+
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,5 @@
 """Makes the builders beside the tests importable under `--import-mode=importlib`."""
+
 from __future__ import annotations
 
 import sys

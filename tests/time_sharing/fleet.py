@@ -1,4 +1,5 @@
 """Small builders for tests of the scheduler's pure parts: states, pipelines, and plans carried out at once."""
+
 from __future__ import annotations
 
 from nemo_rl.time_sharing import planner
@@ -18,8 +19,9 @@ class Fleet:
         self.requests = 0
         self.epoch = 0
 
-    def add(self, name: str, train: list[int], infer: list[int], *, tp: int = 1, weight: float = 1.0, demand: int = 0, at: float = 0.0,
-            **options: float) -> None:
+    def add(
+        self, name: str, train: list[int], infer: list[int], *, tp: int = 1, weight: float = 1.0, demand: int = 0, at: float = 0.0, **options: float
+    ) -> None:
         mapping = {ACTOR_TRAIN: train, ACTOR_INFER: infer} if train else {ACTOR_INFER: infer}
         tps = {ACTOR_TRAIN: 1, ACTOR_INFER: tp} if train else {ACTOR_INFER: tp}
         spec = register(self.state.pool, name, "ns", tps, mapping, weight=weight, full_overlap=True, **options).spec  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 All of them pass the plan validator, because they sit in what happens to a plan, or in plans that are sound and unfair.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -258,4 +259,3 @@ DEFECTS = (
     Defect(10, "executor loses a reaped pipeline", executor_loses_a_reaped_pipeline),
     Defect(10, "agent calls a failed sleep done", agent_calls_a_failed_sleep_done),
 )
-

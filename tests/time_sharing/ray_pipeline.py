@@ -1,4 +1,5 @@
 """A pipeline for tests on real Ray: the real agent runtime and scheduler actors, with engines that only take time."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """Conformance of a pipeline agent: what it is told, what it must answer, and what it must refuse. A real agent has to pass the same cases."""
+
 from __future__ import annotations
 
 import pytest
@@ -51,8 +52,9 @@ class Bench:
         self.agent = Agent(topology, 0, self.host, self.record)
         self.number = 0
 
-    def tell(self, verb: Verb, rank: int = -1, epoch: int = 1, *, finish: bool = True, ok: bool = True, command: Command | None = None,
-             **fields: object) -> Answer | None:
+    def tell(
+        self, verb: Verb, rank: int = -1, epoch: int = 1, *, finish: bool = True, ok: bool = True, command: Command | None = None, **fields: object
+    ) -> Answer | None:
         before = len(self.host.answers)
         if command is None:
             self.number += 1

@@ -1,4 +1,5 @@
 """The history checker finds each planted defect, under the invariant that it breaks, within 200 random scenarios."""
+
 from __future__ import annotations
 
 import importlib.util

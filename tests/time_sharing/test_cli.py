@@ -1,6 +1,8 @@
 """The command line: simulate, check, trace, report, and what it says to input that cannot be used."""
+
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def test_slices_of_one_gpu_nest_and_never_overlap(log: Path, tmp_path: Path) -> 
             holds.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in holds.values():
         ordered = sorted(set(spans))
-        assert all(before[1] <= after[0] + 1 for before, after in zip(ordered, ordered[1:], strict=False))
+        assert all(before[1] <= after[0] + 1 for before, after in itertools.pairwise(ordered))
 
 
 def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) -> None:
@@ -84,21 +86,24 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
     assert data["pipelines"] == ["games", "math"] and data["steps"] == [16, 10] and data["violations"] == [] and data["gpus"] == 2
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"jobs": [{**JOB, "train": [5]}]}, "jobs.0: pipeline 'a', cluster 'actor_train': GPU 5 is outside the pool of 2"),
-    ({"jobs": [{**JOB, "steps": 0}]}, "jobs.0.steps: Input should be greater than or equal to 1"),
-    ({"jobs": [{**JOB, "stepz": 3}]}, "jobs.0.stepz: Extra inputs are not permitted"),
-    ({"jobs": [{**JOB, "tokens": {"sigma": "wide"}}]}, "jobs.0.tokens.sigma: .*given: 'wide'"),
-    ({"jobs": [JOB, JOB]}, "two jobs are called 'a'"),
-    ({"jobs": []}, "needs at least one job"),
-    ({"jobs": [JOB], "limits": {"patience": 3}}, "limits.patience: unknown; the limits are aging_s"),
-    ({"jobs": [JOB], "limits": {"lease_s": -1}}, "limits.lease_s: -1.0 is negative"),
-    ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: Input should be less than or equal to 1"),
-    ({"jobs": [JOB], "faults": {"agent_crashes": -1}}, "faults.agent_crashes"),
-    ({"jobs": [JOB], "pool": {"nodes": 0}}, "pool.nodes"),
-    ({"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}}, "fleets.f: width=64 must fit the pool of 2 GPUs"),
-    ({"jobs": [{**JOB, "train": [0, 1]}]}, "touches each of the 2 inference ranks"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"jobs": [{**JOB, "train": [5]}]}, "jobs.0: pipeline 'a', cluster 'actor_train': GPU 5 is outside the pool of 2"),
+        ({"jobs": [{**JOB, "steps": 0}]}, "jobs.0.steps: Input should be greater than or equal to 1"),
+        ({"jobs": [{**JOB, "stepz": 3}]}, "jobs.0.stepz: Extra inputs are not permitted"),
+        ({"jobs": [{**JOB, "tokens": {"sigma": "wide"}}]}, "jobs.0.tokens.sigma: .*given: 'wide'"),
+        ({"jobs": [JOB, JOB]}, "two jobs are called 'a'"),
+        ({"jobs": []}, "needs at least one job"),
+        ({"jobs": [JOB], "limits": {"patience": 3}}, "limits.patience: unknown; the limits are aging_s"),
+        ({"jobs": [JOB], "limits": {"lease_s": -1}}, "limits.lease_s: -1.0 is negative"),
+        ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: Input should be less than or equal to 1"),
+        ({"jobs": [JOB], "faults": {"agent_crashes": -1}}, "faults.agent_crashes"),
+        ({"jobs": [JOB], "pool": {"nodes": 0}}, "pool.nodes"),
+        ({"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}}, "fleets.f: width=64 must fit the pool of 2 GPUs"),
+        ({"jobs": [{**JOB, "train": [0, 1]}]}, "touches each of the 2 inference ranks"),
+    ],
+)
 def test_each_mistake_in_a_scenario_is_named_by_its_key(change: dict[str, object], message: str) -> None:
     with pytest.raises(ScenarioError, match=message):
         parse_scenario({"pool": {"gpus_per_node": 2}, **change})

@@ -3,6 +3,7 @@
 Where the failure was in a decision, the gap-ratio rule (kept for simulation) still shows it and the planner does not; where it was in carrying out,
 the scheduler's core is driven by hand.
 """
+
 from __future__ import annotations
 
 from fleet import Fleet
@@ -319,6 +320,7 @@ def test_the_log_folds_to_the_state_that_wrote_it() -> None:
     again = replay(bench.record.entries)
     for field in ("owner", "claims", "commands", "epoch", "term", "quarantined"):
         assert getattr(again, field) == getattr(bench.state, field), field
-    assert {name: (p.awake, p.held, p.wants, p.demand) for name, p in again.pipelines.items()} == \
-        {name: (p.awake, p.held, p.wants, p.demand) for name, p in bench.state.pipelines.items()}
+    assert {name: (p.awake, p.held, p.wants, p.demand) for name, p in again.pipelines.items()} == {
+        name: (p.awake, p.held, p.wants, p.demand) for name, p in bench.state.pipelines.items()
+    }
     assert all(phase in {p.value for p in Phase} for phase in bench.phases("a").values())

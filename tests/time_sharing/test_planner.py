@@ -1,4 +1,5 @@
 """The planner: each rule by example, and what must hold for every state by property."""
+
 from __future__ import annotations
 
 import copy

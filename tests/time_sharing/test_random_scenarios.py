@@ -1,4 +1,5 @@
 """A thousand random scenarios with every kind of fault keep every invariant and come to an end."""
+
 from __future__ import annotations
 
 import statistics

@@ -1,4 +1,5 @@
 """The scheduler on real Ray: eight agent processes on sixteen CPU slots, with the scheduler and agents killed while they work."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -21,8 +22,23 @@ from nemo_rl.utils.record import merge_records
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
-LIMITS = Limits(heartbeat_s=0.5, lease_s=10.0, retry_s=0.3, drain_s=5.0, sleep_s=5.0, wake_s=8.0, sync_s=8.0, route_s=8.0, grant_s=8.0, reap_s=6.0,
-                min_hold_s=0.2, aging_s=2.0, quarantine_s=5.0, plan_interval_s=0.05, replan_s=0.5)
+LIMITS = Limits(
+    heartbeat_s=0.5,
+    lease_s=10.0,
+    retry_s=0.3,
+    drain_s=5.0,
+    sleep_s=5.0,
+    wake_s=8.0,
+    sync_s=8.0,
+    route_s=8.0,
+    grant_s=8.0,
+    reap_s=6.0,
+    min_hold_s=0.2,
+    aging_s=2.0,
+    quarantine_s=5.0,
+    plan_interval_s=0.05,
+    replan_s=0.5,
+)
 RECOVERY_S = 60.0
 """From the last kill to the end of every job: lease + reap + the restart of a process + the steps that are left, with room for a busy machine."""
 
@@ -50,8 +66,11 @@ def cluster() -> Iterator[Any]:
 
 def _start(ray: Any, module: Any, name: str, number: int, steps: int, log_dir: Path, scheduler: Any, incarnation: int) -> Any:
     train, infer = [2 * number], sorted({2 * number, 2 * number + 1, (2 * number + 2) % 16, (2 * number + 3) % 16})
-    actor = ray.remote(module.PipelineActor).options(name=agent_actor_name(incarnation), namespace=agent_namespace(name), num_cpus=0, max_concurrency=8).remote(
-        name, train, infer, steps, str(log_dir), scheduler, LIMITS, incarnation)
+    actor = (
+        ray.remote(module.PipelineActor)
+        .options(name=agent_actor_name(incarnation), namespace=agent_namespace(name), num_cpus=0, max_concurrency=8)
+        .remote(name, train, infer, steps, str(log_dir), scheduler, LIMITS, incarnation)
+    )
     ray.get(actor.start.remote(), timeout=60)
     return actor
 

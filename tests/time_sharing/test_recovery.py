@@ -1,4 +1,5 @@
 """Recovery of the scheduler: from a whole log, and from a log cut at any point, without a GPU ever being on two books."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -69,7 +70,8 @@ def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float,
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_a_log_file_cut_at_any_byte_folds_to_the_state_of_the_lines_that_are_left(
-        data: st.DataObject, log: tuple[bytes, list[Entry]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    data: st.DataObject, log: tuple[bytes, list[Entry]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     whole, entries = log
     cut = data.draw(st.integers(0, len(whole)))
     path = tmp_path_factory.mktemp("cut") / "scheduler.jsonl"
@@ -99,11 +101,14 @@ def test_a_log_that_contradicts_itself_is_not_believed() -> None:
         replay(entries(opened, ev.Granted("a", "actor_train", 1, (0,), Priority.ACTOR_TRAINING, 0, 0, 1.0)))
 
 
-@pytest.mark.parametrize(("readings", "steady"), [
-    ((10.0, 11.0, 12.5), 2.5),
-    ((10.0, 5.0, 6.0), 1.0),
-    ((10.0, 90_000.0, 90_001.0), 6.0),
-])
+@pytest.mark.parametrize(
+    ("readings", "steady"),
+    [
+        ((10.0, 11.0, 12.5), 2.5),
+        ((10.0, 5.0, 6.0), 1.0),
+        ((10.0, 90_000.0, 90_001.0), 6.0),
+    ],
+)
 def test_the_clock_goes_forward_and_never_jumps(readings: tuple[float, ...], steady: float) -> None:
     clock = SteadyClock(max_step_s=5.0)
     jumps = [clock.advance(reading) for reading in readings]

@@ -1,4 +1,5 @@
 """The division of GPUs: it adds up, keeps its bounds, follows the claims, and rounds to whole ranks within the budget."""
+
 from __future__ import annotations
 
 import math

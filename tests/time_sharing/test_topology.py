@@ -1,4 +1,5 @@
 """Registration: every mistake is refused with the pipeline, the cluster and the GPU in the message."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -21,29 +22,32 @@ def test_a_good_registration_has_one_table_of_ranks() -> None:
     assert attempt().training_gpus == {0, 1}
 
 
-@pytest.mark.parametrize(("error", "message", "arguments"), [
-    (topo.UnknownCluster, "'judge': unknown", {"tps": {"judge": 1}, "mappings": {"judge": [0]}}),
-    (topo.DuplicateGpu, "GPU 1 is named twice", {"mappings": {"actor_train": [1, 1]}}),
-    (topo.DuplicateGpu, "GPU 0 is named twice", {"mappings": {"actor_train": [0, 1, 0]}}),
-    (topo.UnsortedMapping, "GPU 0 comes after 1", {"mappings": {"actor_train": [1, 0]}}),
-    (topo.GpuOutsidePool, "GPU 8 is outside the pool of 8", {"mappings": {"actor_train": [8]}}),
-    (topo.GpuOutsidePool, "GPU -1 is outside", {"mappings": {"actor_train": [-1]}}),
-    (topo.RegistrationError, "holds '0'; GPU ids are integers", {"mappings": {"actor_train": ["0"]}}),
-    (topo.BadRankSize, "tp=0 must be", {"tps": {"actor_infer": 0}}),
-    (topo.BadRankSize, "cannot be divided into ranks of tp=3", {"tps": {"actor_infer": 3}}),
-    (topo.BadRankSize, "tp=3 must be 1, 2, 4, 8 or whole nodes", {"tps": {"actor_infer": 3}, "mappings": {"actor_infer": [0, 1, 2, 3, 4, 5]}}),
-    (topo.BadRankSize, "rank 0 on GPUs .* is not contiguous", {"mappings": {"actor_infer": [0, 2, 3, 4]}}),
-    (topo.BadRankSize, "crosses a node border", {"mappings": {"actor_train": [3], "actor_infer": [3, 4, 5, 6]}}),
-    (topo.RegistrationError, "mapping is empty", {"mappings": {"actor_train": []}}),
-    (topo.RegistrationError, "reward.*runs on the CPU", {"tps": {"reward": 1}, "mappings": {"reward": [0]}}),
-    (topo.RegistrationError, "only one of them has critic", {"tps": {"critic": 1}}),
-    (topo.TrainingOutsideInference, "GPU 4 is not in actor_infer", {"mappings": {"actor_train": [4]}}),
-    (topo.BadShare, "weight=0", {"weight": 0}),
-    (topo.BadShare, "min_share=0.6", {"min_share": 0.6, "max_share": 0.5}),
-    (topo.BadShare, "staleness=-1", {"staleness": -1}),
-    (topo.RegistrationError, "id must match", {"name": "a:b"}),
-    (topo.RegistrationError, "within 256 characters", {"name": "a" * 250}),
-])
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (topo.UnknownCluster, "'judge': unknown", {"tps": {"judge": 1}, "mappings": {"judge": [0]}}),
+        (topo.DuplicateGpu, "GPU 1 is named twice", {"mappings": {"actor_train": [1, 1]}}),
+        (topo.DuplicateGpu, "GPU 0 is named twice", {"mappings": {"actor_train": [0, 1, 0]}}),
+        (topo.UnsortedMapping, "GPU 0 comes after 1", {"mappings": {"actor_train": [1, 0]}}),
+        (topo.GpuOutsidePool, "GPU 8 is outside the pool of 8", {"mappings": {"actor_train": [8]}}),
+        (topo.GpuOutsidePool, "GPU -1 is outside", {"mappings": {"actor_train": [-1]}}),
+        (topo.RegistrationError, "holds '0'; GPU ids are integers", {"mappings": {"actor_train": ["0"]}}),
+        (topo.BadRankSize, "tp=0 must be", {"tps": {"actor_infer": 0}}),
+        (topo.BadRankSize, "cannot be divided into ranks of tp=3", {"tps": {"actor_infer": 3}}),
+        (topo.BadRankSize, "tp=3 must be 1, 2, 4, 8 or whole nodes", {"tps": {"actor_infer": 3}, "mappings": {"actor_infer": [0, 1, 2, 3, 4, 5]}}),
+        (topo.BadRankSize, "rank 0 on GPUs .* is not contiguous", {"mappings": {"actor_infer": [0, 2, 3, 4]}}),
+        (topo.BadRankSize, "crosses a node border", {"mappings": {"actor_train": [3], "actor_infer": [3, 4, 5, 6]}}),
+        (topo.RegistrationError, "mapping is empty", {"mappings": {"actor_train": []}}),
+        (topo.RegistrationError, "reward.*runs on the CPU", {"tps": {"reward": 1}, "mappings": {"reward": [0]}}),
+        (topo.RegistrationError, "only one of them has critic", {"tps": {"critic": 1}}),
+        (topo.TrainingOutsideInference, "GPU 4 is not in actor_infer", {"mappings": {"actor_train": [4]}}),
+        (topo.BadShare, "weight=0", {"weight": 0}),
+        (topo.BadShare, "min_share=0.6", {"min_share": 0.6, "max_share": 0.5}),
+        (topo.BadShare, "staleness=-1", {"staleness": -1}),
+        (topo.RegistrationError, "id must match", {"name": "a:b"}),
+        (topo.RegistrationError, "within 256 characters", {"name": "a" * 250}),
+    ],
+)
 def test_a_mistake_is_named(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         attempt(**arguments)

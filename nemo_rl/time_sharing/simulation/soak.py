@@ -3,6 +3,7 @@
 Every scenario is named by its seed, so that a failure can be repeated. It knows no defect and no expectation but the checker's invariants and
 that every job comes to an end.
 """
+
 from __future__ import annotations
 
 import logging
