@@ -74,9 +74,9 @@ def ray_session(_no_process_is_left_behind: None, user_modules: Path) -> Iterato
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a two-layer, 64-wide Qwen3 model with a byte-level tokenizer."""
+    """Directory of a two-layer, 128-wide Qwen3 model with a byte-level tokenizer; narrower heads than 32 vLLM does not run on CPU."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=64)
+    example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=128)
     return folder
 
 

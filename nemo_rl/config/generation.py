@@ -56,7 +56,9 @@ class VllmConfig(Section):
     tool_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(None, description="File with a tool parser.")
     reasoning_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(None, description="File with a reasoning parser.")
     enable_prefix_caching: bool | None = Field(None, description="Reuse the KV of shared prefixes; null: on where the device is good at it.")
-    skip_tokenizer_init: bool | None = Field(None, description="Start the engine without a tokenizer; null: unless stop strings or bad words need one.")
+    skip_tokenizer_init: bool | None = Field(
+        None, description="Start the engine without a tokenizer, which then takes no stop strings or bad words; null is false."
+    )
     load_format: str | None = Field(None, description="How the engine loads weights; null: dummy when training refits it, auto otherwise.")
     cap_max_tokens_to_context: bool = Field(True, description="Cut a request's new tokens to the room left in max_model_len instead of refusing it.")
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine's processes.")

@@ -77,7 +77,8 @@ class Refitter:
         session = SyncSession(self._policy, self._generation, version=version, options=self._options, cuda=self._cuda)
         shards = tuple(range(self._generation.dp_size))
         self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport))
-        outcome = "failed"
+        # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.
+        outcome, self.version = "failed", None
         try:
             with timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
                 self.last_report = session.run()

@@ -24,6 +24,7 @@ class EngineSpec:
         cuda: Whether the engine runs on GPUs.
         sleep_level: Level at which the engine sleeps.
         max_model_len: Longest sequence in tokens.
+        cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
     """
 
     engine_kwargs: dict[str, Any]
@@ -31,6 +32,7 @@ class EngineSpec:
     cuda: bool = False
     sleep_level: int = 2
     max_model_len: int = 0
+    cuts_to_room: bool = True
 
 
 def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int) -> EngineSpec:
@@ -46,7 +48,6 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         threads: CPU threads of one engine rank.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
-    needs_tokenizer = bool(generation.stop_strings or generation.bad_words)
     kwargs: dict[str, Any] = {
         "model": policy.model_name,
         "tokenizer": policy.tokenizer.name,
@@ -58,7 +59,8 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         "enable_expert_parallel": vllm.expert_parallel_size > 1,
         "max_model_len": vllm.max_model_len,
         "load_format": vllm.load_format or ("dummy" if refits else "auto"),
-        "skip_tokenizer_init": vllm.skip_tokenizer_init if vllm.skip_tokenizer_init is not None else not needs_tokenizer,
+        # Prompts and environments may bring stop strings of their own, which the engine finds by detokenizing.
+        "skip_tokenizer_init": bool(vllm.skip_tokenizer_init),
         "logprobs_mode": vllm.logprobs_mode,
         "seed": seed,
         "worker_extension_cls": EXTENSION,
@@ -78,7 +80,14 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
     if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
         kwargs["distributed_executor_backend"] = "mp"
-    return EngineSpec(kwargs | dict(generation.vllm_kwargs), _environment(policy, cuda=cuda, threads=threads), cuda, vllm.sleep_level, vllm.max_model_len)
+    return EngineSpec(
+        kwargs | dict(generation.vllm_kwargs),
+        _environment(policy, cuda=cuda, threads=threads),
+        cuda,
+        vllm.sleep_level,
+        vllm.max_model_len,
+        vllm.cap_max_tokens_to_context,
+    )
 
 
 def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.devices import device_uuid, memory_in_use, release_cached_memory
+from nemo_rl.models.generation.vllm.lifeline import follow_owner
 from nemo_rl.weight_sync.receiver import WeightReceiver
 
 
@@ -68,6 +69,11 @@ class VllmInternalWorkerExtension:
     device: torch.device
     rank: int
     model_runner: Any
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its actor."""
+        follow_owner()
+        return super().__new__(cls)
 
     def nrl_describe(self) -> dict[str, Any]:
         """Process id, tensor-parallel rank and device identity of this worker."""

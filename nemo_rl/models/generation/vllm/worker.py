@@ -14,10 +14,20 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
+from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE, last_errors
 
 logger = logging.getLogger(__name__)
+
+
+def _with_engine_log(error: BaseException) -> str:
+    """The error as text; where it only says that the engine is gone, also what the engine itself said."""
+    text = f"{type(error).__name__}: {error}"
+    if type(error).__name__ != "EngineDeadError" and "root cause" not in text:
+        return text
+    said = last_errors()
+    return f"{text}\nThe engine's own errors:\n{said}" if said else f"{text} The engine's processes left no message: they were killed from outside."
 
 
 @dataclass
@@ -49,12 +59,20 @@ class VllmGenerationWorker:
         self._asleep: set[str] = set()
 
     async def start(self) -> list[dict[str, Any]]:
-        """Starts the engine; describes its workers (pid, rank, device)."""
+        """Starts the engine; describes its workers (pid, rank, device).
+
+        Raises:
+            GenerationError: The engine could not start; with what its processes said.
+        """
         os.environ.update(self._spec.env)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs))
+        try:
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise GenerationError(f"the engine of shard {self._shard} could not start: {_with_engine_log(error)}") from error
         return await self._rpc("nrl_describe")
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -71,7 +89,7 @@ class VllmGenerationWorker:
     def _deliver(self, outbox: _Outbox, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
         self._tasks.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        outbox.results.append(task.result() if error is None else (request_id, f"{type(error).__name__}: {error}"))
+        outbox.results.append(task.result() if error is None else (request_id, _with_engine_log(error)))
         outbox.ready.set()
 
     async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | tuple[str, str]]:
@@ -90,6 +108,11 @@ class VllmGenerationWorker:
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         room = self._spec.max_model_len - len(request.prompt_ids)
+        if request.max_new_tokens > room > 0 and not self._spec.cuts_to_room:
+            raise ValueError(
+                f"{len(request.prompt_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} exceed vllm_cfg.max_model_len="
+                f"{self._spec.max_model_len}; set policy.generation.vllm_cfg.cap_max_tokens_to_context=true to cut responses"
+            )
         limit = min(request.max_new_tokens, room)
         if limit <= 0:
             return GenerationResult(request.request_id, [], [], "no_room", (), self._shard)
