@@ -119,11 +119,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_uuid(device: torch.device) -> str:
-    """An identity of the physical device that is equal in every process on it; the host's boot id for a CPU slot."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
+    """An identity `device@host` of the physical device that is equal in every process on it; all CPU slots of a host share one."""
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
-        return f"host-{boot_id.read().strip()}"
+        host = boot_id.read().strip()
+    name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    return f"{name}@{host}"
+
+
+def host_of(identity: str) -> str:
+    """The host part of a device identity."""
+    return identity.rpartition("@")[2]
 
 
 def device_name(device: torch.device) -> str:

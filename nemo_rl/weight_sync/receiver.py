@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_rl.distributed.devices import device_uuid
+from nemo_rl.distributed.devices import device_uuid, host_of
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
 from nemo_rl.weight_sync.transports.base import Opener
@@ -115,11 +115,10 @@ class WeightReceiver:
 
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
         mine = device_uuid(self._device)
-        if mine in senders:
-            return senders[mine]
-        if "any" in senders:
-            return senders["any"]
-        raise SyncProtocolError(f"no sender shares device {mine}; senders are on {sorted(senders)}")
+        for place in (mine, host_of(mine), "any"):
+            if place in senders:
+                return senders[place]
+        raise SyncProtocolError(f"no sender reaches device {mine}; senders are on {sorted(senders)}")
 
     def _verify(self, received_B: torch.Tensor, buckets: list[BucketLayout], expected: list[str]) -> None:
         if not expected:

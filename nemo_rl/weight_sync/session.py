@@ -16,10 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nemo_rl.distributed.devices import host_of
 from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import encode_bucket
 from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
-from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.base import TransportError, TransportName
 from nemo_rl.weight_sync.transports.factory import choose_transport
 
 logger = logging.getLogger(__name__)
@@ -174,8 +175,9 @@ class SyncSession:
             nccl = NcclSpec(address, port, 1 + len(receivers))
             staging_ranks = [0]
         else:
-            # One copy per device that a target shares; on a host, one for the whole node.
-            staging_ranks = [rank for rank, device in enumerate(senders) if device in set(receivers) and senders.index(device) == rank]
+            # One copy per device that a target shares, or one per host where any process of the host can map it.
+            places, wanted = ([_place(transport, device) for device in group] for group in (senders, receivers))
+            staging_ranks = [rank for rank, place in enumerate(places) if place in set(wanted) and places.index(place) == rank]
         if not staging_ranks:
             raise TransportError(f"transport {transport} reaches no target: senders on {senders}, targets on {receivers}")
         return SendSpec(transport, windows, self._options.verify, self._options.timeout_s, nccl), staging_ranks
@@ -207,7 +209,7 @@ class SyncSession:
                     # Double buffering needs window i-1 loaded before i+1 is packed over it; `receive_window` below waits for that.
                     exported = pool.submit(self._source.export_window, index + 1, self._left()) if spec.nccl is None else exported
                 sent = pool.submit(self._source.send_window, index, self._left()) if spec.nccl is not None else None
-                senders = {("any" if spec.nccl is not None else devices[rank]): published[rank] for rank in staging_ranks}
+                senders = {_place(spec.transport, devices[rank]): published[rank] for rank in staging_ranks}
                 self._targets.receive_window({"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left())
                 if sent is not None:
                     sent.result(timeout=self._left())
@@ -219,3 +221,8 @@ class SyncSession:
         if left <= 0:
             raise SyncTimeoutError(f"session {self.session_id} for version {self._version} passed weight_sync.timeout_s={self._options.timeout_s:.0f}")
         return left
+
+
+def _place(transport: TransportName, device: str) -> str:
+    """Where a staged copy can be read: on its device, on its host, or (a collective) by every member."""
+    return {"cuda_ipc": device, "host": host_of(device), "nccl": "any"}[transport]

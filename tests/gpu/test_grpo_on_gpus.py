@@ -84,9 +84,10 @@ def test_colocated_weights_travel_through_host_memory(tmp_path: Path, model: Pat
 
 
 @needs[2]
-def test_separate_placement_weights_travel_by_nccl(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_separate_placement(tmp_path: Path, model: Path, transport: str) -> None:
     placement = {"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}}
-    assert_engines_agree(run_grpo(tmp_path, model, policy=placement, cluster={"gpus_per_node": 2}))
+    assert_engines_agree(run_grpo(tmp_path, model, policy=placement, cluster={"gpus_per_node": 2}, weight_sync={"transport": transport}))
 
 
 @needs[2]

@@ -239,7 +239,7 @@ def test_a_receiver_refuses_messages_out_of_order() -> None:
         receiver.begin({**session, "id": "b"})
     with pytest.raises(SyncProtocolError, match="window 1 arrived, expected 0"):
         receiver.receive({"index": 1, "buckets": [], "senders": {}})
-    with pytest.raises(SyncProtocolError, match="no sender shares device"):
+    with pytest.raises(SyncProtocolError, match="no sender reaches device"):
         receiver.receive({"index": 0, "buckets": [], "senders": {"another": {}}})
     with pytest.raises(SyncProtocolError, match="finish after 0 of 2 windows"):
         receiver.finish(1)
@@ -252,20 +252,22 @@ def test_a_receiver_refuses_messages_out_of_order() -> None:
 @pytest.mark.parametrize(
     ("configured", "targets", "cuda", "chosen"),
     [
-        ("auto", {"gpu0"}, True, "cuda_ipc"),
-        ("auto", {"gpu2"}, True, "nccl"),
-        ("host", {"gpu0"}, True, "host"),
-        ("auto", {"host"}, False, "host"),
+        ("auto", {"gpu0@a"}, True, "cuda_ipc"),
+        ("auto", {"gpu2@a"}, True, "host"),
+        ("auto", {"gpu2@b"}, True, "nccl"),
+        ("auto", {"gpu0@a", "gpu2@b"}, True, "nccl"),
+        ("host", {"gpu0@a"}, True, "host"),
+        ("auto", {"cpu@a"}, False, "host"),
     ],
 )
 def test_the_transport_follows_from_where_the_targets_are(configured: str, targets: set[str], cuda: bool, chosen: str) -> None:
-    assert choose_transport(configured, sender_devices={"gpu0", "gpu1"}, target_devices=targets, cuda=cuda) == chosen
+    assert choose_transport(configured, sender_devices={"gpu0@a", "gpu1@a"}, target_devices=targets, cuda=cuda) == chosen
 
 
-@pytest.mark.parametrize(("configured", "targets", "cuda"), [("cuda_ipc", {"gpu2"}, True), ("nccl", {"gpu1"}, True), ("nccl", {"host"}, False)])
+@pytest.mark.parametrize(("configured", "targets", "cuda"), [("cuda_ipc", {"gpu2@a"}, True), ("nccl", {"gpu1@a"}, True), ("nccl", {"cpu@a"}, False), ("host", {"gpu2@b"}, True)])
 def test_a_transport_that_cannot_reach_its_targets_is_refused(configured: str, targets: set[str], cuda: bool) -> None:
     with pytest.raises(TransportError, match=f"weight_sync.transport={configured}"):
-        choose_transport(configured, sender_devices={"gpu0", "gpu1"}, target_devices=targets, cuda=cuda)
+        choose_transport(configured, sender_devices={"gpu0@a", "gpu1@a"}, target_devices=targets, cuda=cuda)
 
 
 def test_segments_of_killed_senders_are_removed_and_those_of_living_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
