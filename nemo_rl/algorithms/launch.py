@@ -13,11 +13,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from nemo_rl.config import ConfigError, OverridesError, load_master_config
 from nemo_rl.config.master import RootConfig
+from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 
 logger = logging.getLogger("nemo_rl")
@@ -27,13 +29,14 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 Config = TypeVar("Config", bound=RootConfig)
 
 
-class HasProgress(Protocol):
+class Watchable(Protocol):
     """What a run shows of itself."""
 
     progress: RunProgress
+    logger: Logger
 
 
-Run = TypeVar("Run", bound=HasProgress)
+Run = TypeVar("Run", bound=Watchable)
 
 
 def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], what: str, example: str, run_to_end: Callable[[Config], int]) -> int:
@@ -71,7 +74,7 @@ def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[
         run = setup(config)
         # Starting Ray installs a handler of its own.
         _end_cleanly_on_sigterm()
-        with run.progress:
+        with _monitor(config, run), run.progress:
             drive(run)
         code = EXIT_OK
     except KeyboardInterrupt:
@@ -87,6 +90,15 @@ def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[
     if run is not None and code == EXIT_OK:
         _report(Path(config.logger.log_dir))
     return code
+
+
+def _monitor(config: RootConfig, run: Watchable) -> AbstractContextManager[object]:
+    if not config.logger.monitor_gpus:
+        return nullcontext()
+    from nemo_rl.distributed.node_monitor import NodeMonitor
+
+    sampling = config.logger.gpu_monitoring
+    return NodeMonitor(run.logger, sampling.collection_interval, sampling.flush_interval)
 
 
 def _end_cleanly_on_sigterm() -> None:
