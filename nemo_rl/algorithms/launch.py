@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from nemo_rl.config import ConfigError, OverridesError, load_master_config
 from nemo_rl.config.master import RootConfig
-from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.logger import Logger
 
 logger = logging.getLogger("nemo_rl")
 

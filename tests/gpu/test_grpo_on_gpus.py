@@ -19,7 +19,7 @@ from nemo_rl.utils.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-needs = {count: pytest.mark.skipif(GPUS < count, reason=f"needs {count} GPUs, {GPUS} here") for count in (1, 2)}
+needs = {count: pytest.mark.skipif(count > GPUS, reason=f"needs {count} GPUs, {GPUS} here") for count in (1, 2)}
 
 
 @pytest.fixture(scope="module")

@@ -264,7 +264,9 @@ def test_the_transport_follows_from_where_the_targets_are(configured: str, targe
     assert choose_transport(configured, sender_devices={"gpu0@a", "gpu1@a"}, target_devices=targets, cuda=cuda) == chosen
 
 
-@pytest.mark.parametrize(("configured", "targets", "cuda"), [("cuda_ipc", {"gpu2@a"}, True), ("nccl", {"gpu1@a"}, True), ("nccl", {"cpu@a"}, False), ("host", {"gpu2@b"}, True)])
+@pytest.mark.parametrize(
+    ("configured", "targets", "cuda"), [("cuda_ipc", {"gpu2@a"}, True), ("nccl", {"gpu1@a"}, True), ("nccl", {"cpu@a"}, False), ("host", {"gpu2@b"}, True)]
+)
 def test_a_transport_that_cannot_reach_its_targets_is_refused(configured: str, targets: set[str], cuda: bool) -> None:
     with pytest.raises(TransportError, match=f"weight_sync.transport={configured}"):
         choose_transport(configured, sender_devices={"gpu0@a", "gpu1@a"}, target_devices=targets, cuda=cuda)

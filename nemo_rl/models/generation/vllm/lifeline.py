@@ -33,7 +33,7 @@ def follow_owner() -> None:
         between.append(ancestor.pid)
     else:
         # Without the owner among the ancestors it has ended already, and these are somebody else's.
-        between = []
+        between: list[int] = []
     try:
         descriptor = os.pidfd_open(owner)
     except ProcessLookupError:
