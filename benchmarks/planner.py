@@ -12,9 +12,10 @@ import random
 import time
 
 from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.books import AwakeRank, HeldCluster, Lease, QueuedWant
 from nemo_rl.time_sharing.events import Registered
 from nemo_rl.time_sharing.plan import Plan, Snapshot
-from nemo_rl.time_sharing.state import AwakeRank, HeldCluster, Lease, QueuedWant, SchedulerState
+from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.topology import Pool, register
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Phase, Priority, Want
 from nemo_rl.time_sharing.validator import validate

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from nemo_rl.time_sharing.books import PipelineState, QueuedWant
 from nemo_rl.time_sharing.plan import Plan, Reason, Shrink, Snapshot
-from nemo_rl.time_sharing.state import PipelineState, QueuedWant
 from nemo_rl.time_sharing.types import FALLING, Phase, Priority
 
 FREE, FREEING, RANK, BLOCKED = 0, 1, 2, 3

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
+from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.plan import Expand, Plan, Reason
 from nemo_rl.time_sharing.shares import Claimant, fill, whole_ranks
-from nemo_rl.time_sharing.state import PipelineState
 from nemo_rl.time_sharing.types import Phase, Priority
 
 

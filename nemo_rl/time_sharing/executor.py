@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.books import Claim, PendingCommand, PipelineState
 from nemo_rl.time_sharing.plan import Plan
-from nemo_rl.time_sharing.state import Claim, PendingCommand, PipelineState, SchedulerState
+from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Answer, Command, Outcome, Phase, Verb
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
-from nemo_rl.time_sharing.state import PipelineState, SchedulerState
+from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.types import Phase, Status, Verb
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.state import Claim, Lease, PipelineState, SchedulerState
+from nemo_rl.time_sharing.books import Claim, Lease, PipelineState
+from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.types import Limits, Priority
 
 Reason = tuple[object, ...]

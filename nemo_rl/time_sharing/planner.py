@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing import elastic
 from nemo_rl.time_sharing.board import BLOCKED, FREE, FREEING, Board, Reservation
+from nemo_rl.time_sharing.books import PipelineState, QueuedWant
 from nemo_rl.time_sharing.plan import Grant, Plan, Reason, Reprice, Snapshot, Wait
-from nemo_rl.time_sharing.state import PipelineState, QueuedWant
 from nemo_rl.time_sharing.types import ACTOR_INFER, RISING, Priority
 
 

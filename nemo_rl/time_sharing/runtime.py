@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from nemo_rl.time_sharing.agent import REFRESH, Agent, Operation
+from nemo_rl.time_sharing.agent import Agent
+from nemo_rl.time_sharing.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import Answer, Command, Limits, Priority, Reply, Status, Verb
 from nemo_rl.utils.record import Record

@@ -12,10 +12,11 @@ from dataclasses import asdict
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
 from nemo_rl.time_sharing.inventory import reconcile
 from nemo_rl.time_sharing.plan import Plan, Snapshot
-from nemo_rl.time_sharing.state import PipelineState, SchedulerState, replay
+from nemo_rl.time_sharing.state import SchedulerState, replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
 from nemo_rl.time_sharing.types import Answer, Command, Limits, Phase, Reply, Status

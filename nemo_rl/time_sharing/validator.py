@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from nemo_rl.time_sharing.books import Lease
 from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Snapshot
-from nemo_rl.time_sharing.state import Lease
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Phase, Priority
 
 

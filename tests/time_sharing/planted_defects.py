@@ -14,11 +14,12 @@ from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.board import Board
+from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.simulation.engines import Generation
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.state import PipelineState, SchedulerState
+from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.types import GivenBack, Outcome, Phase
 
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -78,8 +78,9 @@ class PipelineActor:
     def _run(self) -> None:
         try:
             self._live()
-        except (TimeoutError, Dismissed) as error:
+        except BaseException as error:
             self._error = repr(error)
+            raise
         finally:
             self._done.set()
 

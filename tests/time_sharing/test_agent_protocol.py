@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.time_sharing.agent import REFRESH, Agent, Operation, ProtocolError
+from nemo_rl.time_sharing.agent import Agent
+from nemo_rl.time_sharing.agent_parts import REFRESH, Operation, ProtocolError
 from nemo_rl.time_sharing.topology import Pool, register
 from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Command, Outcome, Phase, Priority, Reply, Status, Verb
 from nemo_rl.utils import record_events as rec

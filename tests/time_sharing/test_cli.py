@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,7 @@ def test_slices_of_one_gpu_nest_and_never_overlap(log: Path, tmp_path: Path) -> 
             holds.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in holds.values():
         ordered = sorted(set(spans))
-        assert all(before[1] <= after[0] + 1 for before, after in itertools.pairwise(ordered))
+        assert all(before[1] <= after[0] + 1 for before, after in pairwise(ordered))
 
 
 def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from nemo_rl.time_sharing.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
 from nemo_rl.utils.record import merge_records
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 LIMITS = Limits(
     heartbeat_s=0.5,
@@ -39,7 +39,8 @@ LIMITS = Limits(
     plan_interval_s=0.05,
     replan_s=0.5,
 )
-RECOVERY_S = 60.0
+STEPS = 10
+RECOVERY_S = 120.0
 """From the last kill to the end of every job: lease + reap + the restart of a process + the steps that are left, with room for a busy machine."""
 
 
@@ -129,7 +130,9 @@ class Supervisor:
 def test_agents_and_scheduler_survive_kills_in_every_phase(cluster: Any, tmp_path: Path) -> None:
     ray, module = cluster
     scheduler = start_scheduler(tmp_path, Pool(2, 8), LIMITS)
-    jobs, rng = Supervisor(ray, module, scheduler, tmp_path, steps=12), random.Random(0)
+    jobs, rng = Supervisor(ray, module, scheduler, tmp_path, steps=STEPS), random.Random(0)
+    for actor in jobs.actors.values():
+        ray.get(actor.pid.remote(), timeout=120)
     for kill in range(6):
         time.sleep(0.5 + rng.random())
         if kill % 2:

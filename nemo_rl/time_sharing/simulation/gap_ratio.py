@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board
+from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Reprice, Snapshot
-from nemo_rl.time_sharing.state import PipelineState
 from nemo_rl.time_sharing.types import FALLING, Phase, Priority
 
 _ACTIVATIONS = 1000

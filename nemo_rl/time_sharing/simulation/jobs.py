@@ -11,7 +11,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nemo_rl.time_sharing.agent import REFRESH, Agent, Operation
+from nemo_rl.time_sharing.agent import Agent
+from nemo_rl.time_sharing.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.scenario import Costs, Job
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
 from nemo_rl.time_sharing.topology import Topology
