@@ -227,7 +227,7 @@ class Agent:
         if rank.phase is Phase.ACTIVE:
             self._unroute(rank, index)
         self._refreshing.discard(index)
-        self.ranks[index] = LocalRank(epoch=rank.epoch, newest=rank.newest)
+        self.ranks[index] = LocalRank(epoch=rank.epoch, newest=rank.newest, over=rank.epoch)
         self._publish_if_refreshed()
         self.send_status()
 
@@ -307,7 +307,10 @@ class Agent:
             self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps")
 
     def _wake(self, rank: LocalRank, command: Command) -> None:
-        if rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
+        if rank.phase is Phase.ASLEEP and command.epoch <= rank.over:
+            # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody else's by now.
+            self._answer(command, Outcome.REFUSED, detail=f"the lease of epoch {command.epoch} is over; rank {command.rank} slept since")
+        elif rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
             if rank.phase is Phase.ASLEEP:
                 self._record.emit(MemoryTaken(f"rank {command.rank}", self.topology.ranks[command.rank]))
             rank.phase, rank.broken = Phase.WAKING, False
@@ -361,7 +364,7 @@ class Agent:
             self._answer(command, Outcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
             return
         if command.verb is Verb.SLEEP:
-            rank.phase, rank.version, rank.broken, rank.resident = Phase.ASLEEP, -1, False, False
+            rank.phase, rank.version, rank.broken, rank.resident, rank.over = Phase.ASLEEP, -1, False, False, rank.epoch
             self._record.emit(rec.ShardSlept(index))
             self._record.emit(MemoryFreed(f"rank {index}", self.topology.ranks[index]))
         elif command.verb is Verb.WAKE:

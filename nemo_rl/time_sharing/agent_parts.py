@@ -46,7 +46,8 @@ class Host(Protocol):
 @dataclass(slots=True)
 class LocalRank:
     """One rank as it is: phase, epoch of its last command, version of the loaded weights (-1 none), what it does now
-    and what comes next; `resident` once a wake has succeeded, `broken` when it cannot serve."""
+    and what comes next; `resident` once a wake has succeeded, `broken` when it cannot serve; `over` is the newest epoch
+    whose lease has ended."""
 
     phase: Phase = Phase.ASLEEP
     epoch: int = 0
@@ -57,6 +58,7 @@ class LocalRank:
     newest: tuple[int, int] = (0, 0)
     broken: bool = False
     resident: bool = False
+    over: int = 0
 
 
 @dataclass(slots=True)
