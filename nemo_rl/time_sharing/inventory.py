@@ -20,8 +20,11 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
     name, pipeline = status.pipeline, state.pipelines[status.pipeline]
     granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
     for held in status.holds:
-        if held.cluster in pipeline.held or held.cluster not in pipeline.topology.clusters:
+        known = pipeline.held.get(held.cluster)
+        if held.cluster not in pipeline.topology.clusters or (known is not None and known.epoch >= held.epoch):
             continue
+        if known is not None:
+            emit(ev.Released(name, held.cluster, known.epoch, -1))
         gpus = pipeline.topology.clusters[held.cluster].gpus
         if not _clear(state, emit, gpus):
             executor.fence(name, f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others")
@@ -38,8 +41,12 @@ def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], N
     name = status.pipeline
     awake = dict(status.awake)
     for rank, epoch in awake.items():
-        if rank in pipeline.awake or not 0 <= rank < len(pipeline.topology.ranks):
+        known = pipeline.awake.get(rank)
+        if not 0 <= rank < len(pipeline.topology.ranks) or (known is not None and known.epoch >= epoch):
             continue
+        if known is not None:
+            # The books know an earlier lease of this rank: it has ended, and a later one begun, in the part of the log that is lost.
+            emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
         if not _clear(state, emit, pipeline.topology.ranks[rank]):
             executor.fence(name, f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others")
             return
