@@ -26,14 +26,14 @@ def follow_owner() -> None:
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid():
         return
-    between = []
+    between: list[int] = []
     for ancestor in psutil.Process().parents():
         if ancestor.pid == owner:
             break
         between.append(ancestor.pid)
     else:
         # Without the owner among the ancestors it has ended already, and these are somebody else's.
-        between: list[int] = []
+        between = []
     try:
         descriptor = os.pidfd_open(owner)
     except ProcessLookupError:
