@@ -12,7 +12,7 @@ RESULTS := results/arithmetic
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format docs clean
+.PHONY: soak help install demo test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test: $(READY) ## every test
 
 test-fast: $(READY) ## tests that need neither Ray nor an engine, for the inner loop
 	$(BIN)/python -m pytest -m "not ray and not vllm and not slow"
+
+soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
+	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
 
 lint: $(READY) ## ruff, formatting, types, and the order of rooms
 	$(BIN)/ruff check --quiet .

@@ -21,7 +21,8 @@ def scenario() -> Scenario:
     job = {"steps": 6, "groups": 2, "samples_per_group": 4, "train_s": 3.0, "tokens": {"median": 200}, "staleness": 1}
     places = {"a": ([0], [0, 1, 2]), "b": ([1], [0, 1, 2, 3]), "c": ([2], [2, 3])}
     jobs = [{"name": name, "train": train, "infer": infer, **job} for name, (train, infer) in places.items()]
-    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}, "horizon_s": 600.0, "jobs": jobs})
+    limits = {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}
+    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": limits, "horizon_s": 600.0, "jobs": jobs})
 
 
 class CutWorld(World):
