@@ -71,6 +71,7 @@ def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], 
 def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[Run], None], close: Callable[[Run], None]) -> int:
     """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code."""
     run: Run | None = None
+    code = EXIT_FAILED
     try:
         _end_cleanly_on_sigterm()
         run = setup(config)
@@ -88,7 +89,7 @@ def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[
         code = EXIT_FAILED
     finally:
         if run is not None:
-            close(run)
+            code = _closed(run, close, code)
     if run is not None and code == EXIT_OK:
         _report(Path(config.logger.log_dir))
     return code
@@ -110,6 +111,18 @@ def _end_cleanly_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def _closed(run: Run, close: Callable[[Run], None], code: int) -> int:
+    """Ends the run; the exit code, which a checkpoint that could not be finished turns into a failure."""
+    from nemo_rl.utils.checkpoint import CheckpointError
+
+    try:
+        close(run)
+    except CheckpointError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return code or EXIT_FAILED
+    return code
+
+
 def user_errors() -> tuple[type[BaseException], ...]:
     """Errors whose message says all a user needs; anything else keeps its traceback."""
     from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
@@ -121,7 +134,9 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
     from nemo_rl.experience.rollout_source import RecordingError
     from nemo_rl.models.dtensor.load import CheckpointMismatchError, ModelNotFoundError
+    from nemo_rl.models.dtensor.parallelize import UnsupportedModelError
     from nemo_rl.models.generation.interfaces import GenerationError
+    from nemo_rl.models.policy.optimizer import OptimizerConfigError
     from nemo_rl.utils.checkpoint import CheckpointError
     from nemo_rl.weight_sync.transports.base import TransportError
 
@@ -137,6 +152,8 @@ def user_errors() -> tuple[type[BaseException], ...]:
         RecordingError,
         CheckpointMismatchError,
         ModelNotFoundError,
+        OptimizerConfigError,
+        UnsupportedModelError,
         GenerationError,
         CheckpointError,
         TransportError,

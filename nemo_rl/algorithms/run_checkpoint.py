@@ -6,6 +6,7 @@ checkpoint is complete; the loader state saved with step N yields the batches of
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def begin_checkpoint(checkpointer: CheckpointManager, policy: Policy, loader: An
     # Workers write too, from working directories of their own.
     path = checkpointer.init_tmp_checkpoint(step, named, config).resolve()
     with checkpointer.writing(path):
-        torch.save(loader.state_dict(), path / LOADER_FILE)
+        # Through memory: torch reports a full disk as a RuntimeError without the reason.
+        state = io.BytesIO()
+        torch.save(loader.state_dict(), state)
+        (path / LOADER_FILE).write_bytes(state.getvalue())
         optimizer = str(path / "policy" / "optimizer") if config.checkpointing.save_optimizer else None
         policy.save_checkpoint(str(path / WEIGHTS), optimizer, str(path / "policy" / "tokenizer"))
     checkpointer.begin_finalization(path, policy.finalize_async_save)
@@ -50,6 +54,18 @@ def restore_loader(loader: Any, checkpoint: Path, info: Mapping[str, Any], confi
         return False
     loader.load_state_dict(torch.load(checkpoint / LOADER_FILE, weights_only=True))
     return True
+
+
+def check_writable(checkpointer: CheckpointManager) -> None:
+    """Finds out before the first step, not after it, whether checkpoints can be written.
+
+    Raises:
+        CheckpointError: The directory cannot be made or written.
+    """
+    probe = checkpointer.root / "tmp_probe"
+    with checkpointer.writing(probe):
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmdir()
 
 
 def latest_checkpoint(checkpointer: CheckpointManager) -> tuple[Path, dict[str, Any]] | None:

@@ -6,6 +6,7 @@ Invariant: a loader restored from `state_dict()` yields the very batches the fir
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -119,7 +120,10 @@ def make_loader(
     batches = EpochBatches(rows, batch_size, shuffle, seed, drop_last)
     if len(batches) == 0:
         raise DataError(f"{name} has {rows} rows, fewer than one batch of {batch_size}; take more data or smaller batches")
-    return StatefulDataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)
+    with warnings.catch_warnings():
+        # torchdata calls a function that torch has deprecated; nobody here can change that.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return StatefulDataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)
 
 
 class MultipleLoaders:

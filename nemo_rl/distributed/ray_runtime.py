@@ -62,6 +62,8 @@ def init_ray(
             raise RayStartError(f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS") from error
         return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
     accelerator = resolve_accelerator(device)
+    # A local cluster guards its ports with a token; Ray says so at every start.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     resources = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
     ray.init(
         # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.

@@ -18,9 +18,9 @@ from typing import Any
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.placement import reserve, start_policy
-from nemo_rl.algorithms.run_checkpoint import latest_checkpoint, restore_loader
+from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, restore_loader
 from nemo_rl.algorithms.utils import set_seed
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import ConfigError, MasterConfig
 from nemo_rl.config.placement import generation_world_size, training_world_size
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import MultipleLoaders, make_loader
@@ -29,7 +29,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import section_of
+from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
@@ -37,7 +37,9 @@ from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.dtensor.load import model_config
+from nemo_rl.models.dtensor.parallelize import check_divisible
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir
 from nemo_rl.utils.progress import RunProgress
@@ -68,17 +70,21 @@ def setup(config: MasterConfig) -> GRPORun:
     started = time.monotonic()
     set_seed(config.grpo.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
-    model_config(config.policy)
+    check_model(config)
     datasets = load_datasets(tokenizer, config.data)
+    for name in _environment_names(datasets):
+        environment_class(name, section_of(name, config.env))
     train_loader, val_loader = _loaders(config, datasets)
     checkpointer = CheckpointManager(config.checkpointing)
+    if config.checkpointing.enabled:
+        check_writable(checkpointer)
     checkpoint = latest_checkpoint(checkpointer) if config.checkpointing.enabled else None
     state = GRPOState()
     if checkpoint is not None:
         state = GRPOState.from_training_info(checkpoint[1])
         if not restore_loader(train_loader, checkpoint[0], checkpoint[1], config):
             logger.warning("resume=loader_ignored checkpoint=%s reason=datasets_changed", checkpoint[0])
-    config.logger.log_dir = str(get_next_experiment_dir(config.logger.log_dir))
+    config.logger.log_dir = _new_log_dir(config)
     with ExitStack() as undo:
         accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         undo.callback(shutdown_ray)
@@ -89,6 +95,31 @@ def setup(config: MasterConfig) -> GRPORun:
     run.logger.log_metrics(run.setup_seconds, state.step, prefix="timing/setup")
     logger.info("setup=done seconds=%.1f step=%d log_dir=%s", run.setup_seconds["total_setup_time_s"], state.step, config.logger.log_dir)
     return run
+
+
+def check_model(config: MasterConfig) -> None:
+    """Checks what the model's own configuration and torch's names decide, without loading weights.
+
+    Raises:
+        ModelNotFoundError: There is no model at `policy.model_name`.
+        UnsupportedModelError: Heads or vocabulary do not divide over the tensor-parallel ranks of training or generation.
+        OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
+    """
+    model = model_config(config.policy)
+    check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
+    check_divisible(model, config.policy.generation.vllm_cfg.tensor_parallel_size, "policy.generation.vllm_cfg.tensor_parallel_size", ("num_attention_heads",))
+    check_names(config.policy.optimizer, config.policy.scheduler)
+
+
+def _new_log_dir(config: MasterConfig) -> str:
+    try:
+        return str(get_next_experiment_dir(config.logger.log_dir))
+    except OSError as error:
+        raise ConfigError([f"logger.log_dir: {config.logger.log_dir} cannot be written ({error.strerror or error})"]) from error
+
+
+def _environment_names(datasets: TaskDatasets) -> list[str]:
+    return list(dict.fromkeys([*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()]))
 
 
 def _build(
@@ -119,8 +150,7 @@ def _build(
         init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0 and not config.grpo.skip_reference_policy_logprobs_calculation,
     )
     undo.callback(policy.shutdown)
-    names = [*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()]
-    actors = start_environments(names, config.env) if generation is not None else {}
+    actors = start_environments(_environment_names(datasets), config.env) if generation is not None else {}
     policy.wait_until_started()
     seconds = {"policy_init_time_s": time.monotonic() - began}
     refitter = None

@@ -7,7 +7,7 @@ means, so that the step's one division by the global count is the only one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,16 +69,25 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
     return plan
 
 
-def check_divisible(config: Any, tp: int) -> None:
+_CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+def check_divisible(config: Any, tp: int, key: str = "policy.dtensor_cfg.tensor_parallel_size", sizes: Sequence[str] = _CUT_SIZES) -> None:
     """Whether heads and vocabulary divide over `tp` ranks.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        tp: Tensor-parallel ranks.
+        key: Where the number comes from, for the message.
+        sizes: What is cut.
 
     Raises:
         UnsupportedModelError: They do not.
     """
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    for what in sizes:
         value = getattr(config, what, None)
         if value is not None and value % tp:
-            raise UnsupportedModelError(f"policy.dtensor_cfg.tensor_parallel_size={tp} does not divide the model's {what}={value}")
+            raise UnsupportedModelError(f"{key}={tp} does not divide the model's {what}={value}")
 
 
 def apply_tensor_parallel(model: Any, mesh: ParallelMesh, cfg: DTensorConfig) -> None:

@@ -6,6 +6,7 @@ Invariant: a name or argument that does not fit is an error that names the key.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,21 @@ from nemo_rl.distributed.worker_groups import resolve_fqn
 
 class OptimizerConfigError(ValueError):
     """`policy.optimizer` or `policy.scheduler` cannot be built."""
+
+
+def check_names(optimizer: OptimizerConfig | None, scheduler: list[SchedulerConfig] | None) -> None:
+    """Whether the dotted names exist and take the given arguments; needs no parameters and no device.
+
+    Raises:
+        OptimizerConfigError: They do not.
+    """
+    named = [("policy.optimizer", optimizer.name, optimizer.kwargs)] if optimizer is not None else []
+    named += [(f"policy.scheduler.{index}", entry.name, entry.kwargs) for index, entry in enumerate(scheduler or []) if entry.name is not None]
+    for key, name, kwargs in named:
+        try:
+            inspect.signature(resolve_fqn(name)).bind(None, **kwargs)
+        except (ImportError, TypeError, ValueError) as error:
+            raise OptimizerConfigError(f"{key}: {name}({', '.join(kwargs)}) cannot be built: {error}") from error
 
 
 def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
