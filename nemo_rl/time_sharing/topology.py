@@ -7,7 +7,7 @@ inference rank survives training. A mapping that is not sorted is refused, becau
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +24,15 @@ class RegistrationError(ValueError):
         where = f"pipeline {pipeline!r}" + (f", cluster {cluster!r}" if cluster else "")
         super().__init__(f"{where}: {message}")
         self.pipeline, self.cluster, self.gpu = pipeline, cluster, gpu
+        self._message = message
+
+    def __reduce__(self) -> tuple[Callable[..., RegistrationError], tuple[object, ...]]:
+        # Actors raise these across processes, and an exception with keyword arguments does not pickle by itself.
+        return _rebuild_error, (type(self), self._message, self.pipeline, self.cluster, self.gpu)
+
+
+def _rebuild_error(kind: type[RegistrationError], message: str, pipeline: str, cluster: str | None, gpu: int | None) -> RegistrationError:
+    return kind(message, pipeline=pipeline, cluster=cluster, gpu=gpu)
 
 
 class UnknownCluster(RegistrationError):

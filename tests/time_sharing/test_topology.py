@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ def test_a_good_registration_has_one_table_of_ranks() -> None:
 def test_a_mistake_is_named(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         attempt(**arguments)
+
+
+def test_a_mistake_crosses_processes_whole() -> None:
+    with pytest.raises(topo.GpuOutsidePool) as caught:
+        attempt(mappings={"actor_train": [8]})
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is topo.GpuOutsidePool and str(again) == str(caught.value) and again.gpu == 8
 
 
 def test_a_whole_rank_must_survive_training_not_just_enough_gpus() -> None:
