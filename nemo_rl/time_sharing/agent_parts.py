@@ -2,6 +2,7 @@
 
 Only shapes; `agent.Agent` is the state machine that moves them.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -2,6 +2,7 @@
 
 Plain records that `state.SchedulerState` keeps and changes; planner, validator and executor read them. They decide nothing.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
