@@ -1,0 +1,173 @@
+"""Whole runs of `examples/run_grpo.py`: equal runs are equal, an interrupted run goes on as if it had not been, and nothing is left behind."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from nemo_rl.utils.metrics_file import read_metrics
+from tests.models.engines import wait_until_gone
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+BASE = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    f"grpo.max_num_steps={STEPS}",
+    "grpo.val_at_start=false",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "data.validation=null",
+    "env.parity.class=tests.end_to_end.parity.Parity",
+    "data.train.env_name=parity",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=8",
+    "policy.logprob_batch_size=8",
+    "policy.sequence_packing.train_mb_tokens=64",
+    "policy.optimizer.kwargs.lr=0.01",
+    "checkpointing.save_period=2",
+    "checkpointing.metric_name=null",
+    "checkpointing.keep_top_k=null",
+    "logger.tensorboard_enabled=false",
+)
+
+
+@dataclass
+class Command:
+    """A run as a user starts it, in a folder of its own."""
+
+    model: Path
+    folder: Path
+
+    def start(self, *overrides: str) -> Any:
+        """The process; everything it starts carries a mark of its own."""
+        self.mark = uuid.uuid4().hex
+        places = [f"policy.model_name={self.model}", f"logger.log_dir={self.folder}/logs", f"checkpointing.checkpoint_dir={self.folder}/checkpoints"]
+        line = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_arithmetic_cpu.yaml", *BASE, *places, *overrides]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_TEST_RUN": self.mark, "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
+        log = open(self.folder / "output.txt", "a")  # noqa: SIM115 - the process writes on
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def finish(self, *overrides: str) -> None:
+        """Runs to the end, which must be a good one."""
+        assert self.start(*overrides).wait(timeout=600) == 0, self.output()
+
+    def output(self) -> str:
+        """What all runs in this folder have written."""
+        return (self.folder / "output.txt").read_text()
+
+    def wait_for_checkpoint(self, process: Any, step: int) -> None:
+        """Waits until a checkpoint is visible."""
+        deadline = time.monotonic() + 600
+        while not (self.checkpoint(step)).exists():
+            assert process.poll() is None, self.output()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step}"
+
+    def weights(self, step: int) -> Any:
+        return load_file(self.checkpoint(step) / "policy" / "weights" / "model.safetensors")
+
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """The `train/` metrics of every step, over all runs in this folder."""
+        steps: dict[int, dict[str, Any]] = {}
+        for name, series in read_metrics(self.folder / "logs").series.items():
+            if name.startswith("train/"):
+                for step, value in series.items():
+                    steps.setdefault(step, {})[name] = value
+        return steps
+
+    def left(self) -> list[int]:
+        """Processes of the last run that still live."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("NRL_TEST_RUN") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+
+def assert_equal_weights(got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert list(got) == list(want)
+    assert all((got[name] == want[name]).all() for name in want)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """Six steps in one run, recorded."""
+    command = Command(tiny_model, tmp_path_factory.mktemp("whole"))
+    command.finish(f"grpo.rollout_record={command.folder}/rollouts")
+    yield command
+
+
+def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:
+    steps = whole.metrics()
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for metrics in steps.values():
+        assert 1.0 <= metrics["train/token_mult_prob_error"] <= 1.001
+        assert abs(metrics["train/gen_kl_error"]) < 1e-3
+    assert any(metrics["train/grad_norm"] > 0 for metrics in steps.values())
+    first, last = whole.weights(2), whole.weights(STEPS)
+    assert any((first[name] != last[name]).any() for name in first)
+    assert not whole.left()
+    assert not glob.glob("/dev/shm/nemo_rl-*")
+    assert (whole.folder / "logs" / "exp_000" / "report.html").exists()
+
+
+def test_a_run_that_is_killed_and_interrupted_ends_as_if_it_had_not_been(whole: Command, tmp_path: Path) -> None:
+    command = Command(whole.model, tmp_path)
+    process = command.start()
+    command.wait_for_checkpoint(process, 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until_gone(command.left(), timeout_s=60.0)
+
+    process = command.start()
+    command.wait_for_checkpoint(process, 4)
+    # Ctrl-C reaches every process of the terminal.
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) == 130, command.output()
+    assert "interrupted: ending workers" in command.output()
+    wait_until_gone(command.left())
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(command.checkpoint(4) / "policy" / "weights")
+
+    command.finish()
+    assert not command.left()
+    assert_equal_weights(command.weights(STEPS), whole.weights(STEPS))
+    assert command.metrics() == whole.metrics()
+
+
+def test_replayed_rollouts_train_the_same_weights_without_an_engine(whole: Command, tmp_path: Path) -> None:
+    command = Command(whole.model, tmp_path)
+    command.finish(f"grpo.rollout_replay={whole.folder}/rollouts")
+    assert_equal_weights(command.weights(STEPS), whole.weights(STEPS))
+    assert command.metrics() == whole.metrics()
+
+
+def test_training_and_generation_on_slots_of_their_own_train_the_same(whole: Command, tmp_path: Path) -> None:
+    command = Command(whole.model, tmp_path)
+    placement = ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"]
+    command.finish("grpo.max_num_steps=2", *placement)
+    assert_equal_weights(command.weights(2), whole.weights(2))
+    assert {step: metrics for step, metrics in whole.metrics().items() if step <= 2} == command.metrics()
