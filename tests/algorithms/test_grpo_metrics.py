@@ -73,3 +73,10 @@ def test_the_public_path_offers_the_functions_of_their_rooms() -> None:
     assert utils.calculate_baseline_and_std_per_prompt(torch.zeros(2, 1), values, torch.ones(2))[0].tolist() == [3.0, 1.0]
     with pytest.raises(AttributeError, match="get_model"):
         _ = utils.get_model
+
+
+def test_replayed_rollouts_have_no_generation_rate() -> None:
+    seconds = {"total_step_time": 2.0, "policy_training": 1.0, "generation": 0.1}
+    metrics = throughput_metrics(8, 64.0, seconds, num_devices=1, train_devices=1, generation_devices=0, generated_tokens=32.0)
+    assert metrics["samples_per_sec"] == 4.0
+    assert not any(name.startswith("generation") for name in metrics)

@@ -78,13 +78,13 @@ def throughput_metrics(
         seconds: durations by timer name (`total_step_time`, `policy_training`, `policy_and_reference_logprobs`, `generation`); absent or 0 gives no metric.
         num_devices: accelerators of the run.
         train_devices: accelerators that train.
-        generation_devices: accelerators that generate.
+        generation_devices: accelerators that generate; none while rollouts are replayed.
         generated_tokens: tokens sampled.
     """
     metrics: dict[str, float] = {}
 
     def rate(name: str, amount: float, timer: str, devices: int) -> None:
-        if seconds.get(timer, 0.0) > 0:
+        if seconds.get(timer, 0.0) > 0 and devices:
             metrics[name] = amount / seconds[timer]
             metrics[f"{name}_per_gpu"] = metrics[name] / devices
 
