@@ -44,6 +44,7 @@ class DatasetConfig(DatasetDefaults):
     held_out: NonNegativeInt = Field(512, description="arithmetic: distinct problems kept for split `validation`, never in `train`.")
     max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")
     operators: list[str] = Field(["+", "-"], description="arithmetic: operators among + - *.")
+    slips: float = Field(0.0, ge=0, lt=1, description="arithmetic: fraction of training answers with a digit too many, as careless demonstrations have.")
 
     @model_validator(mode="after")
     def _only_classes_take_further_keys(self) -> DatasetConfig:

@@ -73,8 +73,22 @@ def arithmetic_problems(num_problems: int, held_out: int, max_operand: int, oper
     return train, kept
 
 
+class _Slips:
+    """Answers as a careless hand writes them: some with one more digit. A model that learns from them knows more than it shows."""
+
+    def __init__(self, fraction: float, seed: int) -> None:
+        self._fraction = fraction
+        self._random = random.Random(f"slips {seed}")
+
+    def written(self, answer: str) -> str:
+        return f"{answer}{self._random.randrange(10)}" if self._random.random() < self._fraction else answer
+
+
 class ArithmeticDataset(RawDataset):
-    """`dataset_name: arithmetic`; split `train`, or `validation` for the held-out problems of the same parameters."""
+    """`dataset_name: arithmetic`; split `train`, or `validation` for the held-out problems of the same parameters.
+
+    With `slips`, that fraction of the training answers is wrong by a digit too many; held-out answers are always right.
+    """
 
     def __init__(self, config: DatasetConfig, task_name: str) -> None:
         from datasets import Dataset
@@ -84,9 +98,10 @@ class ArithmeticDataset(RawDataset):
             raise DataError(f"arithmetic: there is no split {split!r}.{did_you_mean(split, SPLITS)} It has {', '.join(SPLITS)}")
         train, held_out = arithmetic_problems(config.num_problems, config.held_out, config.max_operand, tuple(config.operators), config.seed)
         problems = train if split == "train" else held_out
+        slips = _Slips(config.slips if split == "train" else 0.0, config.seed)
         if not problems:
             raise DataError(f"arithmetic: split {split} is empty; held_out is {config.held_out}")
         self.task_name = task_name
         self.dataset = Dataset.from_dict(
-            {"messages": [conversation(problem.question, problem.answer) for problem in problems], "task_name": [task_name] * len(problems)}
+            {"messages": [conversation(problem.question, slips.written(problem.answer)) for problem in problems], "task_name": [task_name] * len(problems)}
         )
