@@ -1,0 +1,110 @@
+"""Collecting a step: groups are numbered and recorded, dynamic sampling fills the step and drops the rest by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.grpo.collect import collect_experience, training_plan, validation_plan
+from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
+from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.config import load_master_config
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.store import InProcessStore
+from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
+from nemo_rl.utils.timer import Timer
+
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+PROMPTS, SAMPLES = 3, 2
+
+
+class Rollouts:
+    """Gives each prompt's two samples the next pair of rewards."""
+
+    def __init__(self, *pairs: tuple[float, float]) -> None:
+        self._pairs = iter(pairs)
+        self.attempts: list[int] = []
+
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        self.attempts.append(attempt)
+        rewards = torch.tensor([reward for _ in range(batch.size // SAMPLES) for reward in next(self._pairs)])
+        rows = batch.size
+        return Rollout(
+            RolloutColumns(
+                BatchedDataDict(input_ids=torch.arange(rows)[:, None].repeat(1, 4), input_lengths=torch.full((rows,), 4)),
+                BatchedDataDict(
+                    total_reward=rewards,
+                    truncated=torch.zeros(rows, dtype=torch.bool),
+                    sample_mask=torch.ones(rows),
+                    response_lengths=torch.full((rows,), 2),
+                    generated_lengths=torch.full((rows,), 2),
+                    prompt_number=batch["prompt_number"],
+                    sample_number=batch["sample_number"],
+                    weight_version=torch.full((rows,), 5),
+                ),
+                [f"{prompt}/{sample}" for prompt, sample in zip(batch["prompt_number"].tolist(), batch["sample_number"].tolist(), strict=True)],
+            ),
+            {"rollouts": float(attempt)},
+        )
+
+
+def run_of(rollouts: Rollouts, *overrides: str) -> Any:
+    base = [f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={SAMPLES}", "policy.train_global_batch_size=6"]
+    config = load_master_config(CONFIG, [*base, "policy.train_micro_batch_size=2", "policy.logprob_batch_size=2", *overrides])
+    return SimpleNamespace(config=config, state=GRPOState(step=5), rollouts=rollouts, store=InProcessStore(0), record=MemoryRecord(), timer=Timer())
+
+
+def batches() -> Iterator[BatchedDataDict[Any]]:
+    for index in range(10):
+        yield BatchedDataDict(idx=[PROMPTS * index + offset for offset in range(PROMPTS)], length=torch.ones(PROMPTS))
+
+
+def events(run: Any, kind: type) -> list[Any]:
+    return [entry.event for entry in run.record.entries if isinstance(entry.event, kind)]
+
+
+def test_without_dynamic_sampling_a_step_is_one_batch_and_every_group_is_recorded() -> None:
+    run = run_of(Rollouts((0, 1), (1, 1), (0, 0)))
+    source = batches()
+    experience = collect_experience(run, lambda: next(source))
+    assert experience.rows.size == experience.handle.size == PROMPTS * SAMPLES
+    assert [event.group_id for event in events(run, GroupAdmitted)] == ["5-0", "5-1", "5-2"]
+    assert [event.group_id for event in events(run, GroupCommitted)] == ["5-0", "5-1", "5-2"]
+    assert experience.rows["reward"].tolist() == [0, 1, 1, 1, 0, 0]
+
+
+def test_dynamic_sampling_fills_the_step_with_groups_that_differ() -> None:
+    run = run_of(Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1), (1, 0)), "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
+    source = batches()
+    experience = collect_experience(run, lambda: next(source))
+    assert experience.texts == ["0/0", "0/1", "3/0", "3/1", "5/0", "5/1"]
+    assert experience.handle.size == experience.rows.size == 6
+    assert run.rollouts.attempts == [0, 1]
+    assert [event.group_id for event in events(run, GroupDropped)] == ["5-1", "5-2", "5-4"]
+    assert len(events(run, GroupAdmitted)) == 6
+    assert experience.metrics["dynamic_sampling_num_gen_batches"] == 2.0
+
+
+def test_dynamic_sampling_that_finds_nothing_ends_with_the_keys_that_help() -> None:
+    run = run_of(Rollouts(*[(1, 1)] * 30), "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
+    source = batches()
+    with pytest.raises(DynamicSamplingError, match="only 0 of 6 samples .* raise grpo.dynamic_sampling_max_gen_batches=2"):
+        collect_experience(run, lambda: next(source))
+    assert run.rollouts.attempts == [0, 1, 2]
+
+
+def test_validation_draws_the_same_at_every_validation_and_never_what_training_draws() -> None:
+    run = run_of(Rollouts())
+    first, training = validation_plan(run, 0), training_plan(run)
+    run.state.step = 17
+    assert validation_plan(run, 0) == first != validation_plan(run, 1)
+    assert training.step == 5 != first.step

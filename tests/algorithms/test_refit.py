@@ -1,0 +1,137 @@
+"""Refits follow versions: one per version, in the order that memory needs, and again after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.grpo import refit
+from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.config import WeightSyncConfig
+from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
+from nemo_rl.weight_sync.session import SyncReport
+
+
+class Both:
+    """Policy and generation in one, writing down what happens to them."""
+
+    dp_size = 2
+
+    def __init__(self, free_bytes: int = 1 << 40) -> None:
+        self.happened: list[str] = []
+        self.weights_resident = True
+        self._free = free_bytes
+
+    def prepare_for_generation(self, tags: Sequence[str]) -> None:
+        self.happened.append("wake " + " ".join(tags))
+
+    def sleep(self) -> list[dict[str, int]]:
+        self.happened.append("sleep")
+        self.weights_resident = False
+        return [{"before": 100, "after": 10}]
+
+    def invalidate_kv_cache(self) -> None:
+        self.happened.append("forget prefixes")
+
+    def offload_before_refit(self) -> None:
+        self.happened.append("offload optimizer")
+
+    def offload_after_refit(self) -> None:
+        self.happened.append("offload model")
+
+    def get_free_memory_bytes(self) -> int:
+        return self._free
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A refitter whose sessions write themselves down, and fail when told to."""
+
+    def make(*, colocated: bool = True, cuda: bool = False, free_bytes: int = 1 << 40) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
+        both, record, failing = Both(free_bytes), MemoryRecord(), []
+
+        class Session:
+            session_id = "s"
+
+            def __init__(self, *_: Any, version: int, **__: Any) -> None:
+                self._version = version
+
+            def run(self) -> SyncReport:
+                both.happened.append(f"send {self._version}")
+                if failing:
+                    raise RuntimeError("planted")
+                both.weights_resident = True
+                return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1})
+
+        monkeypatch.setattr(refit, "SyncSession", Session)
+        return Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record), both, record, failing
+
+    return make
+
+
+def test_one_refit_serves_validation_and_the_next_step(parts: Any) -> None:
+    refitter, both, record, _ = parts()
+    refitter.bring_to(0)
+    refitter.bring_to(0)
+    refitter.release_device()
+    refitter.bring_to(1)
+    refitter.bring_to(1)
+    assert [entry for entry in both.happened if entry.startswith("send")] == ["send 0", "send 1"]
+    assert [entry.event.version for entry in record.entries if isinstance(entry.event, VersionPublished)] == [0, 1]
+
+
+def test_weights_wake_before_the_sync_and_the_cache_after_it(parts: Any) -> None:
+    refitter, both, _, _ = parts()
+    refitter.release_device()
+    refitter.release_device()
+    refitter.bring_to(3)
+    assert both.happened == ["sleep", "wake weights", "send 3", "wake kv_cache"]
+
+
+def test_generation_that_lost_its_weights_gets_the_same_version_again(parts: Any) -> None:
+    refitter, both, _, _ = parts()
+    refitter.bring_to(0)
+    refitter.release_device()
+    refitter.bring_to(0)
+    assert both.happened[-3:] == ["wake weights", "send 0", "wake kv_cache"]
+
+
+def test_training_leaves_the_device_only_where_memory_is_short(parts: Any) -> None:
+    refitter, both, _, _ = parts(cuda=True, free_bytes=50)
+    refitter.release_device()
+    refitter.bring_to(0)
+    assert both.happened == ["sleep", "offload optimizer", "wake weights", "send 0", "offload model", "wake kv_cache"]
+    refitter, both, _, _ = parts(cuda=True, free_bytes=200)
+    refitter.release_device()
+    refitter.bring_to(0)
+    assert "offload model" not in both.happened
+
+
+def test_generation_of_its_own_slots_never_sleeps_and_forgets_prefixes(parts: Any) -> None:
+    refitter, both, _, _ = parts(colocated=False)
+    refitter.release_device()
+    refitter.bring_to(0)
+    assert both.happened == ["send 0", "forget prefixes"]
+
+
+def test_after_a_failed_session_also_the_old_version_is_sent_anew(parts: Any) -> None:
+    refitter, both, record, failing = parts()
+    refitter.bring_to(0)
+    failing.append(1)
+    with pytest.raises(RuntimeError, match="planted"):
+        refitter.bring_to(1)
+    failing.clear()
+    refitter.bring_to(0)
+    assert [entry for entry in both.happened if entry.startswith("send")] == ["send 0", "send 1", "send 0"]
+    assert [entry.event.outcome for entry in record.entries if isinstance(entry.event, SyncFinished)] == ["done", "failed", "done"]
+    assert sum(isinstance(entry.event, SyncStarted) for entry in record.entries) == 3
+
+
+def test_the_last_refit_is_measured(parts: Any) -> None:
+    refitter, _, _, _ = parts()
+    assert refitter.metrics() == {}
+    refitter.bring_to(5)
+    assert refitter.metrics() == {"gib": 1 / 1024, "windows": 1.0, "version": 5.0, "total_s": 0.1}
