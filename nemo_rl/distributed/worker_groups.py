@@ -125,6 +125,8 @@ class RayWorkerGroup:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot.device_index) for slot in slots)
         else:
             env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(group) for group in on_node)))
+            # Threads that wait by spinning take the cores from whoever they wait for when the machine has other work too.
+            env["OMP_WAIT_POLICY"] = "PASSIVE"
             env["CUDA_VISIBLE_DEVICES"] = ""
         return env
 
