@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import signal
@@ -61,7 +62,9 @@ class Command:
         line = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_arithmetic_cpu.yaml", *BASE, *places, *overrides]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_TEST_RUN": self.mark, "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
         log = open(self.folder / "output.txt", "a")  # noqa: SIM115 - the process writes on
-        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
+        listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=listen)
 
     def finish(self, *overrides: str) -> None:
         """Runs to the end, which must be a good one."""
