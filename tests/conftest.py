@@ -6,6 +6,7 @@ Hypothesis examples have no time limit of their own, since a busy machine is no 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -25,6 +26,15 @@ _OBJECT_STORE_BYTES = 512 << 20
 
 hypothesis.settings.register_profile("nemo_rl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("nemo_rl")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_speak() -> None:
+    """Libraries imported by earlier tests may configure logging and thereby silence loggers that exist already."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("nemo_rl") and isinstance(logger, logging.Logger):
+            logger.disabled = False
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)

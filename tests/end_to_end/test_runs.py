@@ -64,7 +64,7 @@ class Command:
         log = open(self.folder / "output.txt", "a")  # noqa: SIM115 - the process writes on
         # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
         listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=listen)
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=listen)  # noqa: PLW1509 - it only resets one signal
 
     def finish(self, *overrides: str) -> None:
         """Runs to the end, which must be a good one."""

@@ -57,12 +57,16 @@ def _pipeline_class() -> Any:
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     module = _pipeline_class()
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=100_000_000)
+    owned = not ray.is_initialized()
+    if owned:
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=100_000_000)
     try:
         ray.cloudpickle.register_pickle_by_value(module)
         yield ray, module
     finally:
-        ray.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(module)
+        if owned:
+            ray.shutdown()
 
 
 def _start(ray: Any, module: Any, name: str, number: int, steps: int, log_dir: Path, scheduler: Any, incarnation: int) -> Any:
