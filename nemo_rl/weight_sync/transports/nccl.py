@@ -49,8 +49,9 @@ class NcclGroup:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Tears the communicator down."""
-        self._group.shutdown()
+        """Tears the communicator down, without waiting for its other members."""
+        # Receivers leave when they are finalised, the sender after them; `shutdown` is collective among ranks of one host and would wait for it.
+        self._group.abort()
 
 
 class NcclStaging(Staging):
