@@ -1,0 +1,136 @@
+"""Starts and ends TransferQueue for one run: its controller, its storage, and Mooncake's master where that is the storage.
+
+Names belong to the run, so that two runs on one Ray cluster never meet; everything is started here and ended here. Knows
+no rows. Invariant: after `close` (or after the death of the process that started it) no process of the system is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.config import DataPlaneConfig
+from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
+from nemo_rl.data_plane.errors import DataPlaneError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 120.0
+
+
+@dataclass
+class TransferQueueSystem:
+    """A running system.
+
+    Attributes:
+        address: How processes of the run attach.
+        undo: Ends everything, in reverse order.
+        metrics_endpoint: `host:port` of the controller's own Prometheus metrics, empty where off.
+    """
+
+    address: TransferQueueAddress
+    undo: ExitStack
+    metrics_endpoint: str = ""
+
+    def close(self) -> None:
+        """Ends every process of the system. Safe to call twice."""
+        self.undo.close()
+
+
+def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
+    """Starts a system on this job's Ray cluster.
+
+    Args:
+        cfg: The section; `enabled` is not looked at.
+
+    Raises:
+        DataPlaneError: TransferQueue is not installed, or did not start.
+        MooncakeUnavailableError: The backend is mooncake_cpu and Mooncake cannot be loaded.
+    """
+    import ray
+
+    try:
+        from transfer_queue.controller import TransferQueueController
+    except ImportError as error:
+        raise DataPlaneError(f"data_plane.impl=transfer_queue needs the package transferqueue ({error}); pip install 'nemo-rl[data-plane]'") from error
+    name = f"nemo_rl.data_plane-{uuid.uuid4().hex[:12]}"
+    mooncake = cfg.backend == "mooncake_cpu"
+    with ExitStack() as undo:
+        overlay = _mooncake_overlay(cfg, undo) if mooncake else {}
+        actor_class: Any = TransferQueueController
+        from transfer_queue.sampler.sequential_sampler import SequentialSampler
+
+        controller = actor_class.options(name=name, num_cpus=0).remote(sampler=SequentialSampler, polling_mode=True)
+        undo.callback(_kill, controller)
+        try:
+            config = _configuration(cfg, overlay, ray.get(controller.get_zmq_server_info.remote(), timeout=_START_TIMEOUT_S))
+            if not mooncake:
+                config.backend.SimpleStorage.zmq_info = _start_units(cfg, config, name, undo)
+            endpoint = _start_metrics(cfg, controller, config) if cfg.observability.enabled else ""
+            ray.get(controller.store_config.remote(config), timeout=_START_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise DataPlaneError(f"data_plane: TransferQueue did not start: {error}") from error
+        timeout_s = DEFAULT_TIMEOUT_S if cfg.ack_timeout_ms is None else cfg.ack_timeout_ms / 1000
+        logger.info("data_plane=started backend=%s controller=%s metrics=%s", cfg.backend, name, endpoint or "off")
+        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake), undo.pop_all(), endpoint)
+
+
+def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any], controller_info: Any) -> Any:
+    from importlib import resources
+
+    from omegaconf import OmegaConf
+
+    with resources.as_file(resources.files("transfer_queue") / "config.yaml") as path:
+        defaults: Any = OmegaConf.load(path)
+    config: Any = OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults)
+    config.controller.polling_mode = True
+    config.controller.zmq_info = controller_info
+    config.backend.storage_backend = "MooncakeStore" if cfg.backend == "mooncake_cpu" else "SimpleStorage"
+    config.backend.SimpleStorage.total_storage_size = cfg.storage_capacity
+    config.backend.SimpleStorage.num_data_storage_units = cfg.num_storage_units
+    for key, value in overlay.items():
+        config.backend.MooncakeStore[key] = value
+    return config
+
+
+def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) -> dict[str, Any]:
+    """Storage actors, spread over the nodes; what clients need to reach them, by name."""
+    import ray
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+    from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
+
+    plain = dict(config.backend.SimpleStorage)
+    unit_class: Any = SimpleStorageUnit
+    units: dict[str, Any] = {}
+    for rank, strategy in enumerate(get_node_round_robin_scheduling_strategies(cfg.num_storage_units)):
+        actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(config=plain)
+        undo.callback(_kill, actor)
+        units[f"storage unit {rank}"] = actor
+    infos = ray.get([actor.get_zmq_server_info.remote() for actor in units.values()], timeout=_START_TIMEOUT_S)
+    return dict(zip(units, infos, strict=True))
+
+
+def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: Any) -> str:
+    import ray
+
+    endpoint = ray.get(controller.start_metrics.remote(port=0), timeout=_START_TIMEOUT_S)
+    if cfg.backend == "simple":
+        ray.get(controller.register_storage_units_for_metrics.remote(dict(config.backend.SimpleStorage.zmq_info)), timeout=_START_TIMEOUT_S)
+    return str(endpoint)
+
+
+def _mooncake_overlay(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
+    from nemo_rl.data_plane.adapters.mooncake import start_master
+
+    return start_master(cfg, undo)
+
+
+def _kill(actor: Any) -> None:
+    import ray
+
+    if ray.is_initialized():
+        ray.kill(actor)

@@ -1,0 +1,249 @@
+"""Rows in TransferQueue: a controller that knows which rows exist, and storage that holds their bytes.
+
+Speaks to TransferQueue's own client on one event loop per process, with a deadline on every call, and finds out what died
+when one passes. Which storage lies behind it is the system's configuration. Invariant: nothing outside `adapters` imports
+`transfer_queue`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from nemo_rl.data_plane.client import StorageFull
+from nemo_rl.data_plane.errors import DataPlaneError, DataPlaneTimeout, MissingRowsError
+from nemo_rl.data_plane.interfaces import Located
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PROBE_EVERY_S = 3.0
+_PROBE_TIMEOUT_S = 2.0
+_ATTACH_TIMEOUT_S = 60.0
+# -200 is Mooncake's "no space left in any segment".
+_FULL_MARKS = ("Storage capacity exceeded", "error codes [-200", "-200,", "NO_AVAILABLE_HANDLE")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A process of the data plane that must be reachable."""
+
+    what: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.host}:{self.port}"
+
+    def answers(self) -> bool:
+        """Whether something accepts connections there."""
+        try:
+            with socket.create_connection((self.host, self.port), timeout=_PROBE_TIMEOUT_S):
+                return True
+        except TimeoutError:
+            # A busy machine answers late; only a refusal says that nobody is there.
+            return True
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class TransferQueueAddress:
+    """How a process of the run finds the data plane: its controller actor's name in this job's namespace, and the deadline of a call in seconds."""
+
+    controller: str
+    timeout_s: float
+    mooncake: bool = False
+
+    def connect(self) -> TransferQueueStorage:
+        """A storage of this process.
+
+        Raises:
+            DataPlaneError: There is no such controller.
+        """
+        return TransferQueueStorage(self)
+
+
+class TransferQueueStorage:
+    """This process's connection.
+
+    Args:
+        address: Where.
+    """
+
+    def __init__(self, address: TransferQueueAddress) -> None:
+        self._timeout_s = address.timeout_s
+        self._mooncake = address.mooncake
+        config, self.endpoints = fetch_config(address.controller)
+        if address.mooncake:
+            from nemo_rl.data_plane.adapters.mooncake import prepare_process
+
+            prepare_process(config)
+        from transfer_queue.client import AsyncTransferQueueClient
+
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="data-plane", daemon=True)
+        self._thread.start()
+        backend = config.backend.storage_backend
+        name = f"nemo_rl-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._client = AsyncTransferQueueClient(client_id=name, controller_info=config.controller.zmq_info, zmq_io_threads=2)
+        self._client.initialize_storage_manager(manager_type=backend, config=config.backend[backend])
+        self._manager = self._client.storage_manager
+        self._open = True
+
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Located:
+        """See `Storage`."""
+        ids = list(sample_ids)
+        meta = self._run(
+            f"looking up {len(ids)} rows of partition {partition_id!r}", lambda: self._client.async_kv_retrieve_meta(ids, partition_id, create=create)
+        )
+        if meta.size != len(ids):
+            missing = self._absent(partition_id, ids)
+            raise MissingRowsError(f"partition {partition_id!r}: {len(missing)} of {len(ids)} rows do not exist (never written, or cleared): {missing[:3]}")
+        return Located(partition_id, tuple(ids), tuple(meta.field_names), tuple(dict(tags) for tags in meta.custom_meta), meta)
+
+    def _absent(self, partition_id: str, ids: Sequence[str]) -> list[str]:
+        present = self.list(partition_id)
+        return [identity for identity in ids if identity not in present]
+
+    def put(self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """See `Storage`."""
+        what = f"writing {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
+        try:
+            if blocks:
+                data = _Rows({name: _tensors(values) if self._mooncake else [value.tobytes() for value in values] for name, values in blocks.items()})
+                data.batch_size = (len(rows.sample_ids),)
+                self._run(what, lambda: self._manager.put_data(data, rows.native))
+            if tags is not None:
+                rows.native.update_custom_meta([dict(tag) for tag in tags])
+                self._run(what, lambda: self._client.async_set_custom_meta(rows.native))
+        except RuntimeError as error:
+            if isinstance(error, DataPlaneError) or not any(mark in str(error) for mark in _FULL_MARKS):
+                raise
+            if not rows.blocks:
+                # Rows that were new with this put hold parts of it at most; they leave no trace.
+                self.clear(rows.partition_id, rows.sample_ids)
+            raise StorageFull(_last_clause(str(error))) from error
+
+    def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Any]]:
+        """See `Storage`."""
+        meta = rows.native.select_fields(list(blocks))
+        what = f"reading {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
+        if self._mooncake:
+            found = self._run(what, lambda: asyncio.to_thread(asyncio.run, self._manager.get_data(meta)))
+        else:
+            found = self._run(what, lambda: self._manager.get_data(meta))
+        return {name: _buffers(found[name]) for name in blocks}
+
+    def clear(self, partition_id: str, sample_ids: Sequence[str]) -> None:
+        """See `Storage`."""
+        ids = list(sample_ids)
+        what = f"clearing {len(ids)} rows of partition {partition_id!r}"
+        meta = self._run(what, lambda: self._client.async_kv_retrieve_meta(ids, partition_id, create=False))
+        if meta.size:
+            self._run(what, lambda: self._clear(meta, partition_id, ids))
+
+    async def _clear(self, meta: Any, partition_id: str, ids: list[str]) -> None:
+        await self._client.async_clear_samples(meta)
+
+    def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        """See `Storage`."""
+        found = self._run(f"listing partition {partition_id!r}", lambda: self._client.async_kv_list(partition_id))
+        return {identity: dict(tags or {}) for identity, tags in found.get(partition_id, {}).items()}
+
+    def close(self) -> None:
+        """See `Storage`."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5.0)
+        self._client.close()
+        self._loop.close()
+
+    def _run(self, what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Runs a call to its end, or to the deadline, or until a part of the data plane is found dead."""
+        future = asyncio.run_coroutine_threadsafe(make(), self._loop)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return future.result(timeout=min(_PROBE_EVERY_S, max(0.05, deadline - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
+                if dead:
+                    future.cancel()
+                    raise DataPlaneError(f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the run cannot go on") from None
+                if time.monotonic() >= deadline:
+                    future.cancel()
+                    alive = ", ".join(map(str, self.endpoints))
+                    raise DataPlaneTimeout(f"{what}: no answer within {self._timeout_s:.0f} s, although these accept connections: {alive}") from None
+            except RuntimeError as error:
+                dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
+                if dead:
+                    raise DataPlaneError(f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the run cannot go on") from error
+                raise
+
+
+class _Rows(dict[str, Any]):
+    """A batch as TransferQueue's managers read one: columns by name, and its size."""
+
+    batch_size: tuple[int, ...] = (0,)
+
+
+def fetch_config(controller: str) -> tuple[Any, tuple[Endpoint, ...]]:
+    """The system's configuration from its controller, and what must be reachable.
+
+    Raises:
+        DataPlaneError: There is no such controller.
+    """
+    import ray
+
+    try:
+        actor = ray.get_actor(controller)
+        config = ray.get(actor.get_config.remote(), timeout=_ATTACH_TIMEOUT_S)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise DataPlaneError(f"the data plane's controller {controller!r} does not answer: {error}; the driver starts it before workers attach") from error
+    return config, endpoints_of(config)
+
+
+def endpoints_of(config: Any) -> tuple[Endpoint, ...]:
+    """The processes behind a configuration."""
+    info = config.controller.zmq_info
+    found = [Endpoint("the controller", info.ip, info.ports["request_handle_socket"])]
+    backend = config.backend[config.backend.storage_backend]
+    for name, unit in (backend.get("zmq_info") or {}).items():
+        found.append(Endpoint(str(name), unit.ip, unit.ports["put_get_socket"]))
+    if "master_server_address" in backend:
+        host, _, port = str(backend.master_server_address).rpartition(":")
+        found.append(Endpoint("mooncake_master", host, int(port)))
+    return tuple(found)
+
+
+def _tensors(buffers: Sequence[Any]) -> torch.Tensor:
+    offsets = torch.tensor([0, *np.cumsum([len(buffer) for buffer in buffers]).tolist()])
+    # Rows of one put lie behind each other already, unless they were made one by one.
+    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(np.concatenate(buffers)), offsets)
+
+
+def _buffers(values: Any) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        return [row.numpy() for row in values.unbind()]
+    return values.tolist()
+
+
+def _last_clause(message: str) -> str:
+    return message.rsplit("detail error message: ", 1)[-1][-300:]

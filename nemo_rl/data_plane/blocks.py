@@ -1,0 +1,245 @@
+"""Columns to bytes and back: padded batches, jagged tensors and objects as one buffer per row, without padding on the wire.
+
+Packs token columns of equal lengths and row columns into one block; rows are copied as plain bytes, so every dtype comes
+back bit for bit. Knows no store, and nothing from the wire is unpickled. Invariant: decode(encode(x)) == x, whatever the
+row order in between.
+
+Shapes: N rows, S padded width.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nemo_rl.data_plane.layout import HEADER_BYTES, Layout, Slot, dtype_name
+
+Buffer = NDArray[np.uint8]
+_JSON, _TORCH = 0, 1
+_LEAVES = (torch.Tensor, str, bytes, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Rows of different lengths without padding.
+
+    Attributes:
+        values: All rows after each other, [sum of lengths, ...].
+        lengths: Length of each row.
+    """
+
+    values: torch.Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Rows of different lengths in a padded tensor [N, S, ...]."""
+
+    values: torch.Tensor
+    lengths: tuple[int, ...]
+
+
+Column = torch.Tensor | Jagged | Padded | Sequence[Any]
+
+
+def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer]]:
+    """Blocks of a batch.
+
+    Args:
+        columns: Tensors [N, ...] with one value per row, `Jagged` and `Padded` token columns, sequences of N objects.
+        rows: N.
+
+    Raises:
+        ValueError: A column does not have N rows.
+        TypeError: A tensor's dtype or an object's type cannot travel.
+    """
+    per_row: list[tuple[Slot, Buffer]] = []
+    per_token: dict[tuple[int, ...], list[tuple[Slot, Jagged | Padded]]] = {}
+    blocks: dict[Layout, list[Buffer]] = {}
+    for name, column in columns.items():
+        if isinstance(column, Jagged | Padded):
+            _check_rows(name, len(column.lengths), rows)
+            inner = column.values.shape[1:] if isinstance(column, Jagged) else column.values.shape[2:]
+            slot = Slot(name, "t", dtype_name(column.values.dtype), tuple(inner))
+            per_token.setdefault(column.lengths, []).append((slot, column))
+        elif isinstance(column, torch.Tensor):
+            _check_rows(name, len(column), rows)
+            per_row.append((Slot(name, "r", dtype_name(column.dtype), tuple(column.shape[1:])), _as_bytes(column, rows)))
+        else:
+            _check_rows(name, len(column), rows)
+            blocks[Layout((Slot(name, "o"),))] = [_encode_object(name, row, value) for row, value in enumerate(column)]
+    if per_row and not per_token:
+        per_token[(0,) * rows] = []
+    for lengths, group in per_token.items():
+        layout = Layout((*(slot for slot, _ in per_row), *(slot for slot, _ in group)))
+        blocks[layout] = _pack(lengths, [values for _, values in per_row], group)
+        per_row = []
+    return blocks
+
+
+def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Sequence[str], width: int, pad: Mapping[str, float]) -> dict[str, Any]:
+    """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that is longer.
+
+    Args:
+        layout: Of the block.
+        buffers: One per row.
+        columns: Which columns.
+        width: Wanted width; 0 for the longest row.
+        pad: Padding by column; 0 where absent.
+    """
+    rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
+    lengths = _lengths(rows)
+    longest = max(lengths, default=0)
+    decoded: dict[str, Any] = {}
+    for slot, offset, steps in _placed(layout):
+        if slot.column not in columns:
+            continue
+        if slot.kind == "o":
+            decoded[slot.column] = [_decode_object(row) for row in rows]
+        elif slot.kind == "r":
+            decoded[slot.column] = _rows_of(rows, slot, offset)
+        else:
+            tensor = torch.full((len(rows), max(width, longest), *slot.shape), pad.get(slot.column, 0), dtype=slot.torch_dtype)
+            out, size = _byte_matrix(tensor), slot.nbytes
+            for row, (buffer, length) in enumerate(zip(rows, lengths, strict=True)):
+                start = offset + steps * length
+                out[row, : length * size] = buffer[start : start + length * size]
+            decoded[slot.column] = tensor
+    return decoded
+
+
+def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Sequence[str]) -> dict[str, Any]:
+    """Columns of a block: token columns as `Jagged`, rows' as tensors, objects as lists."""
+    rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
+    lengths = _lengths(rows)
+    decoded: dict[str, Any] = {}
+    for slot, offset, steps in _placed(layout):
+        if slot.column not in columns:
+            continue
+        if slot.kind == "o":
+            decoded[slot.column] = [_decode_object(row) for row in rows]
+        elif slot.kind == "r":
+            decoded[slot.column] = _rows_of(rows, slot, offset)
+        else:
+            size = slot.nbytes
+            parts = [buffer[offset + steps * n : offset + (steps + size) * n] for buffer, n in zip(rows, lengths, strict=True)]
+            flat = torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.uint8))
+            decoded[slot.column] = Jagged(flat.view(slot.torch_dtype).view(sum(lengths), *slot.shape), tuple(lengths))
+    return decoded
+
+
+def _check_rows(name: str, found: int, rows: int) -> None:
+    if found != rows:
+        raise ValueError(f"column {name!r} has {found} rows, the number of sample ids must match batch size: {rows}")
+
+
+def _as_bytes(tensor: torch.Tensor, rows: int) -> Buffer:
+    return _byte_matrix(tensor.detach().cpu().contiguous()).reshape(rows, -1)
+
+
+def _byte_matrix(tensor: torch.Tensor) -> Buffer:
+    flat = tensor.reshape(len(tensor), -1) if tensor.numel() else tensor.new_empty((len(tensor), 0))
+    return flat.view(torch.uint8).numpy()
+
+
+def _pack(lengths: Sequence[int], heads: Sequence[Buffer], group: Sequence[tuple[Slot, Jagged | Padded]]) -> list[Buffer]:
+    count = len(lengths)
+    header = np.asarray(lengths, dtype=np.int64).reshape(count, 1).view(np.uint8)
+    head = np.concatenate([header, *heads], axis=1) if count else np.empty((0, HEADER_BYTES), np.uint8)
+    per_token = sum(slot.nbytes for slot, _ in group)
+    sizes = [head.shape[1] + per_token * length for length in lengths]
+    ends = np.cumsum([0, *sizes]).tolist()
+    flat = np.empty(ends[-1], dtype=np.uint8)
+    buffers = [flat[start:end] for start, end in itertools.pairwise(ends)]
+    for row, buffer in enumerate(buffers):
+        buffer[: head.shape[1]] = head[row]
+    done = 0
+    for slot, column in group:
+        size = slot.nbytes
+        if isinstance(column, Padded):
+            source = _as_bytes(column.values, count)
+            for row, (buffer, length) in enumerate(zip(buffers, lengths, strict=True)):
+                start = head.shape[1] + done * length
+                buffer[start : start + size * length] = source[row, : size * length]
+        else:
+            source = _byte_matrix(column.values.detach().cpu().contiguous()).reshape(-1)
+            at = 0
+            for buffer, length in zip(buffers, lengths, strict=True):
+                start = head.shape[1] + done * length
+                buffer[start : start + size * length] = source[at : at + size * length]
+                at += size * length
+        done += size
+    return buffers
+
+
+def _lengths(rows: Sequence[Buffer]) -> list[int]:
+    return [int(row[:HEADER_BYTES].view(np.int64)[0]) for row in rows]
+
+
+def _placed(layout: Layout) -> list[tuple[Slot, int, int]]:
+    """Each column with its byte offset in a row: the second number, and the third once per token."""
+    placed: list[tuple[Slot, int, int]] = []
+    offset, per_token = HEADER_BYTES, 0
+    for slot in layout.slots:
+        if slot.kind == "t":
+            placed.append((slot, layout.row_bytes, per_token))
+            per_token += slot.nbytes
+        else:
+            placed.append((slot, offset, 0))
+            offset += slot.nbytes if slot.kind == "r" else 0
+    return placed
+
+
+def _rows_of(rows: Sequence[Buffer], slot: Slot, offset: int) -> torch.Tensor:
+    values = np.stack([row[offset : offset + slot.nbytes] for row in rows]) if rows else np.empty((0, slot.nbytes), np.uint8)
+    return torch.from_numpy(values.reshape(-1)).view(slot.torch_dtype).view(len(rows), *slot.shape)
+
+
+def _encode_object(name: str, row: int, value: Any) -> Buffer:
+    if _is_plain(value):
+        mark, payload = _JSON, json.dumps(value).encode()
+    else:
+        _check_object(name, row, value)
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        mark, payload = _TORCH, stream.getvalue()
+    header = np.array([len(payload)], dtype=np.int64).tobytes()
+    return np.frombuffer(header + bytes([mark]) + payload, dtype=np.uint8)
+
+
+def _decode_object(row: Buffer) -> Any:
+    payload = row[HEADER_BYTES + 1 :].tobytes()
+    if row[HEADER_BYTES] == _JSON:
+        return json.loads(payload)
+    return torch.load(io.BytesIO(payload), weights_only=True)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives back the very value."""
+    if isinstance(value, dict):
+        return type(value) is dict and all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _check_object(name: str, row: int, value: Any) -> None:
+    inner = list(value.values()) + list(value) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else None
+    if inner is None:
+        if not isinstance(value, _LEAVES) or isinstance(value, np.generic):
+            raise TypeError(
+                f"column {name!r}, row {row}: non-tensor value of type {type(value).__module__}.{type(value).__name__} cannot be stored; "
+                "tensors, text, numbers and lists, tuples and dicts of them can"
+            )
+        return
+    for item in inner:
+        _check_object(name, row, item)

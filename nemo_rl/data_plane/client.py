@@ -1,0 +1,312 @@
+"""The client over any storage: codec, tags, waiting for space and the claim cursor, written once.
+
+An adapter only moves blocks of bytes; what the operations mean is decided here, so every backend means the same. Knows no
+backend. Invariants: a put either lands whole or raises and leaves earlier rows as they were; a row is given to a task once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
+from nemo_rl.data_plane.codec import object_array
+from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, MissingColumnsError, MissingRowsError
+from nemo_rl.data_plane.interfaces import DataPlaneClient, Located, Storage
+from nemo_rl.data_plane.layout import Layout, holders, newest_blocks, next_generation
+from nemo_rl.data_plane.meta import KVBatchMeta
+from nemo_rl.data_plane.schema import is_token_column
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+logger = logging.getLogger(__name__)
+
+_CLAIMED = "claimed_by/"
+_TAGS_OF_OURS = (_CLAIMED,)
+
+
+class StorageFull(Exception):
+    """An adapter has no room at present; nothing of the put is visible."""
+
+
+class StoredClient(DataPlaneClient):
+    """A client that connects when it is first used.
+
+    Args:
+        connect: Opens the storage; must pickle.
+        poll_s: Seconds between looks for rows or for space.
+        full_wait_s: How long a put waits for space.
+        on_close: Ends what this client started; not pickled.
+    """
+
+    def __init__(self, connect: Callable[[], Storage], *, poll_s: float = 0.5, full_wait_s: float = 60.0, on_close: Callable[[], None] | None = None) -> None:
+        self._connect = connect
+        self._poll_s = poll_s
+        self._full_wait_s = full_wait_s
+        self._on_close = on_close
+        self._storage: Storage | None = None
+        self._closed = False
+        self._tasks: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process attaches on its own and owns nothing.
+        return self.__dict__ | {"_storage": None, "_on_close": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    @property
+    def storage(self) -> Storage:
+        """The storage, connected at first use.
+
+        Raises:
+            DataPlaneClosedError: The client was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise DataPlaneClosedError("this data-plane client is closed; rows cannot be written or read any more")
+            if self._storage is None:
+                self._storage = self._connect()
+            return self._storage
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """See `DataPlaneClient`. Rows need no declaration here; tasks are what is kept."""
+        self._tasks.setdefault(partition_id, set()).update(consumer_tasks)
+
+    def put_samples(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Any | None = None, tags: Sequence[Mapping[str, Any]] | None = None
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient`."""
+        names = list(fields.keys()) if fields is not None else []
+        return self._put(sample_ids, partition_id, {name: _column(name, fields[name]) for name in names} if fields is not None else {}, tags)
+
+    def put_padded(
+        self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Any], lengths: Sequence[int], tags: Sequence[Mapping[str, Any]] | None = None
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient`; columns go to bytes without a jagged tensor in between."""
+        counts = tuple(int(length) for length in lengths)
+        if len(counts) != len(sample_ids):
+            raise ValueError(f"the number of lengths ({len(counts)}) must match batch size: {len(sample_ids)} ids")
+        return self._put(sample_ids, partition_id, {name: _padded_column(name, value, counts) for name, value in columns.items()}, tags)
+
+    def _put(self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]] | None) -> KVBatchMeta:
+        ids = list(sample_ids)
+        if tags is not None and len(tags) != len(ids):
+            raise ValueError(f"tags must align 1:1 with sample_ids: {len(tags)} tags for {len(ids)} ids")
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"partition {partition_id!r}: sample ids repeat in one put: {_repeated(ids)}")
+        meta = KVBatchMeta(partition_id, None, ids, list(columns), tags=None if tags is None else [dict(tag) for tag in tags])
+        if ids and (columns or tags is not None):
+            blocks = encode(columns, len(ids))
+            self._when_there_is_room(lambda: self._write(ids, partition_id, blocks, tags), partition_id)
+        return meta
+
+    def _write(self, ids: list[str], partition_id: str, blocks: Mapping[Layout, Any], tags: Sequence[Mapping[str, Any]] | None) -> None:
+        rows = self.storage.locate(partition_id, ids, create=True)
+        named = {next_generation(layout, rows.blocks).name: buffers for layout, buffers in blocks.items()}
+        merged = None if tags is None else [dict(old) | dict(new) for old, new in zip(rows.tags, tags, strict=True)]
+        self.storage.put(rows, named, merged)
+
+    def _when_there_is_room(self, write: Callable[[], None], partition_id: str) -> None:
+        deadline = time.monotonic() + self._full_wait_s
+        waited = False
+        while True:
+            try:
+                return write()
+            except StorageFull as full:
+                if time.monotonic() >= deadline:
+                    raise DataPlaneCapacityError(
+                        f"partition {partition_id!r}: no room for {self._full_wait_s:.0f} s ({full}); what is stored is untouched. Clear rows sooner, "
+                        "or raise data_plane.storage_capacity (simple) or data_plane.global_segment_size (mooncake_cpu)"
+                    ) from full
+                if not waited:
+                    logger.warning("data_plane=full partition=%s waiting_s=%.0f reason=%s", partition_id, self._full_wait_s, full)
+                waited = True
+            time.sleep(self._poll_s)
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """See `DataPlaneClient`."""
+        names = select_fields if select_fields is not None else meta.fields
+        if names is None:
+            raise ValueError("get_data needs select_fields, or a meta that names its fields; there is no implicit choice of all of them")
+        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+
+    def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+        """See `DataPlaneClient`."""
+        from tensordict import TensorDict
+
+        found: dict[str, Any] = {}
+        for layout, buffers, columns in self._fetch(sample_ids, partition_id, select_fields):
+            found.update(decode_jagged(layout, buffers, columns))
+        return TensorDict({name: _wire_form(found[name]) for name in select_fields if name in found}, batch_size=[len(sample_ids)])
+
+    def get_padded(
+        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str], *, width: int = 0, pad_value_dict: Mapping[str, float] | None = None
+    ) -> BatchedDataDict[Any]:
+        """See `DataPlaneClient`; bytes go straight into the padded tensors."""
+        found: dict[str, Any] = {}
+        for layout, buffers, columns in self._fetch(sample_ids, partition_id, select_fields):
+            found.update(decode_padded(layout, buffers, columns, width, pad_value_dict or {}))
+        return BatchedDataDict({name: found[name] for name in select_fields if name in found})
+
+    def _fetch(self, sample_ids: Sequence[str], partition_id: str, columns: Sequence[str]) -> Iterable[tuple[Layout, list[Any], list[str]]]:
+        if not len(sample_ids) or not len(columns):
+            return
+        rows = self.storage.locate(partition_id, sample_ids, create=False)
+        chosen = holders(rows.blocks, list(dict.fromkeys(columns)), where=f"the {len(sample_ids)} rows of partition {partition_id!r}")
+        buffers = self.storage.get(rows, list(chosen))
+        for name, wanted in chosen.items():
+            yield Layout.parse(name), buffers[name], wanted
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """See `DataPlaneClient`."""
+        ids = list(self.storage.list(partition_id)) if sample_ids is None else list(sample_ids)
+        if ids:
+            self.storage.clear(partition_id, ids)
+        elif sample_ids is None:
+            warnings.warn(f"partition {partition_id!r} has no rows to clear", RuntimeWarning, stacklevel=2)
+
+    def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        """See `DataPlaneClient`."""
+        return {identity: _users_tags(tags) for identity, tags in self.storage.list(partition_id).items()}
+
+    def close(self) -> None:
+        """See `DataPlaneClient`."""
+        with self._lock:
+            storage, self._storage, self._closed = self._storage, None, True
+            on_close, self._on_close = self._on_close, None
+        if storage is not None:
+            storage.close()
+        if on_close is not None:
+            on_close()
+
+    # -- the claim cursor ---------------------------------------------------------------------------------------------
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient`. The cursor lies in the rows' tags, so that everybody sees it and it goes with the rows."""
+        self._check_task(partition_id, task_name)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            tags = self.storage.list(partition_id)
+            open_ids = [identity for identity, tag in tags.items() if _CLAIMED + task_name not in tag]
+            ready = self._ready(partition_id, open_ids, set(required_fields))[:batch_size]
+            if not blocking or len(ready) == batch_size:
+                return self._claim(partition_id, task_name, ready, tags, required_fields)
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"task {task_name!r} of partition {partition_id!r} (dp_rank={dp_rank}): {len(ready)} of {batch_size} rows have {sorted(required_fields)} "
+                    f"after {timeout_s:.1f} s"
+                )
+            time.sleep(min(self._poll_s, max(0.0, deadline - time.monotonic())))
+
+    def _ready(self, partition_id: str, ids: Sequence[str], required: set[str]) -> list[str]:
+        """Rows that have the columns, found by halving: rows of one put are ready together."""
+        if not ids:
+            return []
+        try:
+            rows = self.storage.locate(partition_id, ids, create=False)
+        except MissingRowsError:
+            # Cleared since they were listed; the others are found one half at a time.
+            rows = Located(partition_id, (), (), ())
+        if required <= set(newest_blocks(rows.blocks)) and rows.sample_ids:
+            return list(ids)
+        if len(ids) == 1:
+            return []
+        half = len(ids) // 2
+        return self._ready(partition_id, ids[:half], required) + self._ready(partition_id, ids[half:], required)
+
+    def _claim(self, partition_id: str, task: str, ids: list[str], tags: Mapping[str, Mapping[str, Any]], fields: Sequence[str]) -> KVBatchMeta:
+        if ids:
+            self.put_samples(ids, partition_id, tags=[{_CLAIMED + task: True} for _ in ids])
+        own = [_users_tags(tags[identity]) for identity in ids]
+        lengths = [tag["input_lengths"] for tag in own if "input_lengths" in tag]
+        known = lengths if len(lengths) == len(ids) else self._read_lengths(ids, partition_id, fields)
+        return KVBatchMeta(partition_id, task, ids, list(fields), known, tags=own)
+
+    def _read_lengths(self, ids: Sequence[str], partition_id: str, fields: Sequence[str]) -> list[int] | None:
+        if "input_lengths" not in fields or not ids:
+            return None
+        return [int(length) for length in self.get_padded(ids, partition_id, ["input_lengths"])["input_lengths"].flatten()]
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """See `DataPlaneClient`."""
+        for task in task_names:
+            self._check_task(partition_id, task)
+        return all(_CLAIMED + task in tags for tags in self.storage.list(partition_id).values() for task in task_names)
+
+    def _check_task(self, partition_id: str, task_name: str) -> None:
+        known = self._tasks.get(partition_id, set())
+        if task_name not in known:
+            raise KeyError(f"task {task_name!r} is not registered for partition {partition_id!r}; its tasks are {sorted(known)}")
+
+
+def _column(name: str, value: Any) -> Column:
+    if isinstance(value, torch.Tensor):
+        if not value.is_nested:
+            return value
+        rows = value.unbind()
+        if all(row.shape[1:] == rows[0].shape[1:] for row in rows):
+            return Jagged(torch.cat(rows).detach(), tuple(len(row) for row in rows))
+        return [row.detach() for row in rows]
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return torch.from_numpy(value)
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "tolist"):
+        raise TypeError(f"column {name!r}: a non-tensor value of type {type(value).__name__} cannot be stored; give one object per row")
+    return list(value) if isinstance(value, (list, tuple)) else value.tolist()
+
+
+def _padded_column(name: str, value: Any, lengths: tuple[int, ...]) -> Column:
+    aligned = isinstance(value, torch.Tensor) and not value.is_nested and is_token_column(name) and value.ndim >= 2
+    if aligned and value.shape[0] == len(lengths) and value.shape[1] >= max(lengths, default=0):
+        return Padded(value, lengths)
+    return _column(name, value)
+
+
+def _wire_form(column: Column) -> Any:
+    if isinstance(column, Jagged):
+        if len(set(column.lengths)) == 1:
+            return column.values.view(len(column.lengths), column.lengths[0], *column.values.shape[1:])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(column.lengths).cumsum(0)])
+        return torch.nested.nested_tensor_from_jagged(column.values, offsets)
+    return column if isinstance(column, torch.Tensor) else object_array(list(column) if not isinstance(column, Padded) else [])
+
+
+def _users_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tags.items() if not name.startswith(_TAGS_OF_OURS)}
+
+
+def _repeated(ids: Sequence[str]) -> list[str]:
+    return sorted({identity for identity in ids if ids.count(identity) > 1})[:3]
+
+
+__all__ = ["MissingColumnsError", "MissingRowsError", "StorageFull", "StoredClient"]

@@ -1,0 +1,51 @@
+"""From the `data_plane` section to a client: the one place that knows which implementation and backend there are.
+
+The driver starts the system, everybody else attaches. Knows no rows. Invariant: there is no way from a configuration to
+a client that stores nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_rl.config import DataPlaneConfig
+from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.observability import MetricsDataPlaneClient, log_event
+
+if TYPE_CHECKING:
+    from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
+
+_IMPLEMENTATIONS = ("transfer_queue",)
+_BACKENDS = ("simple", "mooncake_cpu")
+
+
+def build_data_plane_client(cfg: DataPlaneConfig | None, *, bootstrap: bool = True, address: TransferQueueAddress | None = None) -> DataPlaneClient:
+    """A client of the data plane.
+
+    Args:
+        cfg: The `data_plane` section.
+        bootstrap: Start the system: once per run, on the driver. The client then owns it and ends it when closed; pickled
+            copies attach to it and own nothing.
+        address: Where to attach when not bootstrapping.
+
+    Raises:
+        ValueError: The section is absent, disabled, or names something unknown; or there is nothing to attach to.
+        DataPlaneError: The system did not start.
+    """
+    if cfg is None or not cfg.enabled:
+        raise ValueError("data_plane is disabled: set data_plane.enabled=true, or run GRPO with rollouts in the driver, which needs no data plane")
+    if cfg.impl not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown data_plane.impl={cfg.impl!r}; there are {', '.join(_IMPLEMENTATIONS)}")
+    if cfg.backend not in _BACKENDS:
+        raise ValueError(f"unknown data_plane.backend={cfg.backend!r}; there are {', '.join(_BACKENDS)}")
+    on_close = None
+    if bootstrap:
+        from nemo_rl.data_plane.adapters.system import start_transfer_queue
+
+        system = start_transfer_queue(cfg)
+        address, on_close = system.address, system.close
+    if address is None:
+        raise ValueError("attaching to a data plane (bootstrap=False) needs the address of the client that started it; or pass that client on, it pickles")
+    client = StoredClient(address.connect, poll_s=cfg.claim_meta_poll_interval_s, full_wait_s=cfg.full_wait_s, on_close=on_close)
+    return MetricsDataPlaneClient(client, on_event=log_event) if cfg.observability.enabled else client

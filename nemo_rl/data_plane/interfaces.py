@@ -1,0 +1,213 @@
+"""What the data plane is to the rest: rows by id in partitions, columns added as they are made.
+
+The client's eight operations, two shorter ways for padded batches, and the storage that an adapter brings. Writing a
+column is what tells others that its stage is done. Invariants: what is read is what was written last, bit for bit; a
+row that was cleared is never read again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nemo_rl.data_plane.meta import KVBatchMeta
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+class DataPlaneClient(ABC):
+    """One process's access to the data plane. Can be pickled: the copy connects by itself when it is first used."""
+
+    @abstractmethod
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Declares who will claim rows of a partition. Registering again keeps its rows.
+
+        Args:
+            partition_id: A data flow, such as `train`; the same at every step.
+            fields: Columns it will have; others may be written too.
+            num_samples: Rows it will have at a time.
+            consumer_tasks: Tasks that claim rows.
+            grpo_group_size: Samples per prompt.
+            enums: Values of columns that hold names.
+        """
+
+    @abstractmethod
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta:
+        """Up to `batch_size` rows that have every required column and were never given to this task before.
+
+        Args:
+            partition_id: Where.
+            task_name: A task named at registration; one process claims for it.
+            required_fields: Columns that must be written.
+            batch_size: Most rows to claim; when blocking, exactly so many are waited for.
+            dp_rank: Who asks, for logs.
+            blocking: Wait for rows; otherwise the meta may be empty.
+            timeout_s: How long to wait, in seconds.
+
+        Raises:
+            KeyError: The task was not registered.
+            TimeoutError: Too few rows until the deadline; none are claimed then.
+        """
+
+    @abstractmethod
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """Columns of a meta's rows: `select_fields`, or else those the meta names.
+
+        Raises:
+            ValueError: Neither names a column.
+        """
+
+    @abstractmethod
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether each task has claimed every row that is there."""
+
+    @abstractmethod
+    def put_samples(
+        self, sample_ids: Sequence[str], partition_id: str, fields: Any | None = None, tags: Sequence[Mapping[str, Any]] | None = None
+    ) -> KVBatchMeta:
+        """Writes columns and tags of rows; rows and columns that exist are written over.
+
+        Args:
+            sample_ids: Rows, in the order of the columns.
+            partition_id: Where.
+            fields: A TensorDict or mapping of tensors [N, ...], jagged tensors, and arrays or lists of N objects.
+            tags: Primitive values by name, one mapping per row; merged into those that are there.
+
+        Returns:
+            A meta whose fields are those of this call.
+
+        Raises:
+            ValueError: Columns or tags do not match the ids.
+            TypeError: A value cannot travel.
+            DataPlaneCapacityError: The storage stayed full until the deadline.
+        """
+
+    @abstractmethod
+    def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
+        """Columns of rows, in the order of the ids; token columns are jagged where lengths differ.
+
+        Raises:
+            MissingRowsError: A row was never written or is cleared.
+            MissingColumnsError: A column is not written for all of the rows.
+        """
+
+    @abstractmethod
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Drops rows; None drops all of the partition, and warns when there are none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends this client, and the data plane when this client started it. Safe to call twice."""
+
+    def put_padded(
+        self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Any], lengths: Sequence[int], tags: Sequence[Mapping[str, Any]] | None = None
+    ) -> KVBatchMeta:
+        """`put_samples` of a padded batch: token columns travel without their padding.
+
+        Args:
+            sample_ids: Rows.
+            partition_id: Where.
+            columns: Tensors [N, S, ...] and [N], and lists of N objects.
+            lengths: Tokens of each row.
+            tags: See `put_samples`.
+        """
+        from nemo_rl.data_plane.codec import pack_jagged_fields
+
+        return self.put_samples(sample_ids, partition_id, pack_jagged_fields(columns, lengths=lengths), tags)
+
+    def get_padded(
+        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str], *, width: int = 0, pad_value_dict: Mapping[str, float] | None = None
+    ) -> BatchedDataDict[Any]:
+        """`get_samples` as a padded batch.
+
+        Args:
+            sample_ids: Rows.
+            partition_id: Where.
+            select_fields: Columns.
+            width: Width of token columns; 0 for the longest row.
+            pad_value_dict: Padding by column; 0 where absent.
+        """
+        from nemo_rl.data_plane.codec import materialize
+
+        return materialize(self.get_samples(sample_ids, partition_id, select_fields), pad_value_dict=pad_value_dict, pad_to_seqlen=width)
+
+    def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        """Tags of every row of a partition, by id.
+
+        Raises:
+            NotImplementedError: This client cannot list.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot list rows")
+
+
+@dataclass(frozen=True)
+class Located:
+    """Rows as an adapter found them.
+
+    Attributes:
+        partition_id: Where they lie.
+        sample_ids: Their ids.
+        blocks: Names of the blocks that all of them have.
+        tags: Tags of each.
+        native: The adapter's own reference.
+    """
+
+    partition_id: str
+    sample_ids: tuple[str, ...]
+    blocks: tuple[str, ...]
+    tags: tuple[Mapping[str, Any], ...]
+    native: Any = None
+
+
+class Storage(Protocol):
+    """What an adapter brings: blocks of bytes by row and name, and tags. Everything else is written once above it."""
+
+    def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Located:
+        """Finds rows; makes those that do not exist when `create`.
+
+        Raises:
+            MissingRowsError: A row does not exist.
+        """
+        ...
+
+    def put(self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """Writes blocks, one buffer of uint8 per row each, and replaces tags."""
+        ...
+
+    def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Any]]:
+        """The buffers of blocks, one per row each."""
+        ...
+
+    def clear(self, partition_id: str, sample_ids: Sequence[str]) -> None:
+        """Drops rows; those that do not exist are left out."""
+        ...
+
+    def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+        """Tags of every row."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the connection. Safe to call twice."""
+        ...

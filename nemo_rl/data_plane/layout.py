@@ -1,0 +1,159 @@
+"""The bytes of a row: which columns lie in one block, in which order, with which types.
+
+Columns that are written together travel together: a store pays per row and field, not per byte. A block's layout is
+written in its name, so that any process can read it without asking another. Knows no store and no column by name.
+Invariant: `Layout.parse(layout.name) == layout`, and of two blocks with one column the later generation holds its value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+import torch
+
+from nemo_rl.data_plane.errors import MissingColumnsError
+
+# Every row starts with the number of its tokens (or of its object bytes); eight bytes keep what follows aligned.
+HEADER_BYTES = 8
+Kind = Literal["t", "r", "o"]
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype that can travel.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"tensors of {dtype} cannot be stored; these can: {sorted(_DTYPES)}")
+    return name
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One column of a block.
+
+    Attributes:
+        column: Its name.
+        kind: `t` one value per token, `r` one per row, `o` an object.
+        dtype: Name of the torch dtype; empty for objects.
+        shape: Shape of one value.
+    """
+
+    column: str
+    kind: Kind
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return self.torch_dtype.itemsize * prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a block, in the order in which they lie in a row.
+
+    Attributes:
+        slots: Columns; rows' values first, then tokens'.
+        generation: Counts how often a column of the block was already there in another block.
+    """
+
+    slots: tuple[Slot, ...]
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """The layout as text."""
+        return json.dumps([self.generation, *([s.column, s.kind, s.dtype, *s.shape] for s in self.slots)], separators=(",", ":"))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Column names."""
+        return tuple(slot.column for slot in self.slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row before its tokens, header included."""
+        return HEADER_BYTES + sum(slot.nbytes for slot in self.slots if slot.kind == "r")
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(name: str) -> Layout:
+        """The layout behind a block's name."""
+        generation, *slots = json.loads(name)
+        return Layout(tuple(Slot(column, kind, dtype, tuple(shape)) for column, kind, dtype, *shape in slots), generation)
+
+
+def next_generation(layout: Layout, present: Iterable[str]) -> Layout:
+    """The layout under which a block is written to rows that have the blocks `present`: later than any of them that shares a column."""
+    wanted = set(layout.columns)
+    later = 0
+    for name in present:
+        other = Layout.parse(name)
+        if wanted & set(other.columns):
+            later = max(later, other.generation if other.slots == layout.slots else other.generation + 1)
+    return Layout(layout.slots, later)
+
+
+def holders(present: Iterable[str], columns: Sequence[str], *, where: str) -> dict[str, list[str]]:
+    """The blocks to fetch, each with the columns to take from it.
+
+    Args:
+        present: Names of the blocks that all rows have.
+        columns: Wanted columns.
+        where: The rows in words, for the message.
+
+    Raises:
+        MissingColumnsError: A column lies in no block.
+    """
+    newest = newest_blocks(present)
+    missing = [column for column in columns if column not in newest]
+    if missing:
+        raise MissingColumnsError(f"columns {missing} are not written for all of {where}; there are {sorted(newest)}")
+    chosen: dict[str, list[str]] = {}
+    for column in columns:
+        chosen.setdefault(newest[column], []).append(column)
+    return chosen
+
+
+def newest_blocks(present: Iterable[str]) -> Mapping[str, str]:
+    """For each column the block that holds its latest value."""
+    newest: dict[str, str] = {}
+    for name in present:
+        layout = Layout.parse(name)
+        for column in layout.columns:
+            if column not in newest or Layout.parse(newest[column]).generation < layout.generation:
+                newest[column] = name
+    return newest

@@ -1,0 +1,120 @@
+"""A reference to rows of the data plane: ids, lengths and tags, never tensors.
+
+Carries what a driver needs to decide about rows, with pure transforms that change no other meta. It knows no store: who
+drops rows from a meta clears them. Invariant: lengths and tags, where known, stand in the order of the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass
+class KVBatchMeta:
+    """Rows of a partition.
+
+    Attributes:
+        partition_id: A data flow, such as `train`.
+        task_name: Consumer for which the rows were claimed; None otherwise.
+        sample_ids: Row ids, minted once when the rows were rolled out.
+        fields: Columns that are known to be written; None where unknown.
+        sequence_lengths: Tokens of each row, unpadded.
+        extra_info: What belongs to the batch as a whole; never values derived from its rows.
+        tags: Primitive values per row, readable without fetching a tensor.
+
+    Raises:
+        ValueError: Lengths or tags do not match the ids.
+    """
+
+    partition_id: str
+    task_name: str | None
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tags is not None and len(self.tags) != len(self.sample_ids):
+            raise ValueError(f"tags must align 1:1 with sample_ids: {len(self.tags)} tags for {len(self.sample_ids)} ids")
+        if self.sequence_lengths is not None and len(self.sequence_lengths) != len(self.sample_ids):
+            raise ValueError(f"sequence_lengths must align 1:1 with sample_ids: {len(self.sequence_lengths)} lengths for {len(self.sample_ids)} ids")
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.sample_ids)
+
+    def stamp_tags(self, values: dict[str, Sequence[Any]]) -> None:
+        """Sets tags in place, one value per row and name.
+
+        Raises:
+            ValueError: A sequence does not have one value per row.
+        """
+        for name, column in values.items():
+            if len(column) != self.size:
+                raise ValueError(f"tag {name!r} must align 1:1 with sample_ids: {len(column)} values for {self.size} ids")
+        tags = self.tags if self.tags is not None else [{} for _ in self.sample_ids]
+        for name, column in values.items():
+            for tag, value in zip(tags, column, strict=True):
+                tag[name] = value
+        self.tags = tags
+
+    def subset(self, indices: Sequence[int]) -> KVBatchMeta:
+        """The rows at `indices`, in that order."""
+        return replace(
+            self,
+            sample_ids=[self.sample_ids[i] for i in indices],
+            fields=_copied(self.fields),
+            sequence_lengths=None if self.sequence_lengths is None else [self.sequence_lengths[i] for i in indices],
+            extra_info=dict(self.extra_info),
+            tags=None if self.tags is None else [dict(self.tags[i]) for i in indices],
+        )
+
+    def slice(self, start: int, stop: int) -> KVBatchMeta:
+        """Rows `[start, stop)`."""
+        return self.subset(range(*slice(start, stop).indices(self.size)))
+
+    def drop(self, indices: Sequence[int]) -> KVBatchMeta | None:
+        """All rows but those at `indices`; None when nothing is left."""
+        gone = {index % self.size for index in indices} if self.size else set()
+        kept = [index for index in range(self.size) if index not in gone]
+        return self.subset(kept) if kept else None
+
+    def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+        """These rows, then the others'. Lengths and tags remain only where all have them; fields and extra_info are this meta's.
+
+        Raises:
+            ValueError: The partitions differ.
+        """
+        metas = (self, *others)
+        if any(meta.partition_id != self.partition_id for meta in others):
+            raise ValueError(f"partition_ids must match to join metas, got {[meta.partition_id for meta in metas]}")
+        lengths = [meta.sequence_lengths for meta in metas]
+        tags = [meta.tags for meta in metas]
+        return replace(
+            self,
+            sample_ids=[identity for meta in metas for identity in meta.sample_ids],
+            fields=_copied(self.fields),
+            sequence_lengths=None if any(part is None for part in lengths) else [n for part in lengths for n in part or []],
+            extra_info=dict(self.extra_info),
+            tags=None if any(part is None for part in tags) else [dict(tag) for part in tags for tag in part or []],
+        )
+
+    def with_fields(self, names: Sequence[str]) -> KVBatchMeta:
+        """The same rows, with `names` among the known columns."""
+        merged = self.subset(range(self.size))
+        merged.fields = list(dict.fromkeys([*(self.fields or []), *names]))
+        return merged
+
+    def only_fields(self, names: Sequence[str]) -> KVBatchMeta:
+        """The same rows, with exactly `names` as columns."""
+        narrowed = self.subset(range(self.size))
+        narrowed.fields = list(dict.fromkeys(names))
+        return narrowed
+
+
+def _copied(values: list[str] | None) -> list[str] | None:
+    return None if values is None else list(values)

@@ -1,0 +1,122 @@
+"""The columns that the data plane knows by name: how each lies in memory, how it is padded, who reads it.
+
+One registry from which token alignment, padding and fetch sets follow; whoever adds a column adds one line here. A
+column that is not in it travels too, as the values it has. Invariant: a name means the same axis and padding everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Axis(Enum):
+    """What a column has one value of: each row, each token of a row, or each row as an object."""
+
+    ROW = "row"
+    TOKEN = "token"
+    OBJECT = "object"
+
+
+class Consumer(Enum):
+    """Who reads columns where they lie."""
+
+    LOGPROB = "logprob"
+    TRAIN = "train"
+    CALIBRATION = "calibration"
+
+
+@dataclass(frozen=True)
+class FieldSchema:
+    """A known column.
+
+    Attributes:
+        name: Column name.
+        axis: What it has one value of.
+        dtype: Name of its torch dtype where it is always the same.
+        pad_with_token: Padded with the tokenizer's pad id instead of 0.
+        producer: The stage that writes it.
+        consumers: Who reads it by default.
+    """
+
+    name: str
+    axis: Axis
+    dtype: str | None = None
+    pad_with_token: bool = False
+    producer: str = "rollout"
+    consumers: frozenset[Consumer] = frozenset()
+
+
+_ALL = frozenset({Consumer.LOGPROB, Consumer.TRAIN})
+_TRAIN = frozenset({Consumer.TRAIN})
+
+SCHEMA: dict[str, FieldSchema] = {
+    field.name: field
+    for field in (
+        FieldSchema("input_ids", Axis.TOKEN, "int64", pad_with_token=True, consumers=_ALL | {Consumer.CALIBRATION}),
+        FieldSchema("input_lengths", Axis.ROW, "int64", consumers=_ALL | {Consumer.CALIBRATION}),
+        FieldSchema("generation_logprobs", Axis.TOKEN, "float32", consumers=_TRAIN),
+        FieldSchema("prev_logprobs", Axis.TOKEN, "float32", producer="prev_lp", consumers=_TRAIN),
+        FieldSchema("reference_policy_logprobs", Axis.TOKEN, "float32", producer="ref_lp", consumers=_TRAIN),
+        FieldSchema("advantages", Axis.TOKEN, "float32", producer="advantages", consumers=_TRAIN),
+        FieldSchema("token_mask", Axis.TOKEN, consumers=_ALL),
+        FieldSchema("sample_mask", Axis.ROW, "float32", consumers=_ALL),
+        FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
+        FieldSchema("teacher_logprobs", Axis.TOKEN, "float32", producer="teacher"),
+        FieldSchema("routed_experts", Axis.TOKEN, consumers=frozenset()),
+        FieldSchema("row_advantages", Axis.ROW, "float32", producer="driver"),
+        FieldSchema("rewards", Axis.ROW, "float32", producer="driver"),
+        FieldSchema("positive_nll_scale", Axis.ROW, producer="driver"),
+        FieldSchema("sample_index", Axis.ROW, "int64", producer="driver"),
+        FieldSchema("total_reward", Axis.ROW, "float32"),
+        # As wide as the longest prompt, so not aligned with the row's tokens.
+        FieldSchema("prompt_ids_for_adv", Axis.ROW, "int64", pad_with_token=True),
+        FieldSchema("turn_lengths", Axis.ROW, "int64"),
+        FieldSchema("turn_roles", Axis.OBJECT),
+        FieldSchema("turn_contents", Axis.OBJECT),
+        FieldSchema("content", Axis.OBJECT),
+        FieldSchema("multi_modal_inputs", Axis.OBJECT, consumers=frozenset({Consumer.CALIBRATION})),
+    )
+}
+
+ROUTED_EXPERTS_FIELD = "routed_experts"
+TOKEN_ALIGNED_FIELDS = frozenset(name for name, field in SCHEMA.items() if field.axis is Axis.TOKEN)
+MESSAGE_LOG_BULK_FIELDS = ("turn_lengths", "turn_roles", "turn_contents")
+
+
+def default_fields(consumer: Consumer) -> list[str]:
+    """The columns a consumer reads when nobody says otherwise, in the registry's order."""
+    return [name for name, field in SCHEMA.items() if consumer in field.consumers]
+
+
+DP_TRAIN_FIELDS = default_fields(Consumer.TRAIN)
+LP_SEED_FIELDS = default_fields(Consumer.LOGPROB)
+DP_CALIB_INPUT_FIELDS = default_fields(Consumer.CALIBRATION)
+
+
+def fetch_fields(present: Iterable[str], consumer: Consumer) -> list[str]:
+    """What a consumer fetches of the columns that are there: its own, and those the registry does not know (images and other model inputs).
+
+    Args:
+        present: Columns of the rows.
+        consumer: Who reads.
+    """
+    wanted = set(default_fields(consumer))
+    return [name for name in present if name in wanted or name not in SCHEMA]
+
+
+def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
+    """`fields`, with the router's choices once at the end where they are replayed."""
+    kept = [name for name in fields if name != ROUTED_EXPERTS_FIELD]
+    return [*kept, ROUTED_EXPERTS_FIELD] if enabled else list(fields)
+
+
+def pad_values(pad_token_id: int) -> dict[str, int]:
+    """Padding of each column that is not padded with 0."""
+    return {name: pad_token_id for name, field in SCHEMA.items() if field.pad_with_token}
+
+
+def is_token_column(name: str) -> bool:
+    """Whether a column has one value per token of its row."""
+    return name in TOKEN_ALIGNED_FIELDS

@@ -1,0 +1,162 @@
+"""What a training worker does on the data plane: fetch its rows, run its ordinary method, write the result back.
+
+Mixed into a backend's worker class; it knows rows and plans, the backend knows models. Workers lay rows out as the driver
+planned and never plan again. Invariants: of the ranks that share rows one writes, at coordinate 0 of every axis that is
+not data parallel; results stay with the rows and never travel through Ray.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from nemo_rl.data_plane.column_io import read_columns, write_columns
+from nemo_rl.data_plane.message_log import attach_message_log_view
+from nemo_rl.data_plane.meta import KVBatchMeta
+from nemo_rl.data_plane.replica import broadcast_batch
+from nemo_rl.data_plane.schema import pad_values
+from nemo_rl.data_plane.sharding import BatchPlan
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from nemo_rl.data_plane.interfaces import DataPlaneClient
+
+REPLICATED_AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
+
+
+class TQWorkerMixin:
+    """Fetch, run, write back."""
+
+    _dp_client: DataPlaneClient | None = None
+    _dp_pad_values: Mapping[str, int] | None = None
+    _dp_replica_group: dist.ProcessGroup | None = None
+
+    # -- what the backend says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _local_coords(self) -> Mapping[str, int]:
+        """This rank's position along every axis."""
+
+    def _make_replica_group(self) -> dist.ProcessGroup | None:
+        """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None when there is one."""
+        return None
+
+    @abstractmethod
+    def train(self, data: Any, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, Any]:
+        """The backend's own training."""
+
+    @abstractmethod
+    def train_microbatches(self, data: Any) -> None:
+        """The backend's own chunk of a step."""
+
+    @abstractmethod
+    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """The backend's own log-probabilities."""
+
+    @abstractmethod
+    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """The backend's own reference log-probabilities."""
+
+    # -- attaching ----------------------------------------------------------------------------------------------------
+
+    def setup_data_plane(self, client: DataPlaneClient, pad_token_id: int) -> None:
+        """Attaches this rank; a second call changes nothing. Collective: every rank must be called.
+
+        Args:
+            client: A copy of the driver's client; it connects when it is first used.
+            pad_token_id: Padding of token ids.
+        """
+        if self._dp_client is None:
+            self._dp_replica_group = self._make_replica_group()
+            self._dp_client, self._dp_pad_values = client, pad_values(pad_token_id)
+
+    def close_data_plane(self) -> None:
+        """Lets go of the data plane."""
+        if self._dp_client is not None:
+            self._dp_client.close()
+            self._dp_client = None
+
+    def _require_dp_client(self) -> DataPlaneClient:
+        if self._dp_client is None:
+            raise RuntimeError("this worker is not attached to a data plane: call setup_data_plane first")
+        return self._dp_client
+
+    def _is_replica_leader(self) -> bool:
+        coordinates = self._local_coords()
+        return all(coordinates.get(axis, 0) == 0 for axis in REPLICATED_AXES)
+
+    # -- rows in and out ----------------------------------------------------------------------------------------------
+
+    def _fetch(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, fetch_policy: FetchPolicy = "auto") -> SlicedDataDict[Any]:
+        """This rank's rows, padded and cut as planned.
+
+        Args:
+            meta: Rows, with their plan.
+            fields: Columns; those of the meta by default.
+            fetch_policy: `independent`: every rank reads; `leader_broadcast`: one rank of the replica group reads and
+                sends; `auto`: the latter where there is such a group.
+
+        Raises:
+            ValueError: The policy is unknown, or no columns are named.
+            RuntimeError: `leader_broadcast` without a group.
+        """
+        if fetch_policy not in ("auto", "independent", "leader_broadcast"):
+            raise ValueError(f"fetch_policy={fetch_policy!r}: choose auto, independent or leader_broadcast")
+        names = fields if fields is not None else meta.fields
+        if not names:
+            raise ValueError(f"partition {meta.partition_id!r}: the meta names no columns to fetch")
+        client, plan, group = self._require_dp_client(), BatchPlan.of(meta), self._dp_replica_group
+        if fetch_policy == "leader_broadcast" and group is None:
+            raise RuntimeError("fetch_policy='leader_broadcast' needs a replica group, and no other rank shares this one's rows")
+
+        def read() -> BatchedDataDict[Any]:
+            return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=plan.width)
+
+        batch = broadcast_batch(read, group) if group is not None and fetch_policy != "independent" else read()
+        # After the broadcast: messages are views into this rank's own tensors.
+        attach_message_log_view(batch)
+        return plan.apply_to(SlicedDataDict(batch.get_dict()))
+
+    def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+        """Adds columns to the rows, from the leader of the ranks that made them.
+
+        Raises:
+            TypeError: A value is no tensor.
+            ValueError: A column does not have one row per id.
+        """
+        for name, value in columns.items():
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"result column {name!r} is a {type(value).__name__}; a tensor was expected")
+            if value.shape[0] != meta.size:
+                raise ValueError(f"result column {name!r} has {value.shape[0]} rows for {meta.size} ids")
+        if self._is_replica_leader():
+            write_columns(self._require_dp_client(), meta, columns)
+
+    def _write_back_result(self, meta: KVBatchMeta, result: Mapping[str, Any], name: str, column: str) -> None:
+        if name not in result:
+            raise RuntimeError(f"the worker's result lacks {name!r}, from which the column {column!r} is written; it has {sorted(result)}")
+        self._write_back(meta, {column: result[name].cpu()})
+
+    # -- entry points -------------------------------------------------------------------------------------------------
+
+    def train_presharded(self, meta: KVBatchMeta, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, Any]:
+        """`train` on this rank's rows."""
+        return self.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+
+    def train_microbatches_presharded(self, meta: KVBatchMeta) -> None:
+        """`train_microbatches` on this rank's rows."""
+        self.train_microbatches(self._fetch(meta))
+
+    def get_logprobs_presharded(self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None) -> None:
+        """`get_logprobs` of this rank's rows, into a column."""
+        self._write_back_result(meta, self.get_logprobs(self._fetch(meta), micro_batch_size), "logprobs", column)
+
+    def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None) -> None:
+        """`get_reference_policy_logprobs` of this rank's rows, into a column."""
+        self._write_back_result(meta, self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size), "reference_logprobs", column)
