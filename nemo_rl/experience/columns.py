@@ -22,15 +22,14 @@ class RolloutColumns:
     """A rollout in columns.
 
     Attributes:
-        tokens: `input_ids`, `token_mask`, `generation_logprobs` [B, S], `input_lengths` [B].
+        tokens: `input_ids`, `token_mask`, `generation_logprobs` [B, S], `input_lengths` [B], and `content`, the text of each sample, for logs; where
+            rows live elsewhere, a reference to them.
         rows: `total_reward`, `truncated`, `sample_mask`, `prompt_lengths`, `response_lengths`, `prompt_number`,
             `sample_number`, `weight_version` [B] (oldest of the sample's tokens), and `reward/<name>` where given.
-        texts: What each sample says, for logs.
     """
 
-    tokens: BatchedDataDict[Any]
+    tokens: Any
     rows: BatchedDataDict[Any]
-    texts: list[str]
 
 
 def rollout_columns(batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory], *, pad_token_id: int, multiple: int = 1) -> RolloutColumns:
@@ -49,6 +48,7 @@ def rollout_columns(batch: BatchedDataDict[Any], trajectories: Sequence[Trajecto
         input_lengths=lengths_B,
         token_mask=flat["token_loss_mask"],
         generation_logprobs=flat["generation_logprobs"],
+        content=["".join(str(message["content"]) for message in trajectory.message_log) for trajectory in trajectories],
     )
     names = sorted({name for trajectory in trajectories for name in trajectory.components})
     rows = BatchedDataDict(
@@ -64,7 +64,7 @@ def rollout_columns(batch: BatchedDataDict[Any], trajectories: Sequence[Trajecto
         weight_version=torch.tensor([min((span.version for span in t.spans), default=-1) for t in trajectories]),
         **{name: torch.tensor([t.components.get(name, 0.0) for t in trajectories], dtype=torch.float32) for name in names},
     )
-    return RolloutColumns(tokens, rows, ["".join(str(message["content"]) for message in t.message_log) for t in trajectories])
+    return RolloutColumns(tokens, rows)
 
 
 def _training_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class RecordedRollouts:
         """See `RolloutSource`."""
         rollout = self._source.roll_out(batch, plan, attempt)
         columns = rollout.columns
-        plain = {"tokens": columns.tokens.get_dict(), "rows": columns.rows.get_dict(), "texts": columns.texts, "metrics": rollout.metrics}
+        plain = {"tokens": columns.tokens.get_dict(), "rows": columns.rows.get_dict(), "metrics": rollout.metrics}
         path = _file(self._directory, plan.step, attempt)
         torch.save(plain, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
@@ -97,7 +97,7 @@ class ReplayedRollouts:
         if not path.exists():
             raise RecordingError(f"{path} does not exist: the recording ends before step {plan.step + 1}")
         plain = torch.load(path, weights_only=True)
-        columns = RolloutColumns(BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"]), plain["texts"])
+        columns = RolloutColumns(BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"]))
         if columns.tokens.size != batch.size:
             raise RecordingError(f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must equal the recorded run's")
         return Rollout(columns, plain["metrics"])

@@ -2,12 +2,14 @@
 
 Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`; whether rows lie in
 this process or on a data plane is the store's business. Here is the interface and the in-process store, whose handle is
-the batch itself. Knows no stage by name. Invariant: after `clear` a handle's rows are gone.
+the batch itself. Knows no stage by name. Invariants: after `clear` a handle's rows are gone; token columns are as wide as
+the longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,8 +23,12 @@ Handle = TypeVar("Handle")
 class ExperienceStore(Protocol[Handle]):
     """Holds the columns of a step's rows."""
 
-    def write(self, columns: BatchedDataDict[Any]) -> Handle:
-        """Stores new rows; the handle under which they are known."""
+    def step(self) -> AbstractContextManager[None]:
+        """The span in which the rows of a step live: those written in it and not cleared are cleared at its end, however it ends."""
+        ...
+
+    def write(self, columns: Any) -> Handle:
+        """Stores new rows, or takes over those that a rollout stored already; the handle under which they are known."""
         ...
 
     def update(self, handle: Handle, columns: Mapping[str, Any]) -> Handle:
@@ -61,16 +67,26 @@ class ExperienceStore(Protocol[Handle]):
         """Forgets the rows of a handle."""
         ...
 
+    def close(self) -> None:
+        """Ends what the store started. Safe to call twice."""
+        ...
+
 
 class InProcessStore:
     """Rows in this process; the handle is the batch.
 
     Args:
         pad_token_id: Padding of `input_ids` when batches of different width are joined.
+        multiple: Widths are rounded up to a multiple of this.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
+    def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
         self._pad_token_id = pad_token_id
+        self._multiple = multiple
+
+    def step(self) -> AbstractContextManager[None]:
+        """Rows go when nobody holds their batch any more."""
+        return nullcontext()
 
     def write(self, columns: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Takes the columns over."""
@@ -104,7 +120,7 @@ class InProcessStore:
 
     def select(self, handle: BatchedDataDict[Any], rows: Sequence[int]) -> BatchedDataDict[Any]:
         """Some of the rows."""
-        return handle.select_indices(list(rows))
+        return self._trimmed(handle.select_indices(list(rows)))
 
     def select_columns(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
         """Only the named columns."""
@@ -112,8 +128,23 @@ class InProcessStore:
 
     def concat(self, handles: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
         """All rows, padded to the widest."""
+        # Parts are trimmed, so the widest of them is as wide as the longest row needs.
         return BatchedDataDict.from_batches(list(handles), pad_value_dict={"input_ids": self._pad_token_id})
 
     def clear(self, handle: BatchedDataDict[Any]) -> None:
         """Drops the columns."""
         handle.clear()
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _trimmed(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """The batch without the columns of padding that only rows left out needed."""
+        if not batch.size or "input_ids" not in batch:
+            return batch
+        full = batch["input_ids"].shape[1]
+        width = -(-int(batch["input_lengths"].max()) // self._multiple) * self._multiple
+        for name, column in batch.items():
+            if width < full and isinstance(column, torch.Tensor) and column.ndim >= 2 and column.shape[1] == full:
+                batch[name] = column[:, :width].contiguous()
+        return batch

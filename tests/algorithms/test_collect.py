@@ -40,7 +40,11 @@ class Rollouts:
         rows = batch.size
         return Rollout(
             RolloutColumns(
-                BatchedDataDict(input_ids=torch.arange(rows)[:, None].repeat(1, 4), input_lengths=torch.full((rows,), 4)),
+                BatchedDataDict(
+                    input_ids=torch.arange(rows)[:, None].repeat(1, 4),
+                    input_lengths=torch.full((rows,), 4),
+                    content=[f"{prompt}/{sample}" for prompt, sample in zip(batch["prompt_number"].tolist(), batch["sample_number"].tolist(), strict=True)],
+                ),
                 BatchedDataDict(
                     total_reward=rewards,
                     truncated=torch.zeros(rows, dtype=torch.bool),
@@ -51,7 +55,6 @@ class Rollouts:
                     sample_number=batch["sample_number"],
                     weight_version=torch.full((rows,), 5),
                 ),
-                [f"{prompt}/{sample}" for prompt, sample in zip(batch["prompt_number"].tolist(), batch["sample_number"].tolist(), strict=True)],
             ),
             {"rollouts": float(attempt)},
         )
@@ -86,7 +89,7 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ() -> None:
     run = run_of(Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1), (1, 0)), "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
     source = batches()
     experience = collect_experience(run, lambda: next(source))
-    assert experience.texts == ["0/0", "0/1", "3/0", "3/1", "5/0", "5/1"]
+    assert experience.handle["content"] == ["0/0", "0/1", "3/0", "3/1", "5/0", "5/1"]
     assert experience.handle.size == experience.rows.size == 6
     assert run.rollouts.attempts == [0, 1]
     assert [event.group_id for event in events(run, GroupDropped)] == ["5-1", "5-2", "5-4"]

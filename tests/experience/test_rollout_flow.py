@@ -154,8 +154,8 @@ def test_a_recording_replays_the_very_tensors(tmp_path: Path) -> None:
     replayed = ReplayedRollouts(str(tmp_path)).roll_out(batch, plan(), 1)
     for one, other in ((recorded.columns.tokens, replayed.columns.tokens), (recorded.columns.rows, replayed.columns.rows)):
         assert sorted(one) == sorted(other)
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    assert (recorded.columns.texts, recorded.metrics) == (replayed.columns.texts, replayed.metrics)
+        assert all(torch.equal(one[name], other[name]) if name != "content" else one[name] == other[name] for name in one)
+    assert recorded.metrics == replayed.metrics
 
 
 def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path) -> None:

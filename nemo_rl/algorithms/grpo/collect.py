@@ -88,7 +88,7 @@ def _roll_out(run: GRPORun, batch: BatchedDataDict[Any], attempt: int) -> Experi
         rows = columns.rows["prompt_number"] == group
         version = int(columns.rows["weight_version"][rows].max())
         run.record.emit(GroupCommitted(group_id(run.state.step, group), version, int(columns.rows["generated_lengths"][rows].sum())))
-    return Experience(run.store.write(columns.tokens), columns.rows, columns.texts, dict(rollout.metrics))
+    return Experience(run.store.write(columns.tokens), columns.rows, dict(rollout.metrics))
 
 
 def group_id(step: int, prompt: int) -> str:
@@ -110,7 +110,6 @@ def _keep(run: GRPORun, experience: Experience[Any], selection: Selection) -> Ex
     part = Experience(
         run.store.select(experience.handle, selection.keep),
         experience.rows.select_indices(selection.keep),
-        [experience.texts[row] for row in selection.keep],
         experience.metrics,
     )
     run.store.clear(run.store.select(experience.handle, selection.drop))
@@ -121,4 +120,4 @@ def _join(run: GRPORun, parts: list[Experience[Any]]) -> Experience[Any]:
     if len(parts) == 1:
         return parts[0]
     rows = BatchedDataDict.from_batches([part.rows for part in parts])
-    return Experience(run.store.concat([part.handle for part in parts]), rows, [text for part in parts for text in part.texts], dict(parts[-1].metrics))
+    return Experience(run.store.concat([part.handle for part in parts]), rows, dict(parts[-1].metrics))

@@ -167,7 +167,7 @@ def _build(
         refitter=refitter,
         rollouts=train_source,
         validation_rollouts=val_source,
-        store=InProcessStore(tokenizer.pad_token_id),
+        store=InProcessStore(tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by),
         loss_fn=ClippedPGLossFn(config.loss_fn),
         train_loader=loaders[0],
         val_loader=loaders[1],
@@ -290,6 +290,7 @@ def close(run: GRPORun) -> None:
         if run.generation is not None:
             stack.callback(run.generation.shutdown)
         stack.callback(run.policy.shutdown)
+        stack.callback(run.store.close)
         stack.callback(run.logger.close)
         stack.callback(run.record.flush)
         stack.callback(run.checkpointer.shutdown)

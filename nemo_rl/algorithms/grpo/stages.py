@@ -32,13 +32,11 @@ class Experience(Generic[Handle]):
     Attributes:
         handle: Its token columns in the store.
         rows: Its small columns [B] in the driver.
-        texts: What each sample says, for logs.
         metrics: What the stages measured.
     """
 
     handle: Handle
     rows: BatchedDataDict[Any]
-    texts: list[str]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics, batch_metrics, throughput_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs
+from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.models.policy.interfaces import TrainResult
 
 
@@ -68,15 +69,16 @@ def _utilisation(result: TrainResult, seconds: dict[str, float]) -> dict[str, fl
 
 def log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
     """Writes `train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
-    columns = ["input_ids", "input_lengths", "token_mask", "advantages", "generation_logprobs"]
+    columns = {
+        "content": "content",
+        "rewards": "rewards",
+        "input_lengths": "input_lengths",
+        "sample_mask": "sample_loss_mask",
+        "input_ids": "token_ids",
+        "token_mask": "token_loss_mask",
+        "advantages": "advantages",
+        "generation_logprobs": "generation_logprobs",
+    }
     if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
-        columns.append("prev_logprobs")
-    tokens = run.store.read(experience.handle, columns)
-    lengths = tokens["input_lengths"].tolist()
-    named = {"input_ids": "token_ids", "token_mask": "token_loss_mask"}
-    plain: dict[str, Any] = {"content": experience.texts, "rewards": experience.rows["reward"], "input_lengths": lengths}
-    plain["sample_loss_mask"] = experience.rows["sample_mask"]
-    for name in columns:
-        if name != "input_lengths":
-            plain[named.get(name, name)] = [row[:length].tolist() for row, length in zip(tokens[name], lengths, strict=True)]
-    run.logger.log_batched_dict_as_jsonl(plain, f"train_data_step{step}.jsonl")
+        columns["prev_logprobs"] = "prev_logprobs"
+    run.store.apply(experience.handle, sample_log_stage(run.logger.log_dir / f"train_data_step{step}.jsonl", columns))

@@ -38,7 +38,7 @@ def grpo_train(run: GRPORun) -> None:
     prompts = _Prompts(run)
     while not prompts.finished():
         run.timer.reset()
-        with run.timer.time("total_step_time"):
+        with run.timer.time("total_step_time"), run.store.step():
             try:
                 experience, metrics, result = run_step(run, prompts)
             except StopIteration:
@@ -53,8 +53,8 @@ def grpo_train(run: GRPORun) -> None:
                 with run.timer.time("checkpointing"):
                     save_checkpoint(run, metrics, val_metrics)
             log_samples(run, experience, run.state.step)
+            run.store.clear(experience.handle)
         log_step(run, experience, metrics, result)
-        run.store.clear(experience.handle)
         run.record.flush()
         if stop or timed_out:
             logger.info("run=ended step=%d reason=%s", run.state.step, "early_stop" if stop else "checkpoint_must_save_by")

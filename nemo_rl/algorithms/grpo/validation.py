@@ -14,6 +14,7 @@ from nemo_rl.algorithms.grpo.collect import validation_plan
 from nemo_rl.algorithms.grpo.metrics import validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.experience.rollouts import number_samples
+from nemo_rl.experience.sample_log import sample_log_stage
 
 
 def validate(run: GRPORun, step: int) -> dict[str, float]:
@@ -34,29 +35,30 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     with run.timer.time("total_validation_time"):
         if run.refitter is not None:
             run.refitter.bring_to(run.state.step, run.timer)
-        rewards, lengths, texts = _roll_out_all(run)
+        rewards, lengths = _roll_out_all(run, step)
     metrics = validation_metrics(rewards, lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
     run.logger.log_metrics(metrics, step, prefix="validation")
     run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation")
-    run.logger.log_batched_dict_as_jsonl({"content": texts, "rewards": rewards}, f"val_data_step{step}.jsonl")
     run.progress.validated(metrics["accuracy"])
     run.state.val_metrics = metrics
     return metrics
 
 
-def _roll_out_all(run: GRPORun) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def _roll_out_all(run: GRPORun, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     cfg = run.config.grpo
     rewards: list[torch.Tensor] = []
     lengths: list[torch.Tensor] = []
-    texts: list[str] = []
     for index, prompts in enumerate(_batches(run)):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
         source: Any = run.validation_rollouts
         columns = source.roll_out(batch, validation_plan(run, index), 0).columns
         rewards.append(columns.rows["total_reward"])
         lengths.append(columns.rows["generated_lengths"])
-        texts += columns.texts
-    return torch.cat(rewards), torch.cat(lengths), texts
+        handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
+        path = run.logger.log_dir / f"val_data_step{step}.jsonl"
+        run.store.apply(handle, sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0))
+        run.store.clear(handle)
+    return torch.cat(rewards), torch.cat(lengths)
 
 
 def _batches(run: GRPORun) -> list[Any]:

@@ -1,0 +1,47 @@
+"""Samples as JSON lines, written where their rows are: one object per row, token columns without their padding.
+
+A token stage like any other, so that samples never travel through the driver only to be logged. Knows names as it is
+told them. Invariant: line i of a file is row i of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.stage import StageOutput, TokenStage
+
+
+def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = False) -> TokenStage:
+    """The stage that writes a file.
+
+    Args:
+        path: The file; on a cluster, on storage that the driver's node sees.
+        columns: Columns to write, with the name of each in the file, in order.
+        append: Add to the file instead of replacing it.
+    """
+    reads = tuple(dict.fromkeys([*columns, "input_lengths"]))
+    return TokenStage(write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append})
+
+
+def write_samples(columns: BatchedDataDict[Any], *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:
+    """Writes one line per row."""
+    lengths = columns["input_lengths"].tolist()
+    plain = {name: _per_row(columns[column], lengths) for column, name in names.items()}
+    with Path(path).open("a" if append else "w", encoding="utf-8") as file:
+        for row in range(len(lengths)):
+            file.write(json.dumps({name: values[row] for name, values in plain.items()}) + "\n")
+    return StageOutput({}, {})
+
+
+def _per_row(column: Any, lengths: list[int]) -> list[Any]:
+    if not isinstance(column, torch.Tensor):
+        return list(column)
+    if column.ndim < 2:
+        return column.tolist()
+    return [row[:length].tolist() for row, length in zip(column, lengths, strict=True)]
