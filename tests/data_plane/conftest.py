@@ -54,7 +54,7 @@ def shared_clients(request: pytest.FixtureRequest) -> Iterator[Callable[[str], D
         each.close()
 
 
-BACKENDS = ["memory", pytest.param("simple", marks=pytest.mark.ray), pytest.param("mooncake_cpu", marks=pytest.mark.ray)]
+BACKENDS = ["memory"]
 
 
 @pytest.fixture(params=BACKENDS)
