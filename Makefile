@@ -1,12 +1,13 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), EXTRAS (cpu,dev; on GPU nodes vllm,dev), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
-EXTRAS ?= cpu,dev
+EXTRAS ?= cpu
 TORCH_BACKEND ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+READY_DEV := $(VENV)/.installed-dev
 RESULTS := results/arithmetic
 
 export PYTHONUNBUFFERED := 1
@@ -17,20 +18,29 @@ export PYTHONUNBUFFERED := 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(READY) ## the environment in .venv, made anew when pyproject.toml changes
+install: $(READY_DEV) ## the environment in .venv with all that tests and docs need, made anew when pyproject.toml changes
+
+$(READY): pyproject.toml
+	@$(call install_into_venv,$(EXTRAS))
+	@touch $@
+
+$(READY_DEV): pyproject.toml
+	@$(call install_into_venv,$(EXTRAS)$(comma)dev)
+	@touch $(READY) $@
 
 # uv does not read pip's settings; where pip is given a directory of wheels, uv is given the same one, and torch's CPU build is found there.
-$(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemo_rl needs Python 3.11 or newer; name one with make PYTHON=...")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade uv
-	@links="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null | tr '\n' ' ')}"; \
-	if [ -n "$$links" ]; then \
-	  UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')" VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -e '.[$(EXTRAS)]'; \
-	else \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --torch-backend $(TORCH_BACKEND) -e '.[$(EXTRAS)]'; \
-	fi
-	@touch $@
+comma := ,
+define install_into_venv
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemo_rl needs Python 3.11 or newer; name one with make PYTHON=...")' && \
+{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && \
+$(BIN)/python -m pip install --quiet --upgrade uv && \
+links="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null | tr '\n' ' ')}" && \
+if [ -n "$$links" ]; then \
+  UV_FIND_LINKS="$$(echo $$links | tr ' ' ',')" VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -e '.[$(1)]'; \
+else \
+  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --torch-backend $(TORCH_BACKEND) -e '.[$(1)]'; \
+fi
+endef
 
 demo: $(RESULTS)/base/config.json ## a small model learns arithmetic: made, warm-started, trained with GRPO; goes on where it was stopped
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
@@ -39,22 +49,22 @@ demo: $(RESULTS)/base/config.json ## a small model learns arithmetic: made, warm
 $(RESULTS)/base/config.json: examples/make_tiny_model.py | $(READY)
 	$(BIN)/python examples/make_tiny_model.py $(RESULTS)/base --layers 2 --hidden 128
 
-test: $(READY) ## every test
+test: $(READY_DEV) ## every test
 	$(BIN)/python -m pytest
 
-test-fast: $(READY) ## tests that need neither Ray nor an engine, for the inner loop
+test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the inner loop
 	$(BIN)/python -m pytest -m "not ray and not vllm and not slow"
 
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
 
-lint: $(READY) ## ruff, formatting, types, and the order of rooms
+lint: $(READY_DEV) ## ruff, formatting, types, and the order of rooms
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 
-format: $(READY) ## format, and fix what ruff can fix
+format: $(READY_DEV) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from nemo_rl.config import ConfigError, OverridesError, load_master_config
-from nemo_rl.config.master import RootConfig
+from nemo_rl.config.master import CompleteConfig, RootConfig
 from nemo_rl.utils.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ logger = logging.getLogger("nemo_rl")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
-Config = TypeVar("Config", bound=RootConfig)
+Config = TypeVar("Config", bound=CompleteConfig)
+TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
 
 
 class Watchable(Protocol):
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], 
     return run_to_end(config)
 
 
-def run_to_end(config: Config, setup: Callable[[Config], Run], drive: Callable[[Run], None], close: Callable[[Run], None]) -> int:
+def run_to_end(config: TrainingConfig, setup: Callable[[TrainingConfig], Run], drive: Callable[[Run], None], close: Callable[[Run], None]) -> int:
     """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code."""
     run: Run | None = None
     code = EXIT_FAILED

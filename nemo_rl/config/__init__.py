@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from nemo_rl.config.env import EnvConfig as EnvConfig
     from nemo_rl.config.env import EnvironmentConfig as EnvironmentConfig
     from nemo_rl.config.env import MathEnvConfig as MathEnvConfig
+    from nemo_rl.config.env import ReasoningGymEnvConfig as ReasoningGymEnvConfig
+    from nemo_rl.config.env import SlidingPuzzleEnvConfig as SlidingPuzzleEnvConfig
     from nemo_rl.config.env import UserEnvironmentConfig as UserEnvironmentConfig
     from nemo_rl.config.errors import ConfigError as ConfigError
     from nemo_rl.config.errors import OverridesError as OverridesError
+    from nemo_rl.config.evaluation import EvalMasterConfig as EvalMasterConfig
     from nemo_rl.config.generation import ColocatedConfig as ColocatedConfig
     from nemo_rl.config.generation import ColocatedResourcesConfig as ColocatedResourcesConfig
     from nemo_rl.config.generation import GenerationConfig as GenerationConfig
@@ -116,12 +119,15 @@ _NAMES = {
         "EnvConfig",
         "EnvironmentConfig",
         "MathEnvConfig",
+        "ReasoningGymEnvConfig",
+        "SlidingPuzzleEnvConfig",
         "UserEnvironmentConfig",
     ),
     "nemo_rl.config.errors": (
         "ConfigError",
         "OverridesError",
     ),
+    "nemo_rl.config.evaluation": ("EvalMasterConfig",),
     "nemo_rl.config.generation": (
         "ColocatedConfig",
         "ColocatedResourcesConfig",

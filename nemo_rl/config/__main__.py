@@ -16,7 +16,7 @@ import yaml
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import source_of
 from nemo_rl.config.load import kind_of_file, load_layers, load_master_config
-from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.reference import reference_page, shown
 from nemo_rl.config.schema import KeyInfo, find_key, keys_of, names_in
 
@@ -93,7 +93,7 @@ def _print_key(entry: KeyInfo) -> None:
     print(f"  status:  {'honoured' if entry.not_yet is None else f'not yet ({entry.not_yet})'}")
 
 
-def _print_value(key: str, file: str | None, overrides: list[str], kind: type[RootConfig]) -> None:
+def _print_value(key: str, file: str | None, overrides: list[str], kind: type[CompleteConfig]) -> None:
     node: Any = load_master_config(file, overrides, kind).to_dict()
     for part in key.split("."):
         node = node[int(part)] if isinstance(node, list) and part.isdigit() else node[part] if isinstance(node, dict) and part in node else _ABSENT

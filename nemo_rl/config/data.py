@@ -40,8 +40,10 @@ class DatasetConfig(DatasetDefaults):
     data_path: str | None = Field(
         None, description="JSONL file, Hugging Face dataset directory, arrow file, or Hugging Face id; for ResponseDataset and the like."
     )
-    num_problems: PositiveInt = Field(10_000, description="arithmetic: distinct problems of this split.")
-    held_out: NonNegativeInt = Field(512, description="arithmetic: distinct problems kept for split `validation`, never in `train`.")
+    num_problems: PositiveInt = Field(10_000, description="Generated datasets: distinct problems of split `train`.")
+    held_out: NonNegativeInt = Field(512, description="Generated datasets: distinct problems kept for split `validation`, never in `train`.")
+    task: str | None = Field(None, description="reasoning_gym: name of the task, such as spell_backward.")
+    task_config: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym, sliding_puzzle: settings of the task's generator.")
     max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")
     operators: list[str] = Field(["+", "-"], description="arithmetic: operators among + - *.")
     slips: float = Field(0.0, ge=0, lt=1, description="arithmetic: fraction of training answers with a digit too many, as careless demonstrations have.")

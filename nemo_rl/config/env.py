@@ -51,6 +51,20 @@ class CodeJaccardEnvConfig(EnvironmentConfig):
     stop_strings: list[str] | None = Field(None, description="Strings that end a response in this environment.")
 
 
+class ReasoningGymEnvConfig(EnvironmentConfig):
+    """`env.reasoning_gym`."""
+
+    num_workers: PositiveInt = Field(2, description="Verifier processes.")
+    answer_tag: str | None = Field(None, description="Tag around the answer, such as answer for <answer>..</answer>; null takes the whole response.")
+    verify_timeout_s: float = Field(10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0.")
+
+
+class SlidingPuzzleEnvConfig(EnvironmentConfig):
+    """`env.sliding_puzzle`."""
+
+    max_moves: PositiveInt = Field(20, description="Actions after which an unsolved puzzle ends.")
+
+
 class EnvConfig(Section):
     """`env.*`; names besides these are users' environments."""
 
@@ -63,6 +77,8 @@ class EnvConfig(Section):
     math_multi_reward: MathEnvConfig | None = Field(None, description="Several reward components per answer.")
     code: CodeEnvConfig | None = Field(None, description="Runs generated Python and returns its output.")
     code_jaccard: CodeJaccardEnvConfig | None = Field(None, description="Token overlap with reference code.")
+    reasoning_gym: ReasoningGymEnvConfig | None = Field(None, description="Answers checked by the reasoning-gym task they belong to.")
+    sliding_puzzle: SlidingPuzzleEnvConfig | None = Field(None, description="The sliding puzzle, move by move.")
     reward_model: Annotated[dict[str, Any] | None, NotYet("reward models")] = Field(None, description="A reward model as judge.")
     vlm: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Answers about images.")
     nemo_gym: Annotated[dict[str, Any] | None, NotYet("NeMo-Gym")] = Field(None, description="NeMo-Gym.")

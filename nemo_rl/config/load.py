@@ -14,13 +14,14 @@ from typing import Any, TypeVar, overload
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl.config.errors import OverridesError
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.layers import Layer, merge, read_layers
-from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.overrides import Action, Override, apply, names_beside, parse_hydra_overrides, parse_override
 from nemo_rl.config.schema import is_known, names_in, null_where_allowed
 from nemo_rl.config.validate import validate
 
-Config = TypeVar("Config", bound=RootConfig)
+Config = TypeVar("Config", bound=CompleteConfig)
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,13 @@ def load_master_config(path: str | Path | None, overrides: Sequence[str], kind: 
 def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), *, kind: type[Config]) -> Config: ...
 
 
-def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), kind: type[RootConfig] = MasterConfig) -> RootConfig:
+def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), kind: type[CompleteConfig] = MasterConfig) -> CompleteConfig:
     """The checked configuration of a run.
 
     Args:
         path: a YAML file; None stands for the defaults alone.
         overrides: in the grammar of `nemo_rl.config.overrides`; keys that the schema knows may be set though no file writes them.
-        kind: MasterConfig for GRPO, SFTMasterConfig for SFT.
+        kind: MasterConfig for GRPO, SFTMasterConfig for SFT, EvalMasterConfig for evaluation.
 
     Raises:
         ConfigError: with one line per mistake.
@@ -64,7 +65,7 @@ def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), k
     return validate(load_layers(path, overrides, kind).values, kind, source=None if path is None else str(path))
 
 
-def load_layers(path: str | Path | None, overrides: Sequence[str], kind: type[RootConfig]) -> Loaded:
+def load_layers(path: str | Path | None, overrides: Sequence[str], kind: type[CompleteConfig]) -> Loaded:
     """Files and overrides merged, with every override as a layer of its own."""
     layers = [] if path is None else read_layers(path)
     values = merge(layers)
@@ -82,12 +83,13 @@ def load_layers(path: str | Path | None, overrides: Sequence[str], kind: type[Ro
     return Loaded(values, layers)
 
 
-def kind_of_file(path: str | Path | None) -> type[MasterConfig | SFTMasterConfig]:
-    """SFT when the merged file has a section `sft`, GRPO otherwise."""
-    return SFTMasterConfig if path is not None and "sft" in merge(read_layers(path)) else MasterConfig
+def kind_of_file(path: str | Path | None) -> type[MasterConfig | SFTMasterConfig | EvalMasterConfig]:
+    """SFT when the merged file has a section `sft`, evaluation when it has `eval`, GRPO otherwise."""
+    sections: dict[str, Any] = {} if path is None else merge(read_layers(path))
+    return SFTMasterConfig if "sft" in sections else EvalMasterConfig if "eval" in sections else MasterConfig
 
 
-def _override(values: dict[str, Any], override: Override, kind: type[RootConfig]) -> dict[str, Any]:
+def _override(values: dict[str, Any], override: Override, kind: type[CompleteConfig]) -> dict[str, Any]:
     changed = apply(values, override, lambda key: is_known(kind, key), lambda key: names_in(kind, key) or names_beside(values, key))
     if override.action is Action.DELETE and null_where_allowed(kind, override.key):
         # NeMo-RL reads a deleted key as null; without this the schema's default would come back.

@@ -26,13 +26,17 @@ from nemo_rl.config.sft import SFTConfig
 from nemo_rl.config.weight_sync import WeightSyncConfig
 
 
-class RootConfig(Section):
-    """What every kind of run has at the top."""
+class CompleteConfig(Section):
+    """A whole configuration, of whatever kind: omitted keys are filled in before it is checked."""
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, raw: Any) -> Any:
         return complete(raw, cls) if isinstance(raw, dict) else raw
+
+
+class RootConfig(CompleteConfig):
+    """What every kind of training run has at the top."""
 
     policy: PolicyConfig = Field(PolicyConfig(), description="The model, its training backend and its generation.")
     data: DataConfig = Field(DataConfig(), description="Datasets.")

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, keys_of
 from nemo_rl.config.section import Section
@@ -44,6 +45,7 @@ def reference_page() -> str:
         "Shares `policy`, `data`, `logger`, `cluster` and `checkpointing` with GRPO.\n",
     ]
     parts += _tables(SFTMasterConfig, tuple(seen))
+    parts += ["## Evaluation\n", "A tree of its own; `generation` has the keys of a run's `policy.generation` and some more.\n", *_tables(EvalMasterConfig, ())]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -11,18 +11,24 @@ from collections.abc import Callable, Iterator
 
 from nemo_rl.config.batch_rules import BATCH_RULES, SFT_BATCH_RULES
 from nemo_rl.config.data_rules import DATA_RULES, SFT_DATA_RULES
+from nemo_rl.config.eval_rules import EVAL_RULES
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.loss_rules import LOSS_RULES
-from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.placement import data_parallel_size, generation_world_size, training_world_size
 
 
-def broken_rules(config: RootConfig) -> list[str]:
+def broken_rules(config: CompleteConfig) -> list[str]:
     """One line per rule that the configuration breaks."""
-    problems = [line for rule in SHARED_RULES for line in rule(config)]
+    problems: list[str] = []
+    if isinstance(config, RootConfig):
+        problems += [line for rule in SHARED_RULES for line in rule(config)]
     if isinstance(config, MasterConfig):
         problems += [line for rule in (*GRPO_RULES, *LOSS_RULES, *BATCH_RULES, *DATA_RULES) for line in rule(config)]
     if isinstance(config, SFTMasterConfig):
         problems += [line for rule in (*SFT_BATCH_RULES, *SFT_DATA_RULES) for line in rule(config)]
+    if isinstance(config, EvalMasterConfig):
+        problems += [line for rule in EVAL_RULES for line in rule(config)]
     return problems
 
 

@@ -17,13 +17,13 @@ from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import MANDATORY
-from nemo_rl.config.master import RootConfig
+from nemo_rl.config.master import CompleteConfig
 from nemo_rl.config.rules import broken_rules
 from nemo_rl.config.schema import field_of, keys_of, names_in
 from nemo_rl.config.section import Section
 from nemo_rl.config.status import refusals
 
-Config = TypeVar("Config", bound=RootConfig)
+Config = TypeVar("Config", bound=CompleteConfig)
 Key = tuple[str | int, ...]
 
 
@@ -32,7 +32,7 @@ def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = No
 
     Args:
         raw: plain containers; interpolations may be unresolved, keys may be missing.
-        kind: MasterConfig or SFTMasterConfig.
+        kind: MasterConfig, SFTMasterConfig or EvalMasterConfig.
         source: where the mapping came from, for the message.
 
     Raises:
@@ -53,7 +53,7 @@ def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = No
     return config
 
 
-def check_config(config: RootConfig) -> None:
+def check_config(config: CompleteConfig) -> None:
     """Checks a configuration that was built in Python: what is not built yet, and the rules between sections.
 
     Raises:
@@ -72,7 +72,7 @@ def _mandatory(node: object, prefix: str = "") -> Iterator[str]:
         yield prefix.removesuffix(".")
 
 
-def _required_sections(raw: Mapping[str, Any], kind: type[RootConfig]) -> Iterator[str]:
+def _required_sections(raw: Mapping[str, Any], kind: type[CompleteConfig]) -> Iterator[str]:
     policy = raw.get("policy")
     generates = field_of(kind, "grpo") is not None
     if generates and isinstance(policy, Mapping) and "generation" in policy and policy["generation"] is None:

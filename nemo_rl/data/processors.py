@@ -6,6 +6,7 @@ has loss multiplier 0, so that it costs nothing and trains nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,13 @@ def helpsteer3_data_processor(datum_dict: Mapping[str, Any], task_data_spec: Tas
     return _prompt(context, {"ground_truth": str(messages[-1]["content"])}, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
+def state_processor(datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int) -> DatumSpec:
+    """A row with `messages` that begins with the prompt, and `state`: JSON that its environment is given back as metadata."""
+    prompt, state = _column(datum_dict, "messages")[0], json.loads(_column(datum_dict, "state"))
+    messages = [{"role": prompt["role"], "content": prompt["content"]}]
+    return _prompt(messages, state, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+
 def sft_processor(
     datum_dict: Mapping[str, Any],
     task_data_spec: TaskDataSpec,
@@ -71,6 +79,7 @@ _PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "math_hf_data_processor": math_hf_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
     "helpsteer3_data_processor": helpsteer3_data_processor,
+    "state_processor": state_processor,
     "sft_processor": sft_processor,
     "kd_data_processor": sft_processor,
 }

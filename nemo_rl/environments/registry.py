@@ -18,6 +18,8 @@ _CLASSES: dict[str, str] = {
     "math_default": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_multi_reward": "nemo_rl.environments.math_environment.MathMultiRewardEnvironment",
     "code": "nemo_rl.environments.code_environment.CodeEnvironment",
+    "reasoning_gym": "nemo_rl.environments.reasoning_gym_environment.ReasoningGymEnvironment",
+    "sliding_puzzle": "nemo_rl.environments.sliding_puzzle_environment.SlidingPuzzleEnvironment",
     "code_jaccard": "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment",
 }
 _NOT_BUILT = ("reward_model", "vlm", "nemo_gym")

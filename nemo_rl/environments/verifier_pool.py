@@ -83,7 +83,7 @@ class VerifierPool:
         self._selector.close()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "nemo_rl.environments.verifier_process"]
+        command = [sys.executable, "-m", "nemo_rl.environments.verifier_process", self._verifier]
         # The process must find this package wherever this one found it, installed or not.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

@@ -1,4 +1,4 @@
-"""Verifiers: functions from a response and the expected answer to a reward of 0 or 1, and the answer that was read.
+"""Verifiers: functions from a response and the expected answer to a reward from 0 to 1, and the answer that was read.
 
 Pure functions of two strings; math-verify is imported when the first mathematical answer needs it. They may run for ever on a
 pathological expression: run them through `verifier_pool`, which has a deadline. Invariant: what cannot be read earns 0.
@@ -99,9 +99,30 @@ def _choice(letter: str | None, expected: str) -> Verdict:
     return Verdict(float(letter is not None and letter == expected.strip().upper()), letter)
 
 
+def reasoning_gym(response: str, expected: str) -> Verdict:
+    """The score, 0 to 1, that reasoning-gym's own verifier gives; `expected` is a problem reference with the `tag` of the answer, as JSON.
+
+    Raises:
+        Whatever a task's verifier raises on an answer it did not foresee.
+    """
+    import json
+
+    from reasoning_gym.utils import extract_answer
+
+    from nemo_rl.data.datasets.reasoning_gym_tasks import ProblemReference
+
+    wanted = json.loads(expected)
+    tag = wanted.pop("tag")
+    answer = response.strip() if tag is None else extract_answer(response, tag)
+    if answer is None:
+        return Verdict(0.0, None)
+    return Verdict(float(ProblemReference(**wanted).score(answer)), answer)
+
+
 VERIFIERS: dict[str, Verifier] = {
     "hf_math_verify": hf_math_verify,
     "dapo_math_verify": dapo_math_verify,
     "english_multichoice": english_multichoice,
     "multilingual_multichoice": multilingual_multichoice,
+    "reasoning_gym": reasoning_gym,
 }

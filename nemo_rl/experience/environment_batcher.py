@@ -39,6 +39,7 @@ class StepOutcome:
         reward: Total reward of this step.
         components: `reward/<name>` parts, empty for a plain reward.
         terminated: Whether the episode is over.
+        answer: What the environment read as the answer; None where it read none.
     """
 
     observation: dict[str, Any]
@@ -47,6 +48,7 @@ class StepOutcome:
     reward: float
     components: dict[str, float]
     terminated: bool
+    answer: str | None = None
 
 
 class EnvironmentBatcher:
@@ -93,4 +95,5 @@ def _row(result: Any, row: int) -> StepOutcome:
     rewards = result.rewards
     components = {name: float(values[row]) for name, values in rewards.items()} if isinstance(rewards, dict) else {}
     reward = sum(components.values()) if components else float(rewards[row])
-    return StepOutcome(result.observations[row], result.metadata[row], result.next_stop_strings[row], reward, components, bool(result.terminateds[row]))
+    terminated, answer = bool(result.terminateds[row]), result.answers[row]
+    return StepOutcome(result.observations[row], result.metadata[row], result.next_stop_strings[row], reward, components, terminated, answer)

@@ -83,6 +83,7 @@ class Trajectory:
         observed: Tokens that came from the environment.
         spans: Weight versions, over the tokens of all responses.
         metadata: The environment's last metadata.
+        answer: The last answer that the environment read; None without one.
     """
 
     message_log: LLMMessageLogType
@@ -95,6 +96,7 @@ class Trajectory:
     observed: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
     metadata: Any = None
+    answer: str | None = None
 
 
 class RolloutRunner:
@@ -161,6 +163,7 @@ class RolloutRunner:
             for name, value in outcome.components.items():
                 trajectory.components[name] = trajectory.components.get(name, 0.0) + value
             trajectory.metadata = outcome.metadata
+            trajectory.answer = outcome.answer if outcome.answer is not None else trajectory.answer
             if outcome.terminated or trajectory.truncated:
                 trajectory.terminated = outcome.terminated
                 break

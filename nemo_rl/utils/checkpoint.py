@@ -280,6 +280,19 @@ class CheckpointManager:
         return f"; {self.root}/step_{max(good)} is intact and resumable" if good else ""
 
 
+def model_directory(source: str) -> str:
+    """The Hugging Face directory behind the name of a model.
+
+    Args:
+        source: a checkpoint (`step_N`), a directory of checkpoints (its latest is meant), or anything else, which is returned as it is:
+            a Hugging Face directory or id.
+    """
+    root = Path(source)
+    steps = [int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit() and (path / INFO_FILE).is_file()] if root.is_dir() else []
+    weights = (root / f"step_{max(steps)}" if steps else root) / "policy" / "weights"
+    return str(weights) if weights.is_dir() else source
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(content, indent=2, default=float), encoding="utf-8")

@@ -120,7 +120,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "ResponseDataset", "data_path": "empty.jsonl"}, r"data.train.data_path: .*empty\.jsonl is empty"),
     ({"dataset_name": "ResponseDataset", "data_path": "broken.jsonl"}, r"broken\.jsonl cannot be read as json"),
     ({"dataset_name": "ResponseDataset", "data_path": "rows.txt"}, r"rows\.txt is none of \.jsonl"),
-    ({"dataset_name": "arithmetic", "split": "val"}, r"there is no split 'val'\. Did you mean 'validation'\?"),
+    ({"dataset_name": "arithmetic", "split": "val"}, r"arithmetic has no split 'val'\. Did you mean 'validation'\?"),
     ({"dataset_name": "arithmetic", "max_operand": 9}, r"too few for num_problems 10000 and held_out 512; raise max_operand"),
     ({"dataset_name": "arithmetic", "operators": ["/"]}, r"operators: '/' is not one of"),
     ({"dataset_name": "arithmetic", "split_validation_size": 20_000}, r"takes 20000 of 10000 rows"),

@@ -11,13 +11,12 @@ import random
 from dataclasses import dataclass
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.datasets.generated import split_of
 from nemo_rl.data.datasets.raw import RawDataset, conversation
 from nemo_rl.data.errors import DataError
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _COMMUTES = ("+", "*")
-SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,10 @@ class ArithmeticDataset(RawDataset):
     With `slips`, that fraction of the training answers is wrong by a digit too many; held-out answers are always right.
     """
 
-    def __init__(self, config: DatasetConfig, task_name: str) -> None:
+    def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
         from datasets import Dataset
 
-        split = config.split or "train"
-        if split not in SPLITS:
-            raise DataError(f"arithmetic: there is no split {split!r}.{did_you_mean(split, SPLITS)} It has {', '.join(SPLITS)}")
+        split = split_of(config, key)
         train, held_out = arithmetic_problems(config.num_problems, config.held_out, config.max_operand, tuple(config.operators), config.seed)
         problems = train if split == "train" else held_out
         slips = _Slips(config.slips if split == "train" else 0.0, config.seed)

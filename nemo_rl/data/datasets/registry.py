@@ -1,10 +1,11 @@
 """Finds the dataset that an entry of `data.train` or `data.validation` names.
 
-A name is in the table of named datasets, `arithmetic`, or the dotted path of a user's class. Knows no tokenizer.
+A name is in the table of named datasets, in that of generated ones, or the dotted path of a user's class. Knows no tokenizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
@@ -13,10 +14,17 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
 from nemo_rl.data.datasets.named import ALIASES, SOURCES, NamedDataset
 from nemo_rl.data.datasets.raw import RawDataset
+from nemo_rl.data.datasets.reasoning_gym_tasks import ReasoningGymDataset
+from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.errors import DataError
 
 # Datasets of images, sound or NeMo-Gym agents, known by name only.
 _NOT_BUILT = ("NemoGymDataset", "clevr-cogent", "geometry3k", "refcoco", "avqa", "audiomcq")
+_GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
+    "arithmetic": ArithmeticDataset,
+    "reasoning_gym": ReasoningGymDataset,
+    "sliding_puzzle": SlidingPuzzleDataset,
+}
 
 
 def load_response_dataset(config: DatasetConfig, key: str = "data.train", task_name: str | None = None) -> RawDataset:
@@ -43,12 +51,12 @@ def _load(config: DatasetConfig, key: str, task_name: str) -> RawDataset:
     name = config.dataset_name
     if "." in name and name not in SOURCES:
         return _users_class(config, key)
-    if name == "arithmetic":
-        return ArithmeticDataset(config, task_name)
+    if name in _GENERATED:
+        return _GENERATED[name](config, task_name, key)
     if name in _NOT_BUILT:
         raise DataError(f"{key}.dataset_name: {name!r} is not built yet")
     if name not in SOURCES and name not in ALIASES:
-        known = [*SOURCES, *ALIASES, "arithmetic"]
+        known = [*SOURCES, *ALIASES, *_GENERATED]
         raise DataError(
             f"{key}.dataset_name: there is no dataset {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}; "
             "for your own rows use ResponseDataset with data_path, or the dotted path of a class"

@@ -1,0 +1,18 @@
+"""Evaluates a model on problems with known answers: pass@k or cons@k.
+
+    python examples/run_eval.py [--config FILE] [key=value ...]
+
+`generation.model_name` takes a Hugging Face id or directory, a checkpoint (step_N) or a checkpoint directory, whose
+latest checkpoint is evaluated. Without --config the defaults of configs/eval.yaml are used, which need a GPU; one that
+needs none is configs/eval_arithmetic_cpu.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.algorithms.evaluation.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "eval.yaml"))

@@ -1,0 +1,200 @@
+"""One evaluation: engines answer every problem several times, environments judge, estimators turn verdicts into one number.
+
+Uses the rollouts of training with a model that nobody trains. Knows no policy. Invariants: a mistake in the configuration raises before Ray
+starts; problem i is answered with the same seeds whatever else is evaluated; every process is ended on every way out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
+from nemo_rl.algorithms.utils import set_seed
+from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
+from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
+from nemo_rl.data.datasets.registry import load_response_dataset
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.environments.registry import environment_class, section_of
+from nemo_rl.environments.setup import start_environments
+from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
+from nemo_rl.models.dtensor.load import model_config
+from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.utils.checkpoint import model_directory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an evaluation found.
+
+    Attributes:
+        metric: Name with its k, such as `pass@1`.
+        value: Mean over problems.
+        problems: Number of problems.
+        answers_per_problem: Answers drawn for each.
+        mean_reward: Mean over all answers.
+        truncated: Share of answers that were cut.
+        seconds: Time of the rollouts.
+    """
+
+    metric: str
+    value: float
+    problems: int
+    answers_per_problem: int
+    mean_reward: float
+    truncated: float
+    seconds: float
+
+
+def evaluate(config: EvalMasterConfig) -> Score:
+    """Runs a checked configuration and writes what `eval.save_path` asks for.
+
+    Raises:
+        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not there.
+        GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
+    """
+    _find_model(config)
+    save_path = _writable(config.eval.save_path)
+    set_seed(config.eval.seed)
+    tokenizer = get_tokenizer(config.tokenizer, config.generation.trust_remote_code)
+    policy = _as_policy(config)
+    model_config(policy)
+    problems = _problems(config, tokenizer)
+    name = config.data.env_name
+    environment_class(name, section_of(name, config.env))
+    with ExitStack() as stack:
+        accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
+        stack.callback(shutdown_ray)
+        cluster = RayVirtualCluster([config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=accelerator.is_cuda, name="evaluation")
+        stack.callback(cluster.shutdown)
+        generation = _start_engines(config, policy, cluster, tokenizer)
+        stack.callback(generation.shutdown)
+        actor = start_environments([name], config.env)[name]
+        section = section_of(name, config.env)
+        handle = EnvironmentHandle(name, actor, section.step_timeout_s if section is not None else 600.0)
+        generation.wait_until_started()
+        began = time.monotonic()
+        trajectories = _answer(config, RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle)), generation, problems)
+        seconds = time.monotonic() - began
+    score = _score(config, trajectories, seconds)
+    if save_path is not None:
+        _save(save_path, config, score, trajectories)
+    return score
+
+
+@dataclass(frozen=True)
+class _Problems:
+    dataset: AllTaskProcessedDataset
+    count: int
+    tasks: list[str]
+
+
+def _find_model(config: EvalMasterConfig) -> None:
+    named = config.generation.model_name
+    found = model_directory(named)
+    if found != named:
+        logger.info("model=%s from=%s", found, named)
+        if config.tokenizer.name == named:
+            config.tokenizer.name = found
+        config.generation.model_name = found
+
+
+def _writable(save_path: str | None) -> Path | None:
+    if save_path is None:
+        return None
+    try:
+        Path(save_path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"eval.save_path: {save_path} cannot be written ({error.strerror or error})"]) from error
+    return Path(save_path)
+
+
+def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
+    """The model as generation takes it: a policy section of which training will never read a key."""
+    generation = config.generation
+    return PolicyConfig(
+        model_name=generation.model_name,
+        trust_remote_code=generation.trust_remote_code,
+        tokenizer=config.tokenizer,
+        max_total_sequence_length=generation.vllm_cfg.max_model_len,
+        generation=generation,
+    )
+
+
+def _problems(config: EvalMasterConfig, tokenizer: Any) -> _Problems:
+    raw = load_response_dataset(config.data, "data")
+    count = min(config.data.max_samples or len(raw.dataset), len(raw.dataset))
+    processors = {raw.task_name: (raw.task_spec, raw.processor)}
+    preprocessors = {raw.task_name: raw.preprocessor} if raw.preprocessor is not None else {}
+    dataset = AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, processors, config.data.max_input_seq_length, preprocessors)
+    return _Problems(dataset, count, [raw.task_name])
+
+
+def _start_engines(config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any) -> VllmGeneration:
+    return VllmGeneration(
+        cluster,
+        policy,
+        config.cluster,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=config.generation.stop_token_ids or [tokenizer.eos_token_id],
+        seed=config.eval.seed,
+        colocated=False,
+        refits=False,
+        request_timeout_s=float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900")),
+    )
+
+
+def _answer(config: EvalMasterConfig, runner: RolloutRunner, generation: VllmGeneration, problems: _Problems) -> list[list[Trajectory]]:
+    """Trajectories by problem; at most `num_prompts_per_step` problems are in flight."""
+    draws, at_once = config.eval.num_tests_per_prompt, config.generation.num_prompts_per_step
+    limits = RolloutLimits(config.generation.vllm_cfg.max_model_len, config.generation.max_new_tokens, config.data.max_rollout_turns)
+    sampling = generation.default_sampling(greedy=config.generation.temperature == 0)
+    plan = RolloutPlan(config.eval.seed, 0, sampling, limits, tuple(config.generation.stop_strings or ()))
+    size = problems.count if at_once in (-1, 0) else at_once
+    answered: list[list[Trajectory]] = []
+    for first in range(0, problems.count, size):
+        rows = [problems.dataset[index] for index in range(first, min(first + size, problems.count))]
+        flat = runner.run(number_samples(rl_collate_fn(rows), draws, first), plan)
+        answered += [flat[start : start + draws] for start in range(0, len(flat), draws)]
+    return answered
+
+
+def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], seconds: float) -> Score:
+    k, consensus = config.eval.k_value, config.eval.metric == "cons@k"
+    values = []
+    for answers in trajectories:
+        right = [trajectory.reward >= 1.0 for trajectory in answers]
+        values.append(consensus_at_k([trajectory.answer for trajectory in answers], right, k) if consensus else pass_at_k(sum(right), len(right), k))
+    flat = [trajectory for answers in trajectories for trajectory in answers]
+    return Score(
+        metric=f"{'cons' if consensus else 'pass'}@{k}",
+        value=sum(values) / len(values),
+        problems=len(values),
+        answers_per_problem=config.eval.num_tests_per_prompt,
+        mean_reward=sum(trajectory.reward for trajectory in flat) / len(flat),
+        truncated=Counter(trajectory.truncated for trajectory in flat)[True] / len(flat),
+        seconds=seconds,
+    )
+
+
+def _save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
+    (directory / "summary.json").write_text(json.dumps(asdict(score) | {"config": config.to_dict()}, indent=2, default=str), encoding="utf-8")
+    with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for problem, answers in enumerate(trajectories):
+            for number, trajectory in enumerate(answers):
+                messages = [{"role": message["role"], "content": message["content"]} for message in trajectory.message_log]
+                row = {"problem": problem, "sample": number, "reward": trajectory.reward, "answer": trajectory.answer, "truncated": trajectory.truncated}
+                file.write(json.dumps(row | {"messages": messages}) + "\n")

@@ -1,0 +1,61 @@
+"""The sliding puzzle, move by move: an action per turn, reward 1 for solving it.
+
+A response is read for its last `<action>..</action>`; what is no legal move costs a turn and is answered by what was wrong. The board lives in
+the conversation's metadata. Invariant: a puzzle ends when it is solved or after `max_moves` actions, legal or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from nemo_rl.config import SlidingPuzzleEnvConfig
+from nemo_rl.data.datasets.sliding_puzzle import DIRECTIONS, Board, moved, shown, solved_board
+from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+_ACTION = re.compile(r"<action>\s*(.*?)\s*</action>", re.DOTALL)
+_STOP = ["</action>"]
+
+
+class SlidingPuzzleEnvironment(EnvironmentInterface[dict[str, Any]]):
+    """`env.sliding_puzzle`.
+
+    Args:
+        cfg: the keys of `env.sliding_puzzle`.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        self.cfg = SlidingPuzzleEnvConfig.model_validate(dict(cfg))
+
+    @override
+    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+        """Plays one action in each of B puzzles."""
+        turns = [self._play(str(log[-1]["content"]), state) for log, state in zip(message_log_batch, metadata, strict=True)]
+        solved = torch.tensor([board == solved_board(len(board)) for board, _, _ in turns])
+        over = torch.tensor([state["moves"] + 1 >= self.cfg.max_moves for state in metadata])
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": said} for _, said, _ in turns],
+            metadata=[{"board": board, "moves": state["moves"] + 1} for (board, _, _), state in zip(turns, metadata, strict=True)],
+            next_stop_strings=[_STOP] * len(turns),
+            rewards=solved.float(),
+            terminateds=solved | over,
+            answers=[action for _, _, action in turns],
+        )
+
+    def _play(self, response: str, state: Mapping[str, Any]) -> tuple[Board, str, str | None]:
+        board: Board = state["board"]
+        actions = _ACTION.findall(response)
+        if not actions:
+            return board, "\nNo action was found; answer with <action>up</action>, down, left or right.\n", None
+        action = actions[-1].lower()
+        if action not in DIRECTIONS:
+            return board, f"\n{action!r} is no direction; it is up, down, left or right.\n", action
+        after = moved(board, action)
+        if after is None:
+            return board, f"\nNo tile can move {action}.\n{shown(board)}\n", action
+        return after, f"\n{shown(after)}\n", action
