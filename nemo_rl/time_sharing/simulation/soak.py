@@ -33,7 +33,6 @@ class Verdict(NamedTuple):
 
 def run_scenario(seed: int) -> Verdict:
     """Simulates one random scenario and checks its record."""
-    logging.disable(logging.CRITICAL)
     records: list[MemoryRecord] = []
 
     def remember(clock: Callable[[], float]) -> Record:
@@ -49,5 +48,5 @@ def run_scenario(seed: int) -> Verdict:
 
 def run_many(first: int, runs: int, processes: int) -> Iterator[Verdict]:
     """Verdicts of consecutive seeds, in order."""
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(processes, initializer=logging.disable) as pool:
         yield from pool.map(run_scenario, range(first, first + runs), chunksize=10)
