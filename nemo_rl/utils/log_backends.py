@@ -6,6 +6,7 @@ Knows nothing of training. Invariant: a backend gets only what it can show (numb
 
 import importlib
 import logging
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,10 @@ MetricValue: TypeAlias = float | list[float]
 
 class BackendMissing(ImportError):
     """A metrics backend is switched on but its package is not installed."""
+
+
+# Seconds that a tracker may take to answer before a run goes on without it.
+_REACH_S = 20.0
 
 
 class LoggerInterface(Protocol):
@@ -56,6 +61,10 @@ class LoggerInterface(Protocol):
         """Write out what is buffered."""
         ...
 
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What its package raises when the tracker is out of reach."""
+        ...
+
 
 def require(package: str, switch: str) -> Any:
     """Import a backend's package.
@@ -70,6 +79,10 @@ def require(package: str, switch: str) -> Any:
         raise BackendMissing(
             f"{switch}=true needs the package {name!r}, which cannot be imported ({error}); pip install {name}, or set {switch}=false"
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def full_name(prefix: str, name: str) -> str:
@@ -128,14 +141,32 @@ class TensorboardLogger:
         """See `LoggerInterface`."""
         self._writer.close()
 
+    def failures(self) -> tuple[type[Exception], ...]:
+        """See `LoggerInterface`."""
+        return (OSError,)
+
 
 class WandbLogger:
-    """Weights & Biases; a step is committed when it is finished."""
+    """Weights & Biases; a step is committed when it is finished. Out of reach, the run is recorded offline, for `wandb sync`."""
 
     def __init__(self, cfg: WandbConfig, log_dir: Path) -> None:
         self._wandb = require("wandb", "logger.wandb_enabled")
         arguments = {key: value for key, value in cfg.model_dump().items() if key != "log_nemo_gym_full_result_tables"}
-        self._run = self._wandb.init(dir=str(log_dir), **arguments)
+        settings = self._wandb.Settings(init_timeout=_REACH_S, silent=True)
+        if os.environ.get("WANDB_MODE", "online") == "online" and arguments.get("mode", "online") == "online":
+            self._run = self._online_or_offline(arguments, settings, log_dir)
+        else:
+            self._run = self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
+
+    def _online_or_offline(self, arguments: dict[str, Any], settings: Any, log_dir: Path) -> Any:
+        reason = "there are no credentials (set WANDB_API_KEY or run `wandb login`)"
+        if self._wandb.login(prompt=False):
+            try:
+                return self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
+            except self._wandb.Error as error:
+                reason = _first_line(error)
+        logger.warning("tracker=wandb mode=offline: %s; the run goes on, `wandb sync %s/wandb/offline-run-*` uploads it later", reason, log_dir)
+        return self._wandb.init(dir=str(log_dir), settings=settings, **{**arguments, "mode": "offline"})
 
     def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
         """See `LoggerInterface`."""
@@ -164,15 +195,27 @@ class WandbLogger:
     def close(self) -> None:
         """See `LoggerInterface`."""
         self._run.finish()
+        # Its service process would stay for further runs of this process.
+        self._wandb.teardown()
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        """See `LoggerInterface`."""
+        return (OSError, self._wandb.Error)
 
 
 class SwanlabLogger:
-    """SwanLab."""
+    """SwanLab. Out of reach, the run is recorded offline, for `swanlab sync`."""
 
     def __init__(self, cfg: SwanlabConfig, log_dir: Path) -> None:
         self._swanlab = require("swanlab", "logger.swanlab_enabled")
-        arguments = {"project": cfg.project, "experiment_name": cfg.name, **(cfg.model_extra or {})}
-        self._run = self._swanlab.init(logdir=str(log_dir / "swanlab"), **arguments)
+        directory = log_dir / "swanlab"
+        directory.mkdir(exist_ok=True)
+        arguments = {"project": cfg.project, "name": cfg.name, "log_dir": str(directory), **(cfg.model_extra or {})}
+        try:
+            self._run = self._swanlab.init(**arguments)
+        except (OSError, RuntimeError, self._swanlab.exceptions.AuthenticationError) as error:
+            logger.warning("tracker=swanlab mode=offline: %s; the run goes on, `swanlab sync %s/run-*` uploads it later", _first_line(error), directory)
+            self._run = self._swanlab.init(**{**arguments, "mode": "offline"})
 
     def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
         """See `LoggerInterface`; lists are summarised."""
@@ -194,21 +237,31 @@ class SwanlabLogger:
         """See `LoggerInterface`."""
         self._run.finish()
 
+    def failures(self) -> tuple[type[Exception], ...]:
+        """See `LoggerInterface`."""
+        return (OSError, RuntimeError)
+
 
 class MlflowLogger:
-    """MLflow, in `<log_dir>/mlflow` unless a tracking server is named."""
+    """MLflow, in a database under `<log_dir>/mlflow` unless a tracking server is named."""
 
     def __init__(self, cfg: MlflowConfig, log_dir: Path) -> None:
         self._mlflow = require("mlflow", "logger.mlflow_enabled")
-        self._mlflow.set_tracking_uri(cfg.tracking_uri or (log_dir / "mlflow").absolute().as_uri())
+        directory = (log_dir / "mlflow").absolute()
+        directory.mkdir(exist_ok=True)
+        artifacts = cfg.artifact_location or (None if cfg.tracking_uri else (directory / "artifacts").as_uri())
+        # Its own patience with a server out of reach is minutes per call, which training would spend waiting.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(_REACH_S)))
+        self._mlflow.set_tracking_uri(cfg.tracking_uri or f"sqlite:///{directory / 'mlflow.db'}")
         if self._mlflow.get_experiment_by_name(cfg.experiment_name) is None:
-            self._mlflow.create_experiment(cfg.experiment_name, artifact_location=cfg.artifact_location)
+            self._mlflow.create_experiment(cfg.experiment_name, artifact_location=artifacts)
         self._mlflow.set_experiment(cfg.experiment_name)
         self._mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
 
     def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
-        """See `LoggerInterface`; lists are summarised, and the slashes of names become dots, because MLflow's file store takes them for directories."""
-        self._mlflow.log_metrics({name.replace("/", "."): value for name, value in _flat_scalars(metrics, prefix).items()}, step=step)
+        """See `LoggerInterface`; lists are summarised."""
+        self._mlflow.log_metrics(_flat_scalars(metrics, prefix), step=step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface`; long values are cut to the 500 characters MLflow takes."""
@@ -225,6 +278,10 @@ class MlflowLogger:
     def close(self) -> None:
         """See `LoggerInterface`."""
         self._mlflow.end_run()
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        """See `LoggerInterface`."""
+        return (OSError, self._mlflow.exceptions.MlflowException)
 
 
 def _flat_scalars(metrics: Mapping[str, MetricValue], prefix: str) -> dict[str, float]:

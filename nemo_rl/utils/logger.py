@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils import log_backends
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue
+from nemo_rl.utils.log_reach import ReachableTracker
 from nemo_rl.utils.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ class Logger:
     def __init__(self, cfg: LoggerConfig) -> None:
         self.log_dir = Path(cfg.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        switched_on: list[tuple[bool, Callable[[], LoggerInterface]]] = [
-            (cfg.tensorboard_enabled, lambda: log_backends.TensorboardLogger(cfg.tensorboard, self.log_dir)),
-            (cfg.wandb_enabled, lambda: log_backends.WandbLogger(cfg.wandb, self.log_dir)),
-            (cfg.mlflow_enabled, lambda: log_backends.MlflowLogger(cfg.mlflow, self.log_dir)),
-            (cfg.swanlab_enabled, lambda: log_backends.SwanlabLogger(cfg.swanlab, self.log_dir)),
-        ]
-        self.backends: list[LoggerInterface] = [make() for enabled, make in switched_on if enabled]
+        switched_on: dict[str, tuple[bool, Callable[[], LoggerInterface]]] = {
+            "tensorboard": (cfg.tensorboard_enabled, lambda: log_backends.TensorboardLogger(cfg.tensorboard, self.log_dir)),
+            "wandb": (cfg.wandb_enabled, lambda: log_backends.WandbLogger(cfg.wandb, self.log_dir)),
+            "mlflow": (cfg.mlflow_enabled, lambda: log_backends.MlflowLogger(cfg.mlflow, self.log_dir)),
+            "swanlab": (cfg.swanlab_enabled, lambda: log_backends.SwanlabLogger(cfg.swanlab, self.log_dir)),
+        }
+        self.backends = [ReachableTracker(name, make, self.log_dir) for name, (enabled, make) in switched_on.items() if enabled]
         self._file = MetricsFile(self.log_dir)
         self._ignored: set[str] = set()
         self._lock = threading.Lock()

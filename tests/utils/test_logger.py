@@ -1,12 +1,9 @@
 """The logger: what every run writes, backends that are switched on, and what happens when one is missing."""
 
-import importlib.util
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import matplotlib.figure
 import pytest
@@ -81,52 +78,10 @@ def test_tensorboard_gets_scalars_histograms_and_figures(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_missing_backend_says_which_package_and_which_switch(tmp_path: Path, name: str) -> None:
-    if importlib.util.find_spec(name):
-        pytest.skip(f"{name} is installed")
+def test_a_missing_backend_says_which_package_and_which_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendMissing, match=f"logger.{name}_enabled=true needs the package '{name}'"):
         Logger(LoggerConfig(log_dir=str(tmp_path), **{f"{name}_enabled": True}))
-
-
-class FakeRun:
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.config: dict[str, Any] = {}
-        self.finished = False
-
-    def log(self, payload: dict[str, Any], **where: Any) -> None:
-        self.logged.append((payload, where))
-
-    def finish(self) -> None:
-        self.finished = True
-
-
-def test_wandb_commits_a_step_when_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, arguments = FakeRun(), {}
-    wandb = ModuleType("wandb")
-    wandb.init = lambda **kwargs: arguments.update(kwargs) or run
-    wandb.Histogram = tuple
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with Logger(LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True, wandb={"project": "p", "name": "n", "tags": ["x"]})) as logger:
-        log_two_steps(logger)
-    assert arguments["project"] == "p"
-    assert arguments["tags"] == ["x"]
-    assert run.logged[0] == ({"train/loss": 0.5, "train/lr": 1e-3, "train/histogram/gen_tokens_length": (1.0, 2.0, 2.0)}, {"step": 1, "commit": False})
-    assert run.logged[1] == ({"timing/train/total_step_time": 2.0}, {"step": 1, "commit": True})
-    assert run.finished
-
-
-def test_mlflow_gets_lists_as_summaries_and_names_without_slashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[dict[str, float], int]] = []
-    mlflow = ModuleType("mlflow")
-    for name in ("set_tracking_uri", "get_experiment_by_name", "create_experiment", "set_experiment", "start_run", "end_run"):
-        setattr(mlflow, name, lambda *_, **__: None)
-    mlflow.log_metrics = lambda metrics, step: logged.append((metrics, step))
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with Logger(LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True)) as logger:
-        logger.log_metrics({"loss": 1.0, "lengths": list(range(11))}, 3, "train")
-    summary = {f"train.lengths.{kind}": value for kind, value in (("mean", 5.0), ("p50", 5.0), ("p90", 9.0), ("max", 10.0))}
-    assert logged == [({"train.loss": 1.0, **summary}, 3)]
 
 
 def test_experiment_directories_are_numbered_upwards(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""Each tracker writes with its real package and is read back; one that is out of reach does not stop the run."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.log_reach import ReachableTracker
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.metrics_file import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "SWANLAB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / ".netrc"))
+
+
+def log_two_steps(logger: Logger) -> None:
+    for step in (1, 2):
+        logger.log_metrics({"loss": 0.5 * step, "lengths": [1.0, 2.0, 2.0 * step]}, step, "train")
+        logger.log_metrics({"total_step_time": 2.0 * step}, step, "timing/train", step_finished=True)
+    logger.log_hyperparams({"grpo": {"seed": 42}})
+
+
+def leveldb_records(path: Path) -> Iterator[bytes]:
+    """Records of a file in LevelDB's log format with a header of seven bytes, as W&B writes it."""
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+def test_wandb_without_credentials_is_recorded_offline_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    with Logger(LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True, wandb={"project": "p", "name": "n", "tags": ["x"]})) as logger:
+        log_two_steps(logger)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history: list[dict[str, Any]] = []
+    for data in leveldb_records(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+    assert [(row["_step"], row["train/loss"], row["timing/train/total_step_time"]) for row in history] == [(1, 0.5, 2.0), (2, 1.0, 4.0)]
+    assert caplog.text.count("tracker=wandb mode=offline: there are no credentials") == 1
+
+
+def test_mlflow_keeps_metrics_summaries_and_parameters(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    with Logger(LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True)) as logger:
+        log_two_steps(logger)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("grpo-dev")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == [(1, 0.5), (2, 1.0)]
+    assert run.data.metrics["train/lengths/max"] == 4.0
+    assert run.data.params == {"grpo.seed": "42"}
+
+
+def test_swanlab_without_credentials_is_recorded_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path), swanlab_enabled=True, swanlab={"project": "p", "name": "n"})) as logger:
+        log_two_steps(logger)
+    (file,) = tmp_path.glob("swanlab/run-*/run-*.swanlab")
+    written = b"".join(leveldb_records(file))
+    assert b"train/loss" in written
+    assert struct.pack("<d", 1.0) in written or struct.pack("<f", 1.0) in written
+    assert "tracker=swanlab mode=offline" in caplog.text
+
+
+def test_a_tracking_server_out_of_reach_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unreachable = {"tracking_uri": "http://127.0.0.1:9"}
+    with Logger(LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True, mlflow=unreachable)) as logger:
+        log_two_steps(logger)
+    assert caplog.text.count("tracker=mlflow event=switched_off") == 1
+    assert read_metrics(tmp_path).scalars("train/loss") == ([1, 2], [0.5, 1.0])
+
+
+def test_a_tracker_that_fails_on_the_way_is_switched_off_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Flaky:
+        calls = 0
+
+        def log_metrics(self, *_: Any) -> None:
+            Flaky.calls += 1
+            raise ConnectionError("gone\nand more")
+
+        def failures(self) -> tuple[type[Exception], ...]:
+            return (OSError,)
+
+    tracker = ReachableTracker("flaky", Flaky, tmp_path)
+    for step in (1, 2, 3):
+        tracker.log_metrics({"loss": 1.0}, step)
+    tracker.close()
+    assert (Flaky.calls, tracker.reachable) == (1, False)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tracker=flaky event=switched_off: gone; the run goes on, its metrics are in {tmp_path}/metrics.jsonl"
+    ]
+
+
+def test_a_mistake_in_a_tracker_is_not_hidden(tmp_path: Path) -> None:
+    class Broken:
+        def log_metrics(self, *_: Any) -> None:
+            raise TypeError("a mistake of ours")
+
+        def failures(self) -> tuple[type[Exception], ...]:
+            return (OSError,)
+
+    with pytest.raises(TypeError, match="a mistake of ours"):
+        ReachableTracker("broken", Broken, tmp_path).log_metrics({}, 1)
