@@ -75,7 +75,12 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 def _title(config: dict[str, Any] | None, root: Path) -> str:
     model = (config or {}).get("policy", {}).get("model_name")
-    return f"GRPO · {Path(str(model)).name}" if model else f"Run {root.resolve().name}"
+    if not model:
+        return f"Run {root.resolve().name}"
+    path = Path(str(model))
+    # A link to the newest checkpoint says nothing; the directories that hold it do.
+    name = "/".join(path.parts[-3:-1]) if path.name == "latest" else path.name
+    return f"{'SFT' if 'sft' in (config or {}) else 'GRPO'} · {name}"
 
 
 def run_seconds(run: RunMetrics) -> float:

@@ -1,0 +1,17 @@
+"""Trains a policy to solve sliding puzzles, one move per turn, with GRPO.
+
+    python examples/run_grpo_sliding_puzzle.py [--config FILE] [key=value ...]
+
+As `run_grpo.py`, with configs/grpo_sliding_puzzle.yaml as the default; one that needs no GPU is
+configs/grpo_sliding_puzzle_cpu.yaml.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.algorithms.grpo.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "grpo_sliding_puzzle.yaml"))

@@ -1,0 +1,138 @@
+"""Checkpoints to Hugging Face directories and back.
+
+    python -m nemo_rl.utils.convert to-hf CHECKPOINT OUT_DIR [--dtype bfloat16]
+    python -m nemo_rl.utils.convert from-hf MODEL_DIR CHECKPOINT_DIR
+
+A checkpoint's weights lie in it as a Hugging Face directory already, in float32; converting takes them out, in the precision one wants to
+serve, and puts a model in as the checkpoint of step 0. Invariants: nothing that exists is overwritten; an output directory is whole or not
+there; tensors keep their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl.utils.checkpoint import INFO_FILE, model_directory
+
+DTYPES = ("float32", "float16", "bfloat16")
+_NOT_OF_THE_MODEL = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
+
+
+class ConversionError(RuntimeError):
+    """A checkpoint or model cannot be converted."""
+
+
+def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -> Path:
+    """Writes the model of a checkpoint as a Hugging Face directory, tokenizer included.
+
+    Args:
+        checkpoint: `step_N`, or a checkpoint directory, whose latest is taken.
+        out_dir: must not exist.
+        dtype: precision of the written weights; None keeps that of the checkpoint.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        ConversionError: there is no such checkpoint, or `out_dir` exists.
+    """
+    source = Path(model_directory(str(checkpoint)))
+    if not (source / "config.json").is_file():
+        raise ConversionError(f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of checkpoints, nor a Hugging Face directory")
+    with _made_whole(out_dir) as aside:
+        _copy_model(source, aside, dtype)
+        tokenizer = source.parent / "tokenizer"
+        if source.name == "weights" and tokenizer.is_dir():
+            shutil.copytree(tokenizer, aside, dirs_exist_ok=True)
+    return out_dir
+
+
+def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
+    """Puts a Hugging Face model into a checkpoint directory as `step_0`, from which a run with that `checkpointing.checkpoint_dir` starts.
+
+    Args:
+        model: a Hugging Face directory with safetensors.
+        checkpoint_dir: may exist, but must hold no `step_0`.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ConversionError: there is no such model, or the checkpoint exists.
+    """
+    if not (model / "config.json").is_file():
+        raise ConversionError(f"{model}: is no Hugging Face directory; it has no config.json")
+    with _made_whole(checkpoint_dir / "step_0") as aside:
+        weights = aside / "policy" / "weights"
+        weights.mkdir(parents=True)
+        _copy_model(model, weights, "float32")
+        info = {"total_steps": 0, "current_step": 0, "current_epoch": 0, "consumed_samples": 0, "total_valid_tokens": 0, "val_metrics": {}}
+        (aside / INFO_FILE).write_text(json.dumps(info, indent=2), encoding="utf-8")
+    return checkpoint_dir / "step_0"
+
+
+def _copy_model(source: Path, target: Path, dtype: str | None) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ConversionError(f"{source}: holds no *.safetensors; load and save the model with transformers first")
+    for file in files:
+        tensors = load_file(file)
+        wanted = getattr(torch, dtype) if dtype is not None else None
+        save_file({name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}, target / file.name, {"format": "pt"})
+    for path in source.iterdir():
+        if path.is_file() and (path.name.endswith(".index.json") or not path.name.endswith(_NOT_OF_THE_MODEL)):
+            shutil.copy2(path, target / path.name)
+    if dtype is not None:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
+
+
+@contextmanager
+def _made_whole(out_dir: Path) -> Iterator[Path]:
+    if out_dir.exists():
+        raise ConversionError(f"{out_dir}: exists already; choose another directory or remove it")
+    aside = out_dir.with_name(f".{out_dir.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        aside.rename(out_dir)
+    except OSError as error:
+        raise ConversionError(f"{out_dir}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one conversion and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m nemo_rl.utils.convert", description="Convert checkpoints to and from Hugging Face directories.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    out = commands.add_parser("to-hf", help="write a checkpoint's model as a Hugging Face directory")
+    out.add_argument("checkpoint", type=Path, help="step_N, or a checkpoint directory, whose latest is taken")
+    out.add_argument("out_dir", type=Path)
+    out.add_argument("--dtype", choices=DTYPES, help="precision of the written weights; default: the checkpoint's, float32")
+    back = commands.add_parser("from-hf", help="put a Hugging Face model into a checkpoint directory as step_0")
+    back.add_argument("model", type=Path)
+    back.add_argument("checkpoint_dir", type=Path)
+    chosen = parser.parse_args(arguments)
+    try:
+        path = to_hugging_face(chosen.checkpoint, chosen.out_dir, chosen.dtype) if chosen.command == "to-hf" else from_hugging_face(chosen.model, chosen.checkpoint_dir)
+    except ConversionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

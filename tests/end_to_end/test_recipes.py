@@ -1,0 +1,82 @@
+"""Every shipped recipe trains: three steps of the tiny model, one recipe with engines and the others on what it recorded."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_rl.utils.metrics_file import RunMetrics, read_metrics
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples" / "configs"
+RECIPES = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
+LIVE = "grpo_math_1B_dapo"
+RUN_ALL = "import sys, pathlib; from nemo_rl.algorithms.grpo.command import main; sys.exit(max(main(['--config', f], default_config=pathlib.Path(f)) for f in sys.argv[1:]))"
+
+
+def tiny(recipe: str, folder: Path, model: Path, **grpo: object) -> Path:
+    """The recipe with a tiny model, tiny batches and a machine without a GPU; what makes the recipe is untouched."""
+    config = {
+        "defaults": str(CONFIGS / "recipes" / f"{recipe}.yaml"),
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "max_num_epochs": 9, "val_period": 0, **grpo},
+        "policy": {
+            "model_name": str(model),
+            "precision": "float32",
+            "max_total_sequence_length": 64,
+            "train_global_batch_size": 16 if recipe == LIVE else 32,
+            "optimizer": {"kwargs": {"lr": 0.01}},
+            "tokenizer": {"chat_template": None},
+            "generation": {"max_new_tokens": 8, "vllm_kwargs": {"kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 64}},
+        },
+        "data": {
+            "num_workers": 0,
+            "default": {"prompt_file": None},
+            "train": {"_override_": True, "dataset_name": "arithmetic", "num_problems": 64, "held_out": 0, "env_name": "parity", "prompt_file": None},
+        },
+        "env": {"parity": {"class": "tests.end_to_end.parity.Parity"}},
+        "cluster": {"device": "cpu", "cpu_slots": 1},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(folder / recipe), "monitor_gpus": False},
+    }
+    if recipe == LIVE:
+        config["grpo"]["reward_shaping"] = {"overlong_buffer_length": 4, "max_response_length": 8}
+    file = folder / f"{recipe}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def run(files: list[Path]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
+    done = subprocess.run([sys.executable, "-c", RUN_ALL, *map(str, files)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def metrics(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunMetrics]:
+    folder = tmp_path_factory.mktemp("recipes")
+    record = str(folder / "recorded")
+    run([tiny(LIVE, folder, tiny_model, rollout_record=record)])
+    # Dynamic sampling draws more than a step's prompts at a time; the others train on all of them.
+    others = [tiny(recipe, folder, tiny_model, rollout_replay=record, num_prompts_per_step=8) for recipe in RECIPES if recipe != LIVE]
+    run(others)
+    return {recipe: read_metrics(folder / recipe) for recipe in RECIPES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_trains_three_steps(metrics: dict[str, RunMetrics], recipe: str) -> None:
+    steps, losses = metrics[recipe].scalars("train/loss")
+    _, norms = metrics[recipe].scalars("train/grad_norm")
+    assert steps == [1, 2, 3]
+    assert all(map(math.isfinite, losses))
+    assert all(norm > 0 for norm in norms)
+
+
+def test_the_table_of_recipes_lists_every_recipe() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert [recipe for recipe in RECIPES if f"{recipe}.yaml" not in page] == []
