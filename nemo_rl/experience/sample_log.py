@@ -6,7 +6,6 @@ told them. Invariant: line i of a file is row i of the batch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.utils.sample_files import write_rows
 
 
 def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = False) -> TokenStage:
@@ -26,22 +26,17 @@ def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = F
         append: Add to the file instead of replacing it.
     """
     reads = tuple(dict.fromkeys([*columns, "input_lengths"]))
-    return TokenStage(write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append})
+    return TokenStage(write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append}, detached=True)
 
 
 def write_samples(columns: BatchedDataDict[Any], *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:
     """Writes one line per row."""
     lengths = columns["input_lengths"].tolist()
-    plain = {name: _per_row(columns[column], lengths) for column, name in names.items()}
-    with Path(path).open("a" if append else "w", encoding="utf-8") as file:
-        for row in range(len(lengths)):
-            file.write(json.dumps({name: values[row] for name, values in plain.items()}) + "\n")
+    write_rows(Path(path), {name: _per_row(columns[column], lengths) for column, name in names.items()}, append=append)
     return StageOutput({}, {})
 
 
-def _per_row(column: Any, lengths: list[int]) -> list[Any]:
-    if not isinstance(column, torch.Tensor):
-        return list(column)
-    if column.ndim < 2:
-        return column.tolist()
-    return [row[:length].tolist() for row, length in zip(column, lengths, strict=True)]
+def _per_row(column: Any, lengths: list[int]) -> Any:
+    if not isinstance(column, torch.Tensor) or column.ndim < 2:
+        return column
+    return [row[:length] for row, length in zip(column.cpu().numpy(), lengths, strict=True)]

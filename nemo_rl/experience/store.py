@@ -9,15 +9,17 @@ the longest row needs, rounded up to one multiple, so that a batch's width follo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import TokenStage
+from nemo_rl.experience.stage import StageOutput, TokenStage
 
 Handle = TypeVar("Handle")
+_DETACHED_TIMEOUT_S = 300.0
 
 
 class ExperienceStore(Protocol[Handle]):
@@ -48,7 +50,11 @@ class ExperienceStore(Protocol[Handle]):
         ...
 
     def apply(self, handle: Handle, stage: TokenStage) -> dict[str, torch.Tensor]:
-        """Runs a stage where the rows are; its row scalars [B]."""
+        """Runs a stage where the rows are; its row scalars [B], none for a detached stage.
+
+        Raises:
+            Whatever the stage, or an earlier detached one, raised.
+        """
         ...
 
     def select(self, handle: Handle, rows: Sequence[int]) -> Handle:
@@ -83,6 +89,8 @@ class InProcessStore:
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
         self._pad_token_id = pad_token_id
         self._multiple = multiple
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="detached-stage")
+        self._detached: Future[StageOutput] | None = None
 
     def step(self) -> AbstractContextManager[None]:
         """Rows go when nobody holds their batch any more."""
@@ -113,10 +121,20 @@ class InProcessStore:
         return BatchedDataDict({name: handle[name] for name in columns})
 
     def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
-        """Runs the stage here."""
+        """Runs the stage here; a detached one in a thread, once the one before is done."""
+        if stage.detached:
+            self._wait_for_detached()
+            # The thread keeps its own hold of the columns, which `clear` takes out of the handle.
+            self._detached = self._pool.submit(stage, self.read(handle, stage.reads))
+            return {}
         output = stage(handle)
         handle.update(output.columns)
         return output.rows
+
+    def _wait_for_detached(self) -> None:
+        pending, self._detached = self._detached, None
+        if pending is not None:
+            pending.result(timeout=_DETACHED_TIMEOUT_S)
 
     def select(self, handle: BatchedDataDict[Any], rows: Sequence[int]) -> BatchedDataDict[Any]:
         """Some of the rows."""
@@ -136,7 +154,15 @@ class InProcessStore:
         handle.clear()
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Waits for a detached stage.
+
+        Raises:
+            Whatever the stage raised.
+        """
+        try:
+            self._wait_for_detached()
+        finally:
+            self._pool.shutdown(wait=False)
 
     def _trimmed(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """The batch without the columns of padding that only rows left out needed."""

@@ -44,7 +44,9 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
     """
     source = Path(model_directory(str(checkpoint)))
     if not (source / "config.json").is_file():
-        raise ConversionError(f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of checkpoints, nor a Hugging Face directory")
+        raise ConversionError(
+            f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of checkpoints, nor a Hugging Face directory"
+        )
     with _made_whole(out_dir) as aside:
         _copy_model(source, aside, dtype)
         tokenizer = source.parent / "tokenizer"
@@ -72,8 +74,8 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
         weights = aside / "policy" / "weights"
         weights.mkdir(parents=True)
         _copy_model(model, weights, "float32")
-        info = {"total_steps": 0, "current_step": 0, "current_epoch": 0, "consumed_samples": 0, "total_valid_tokens": 0, "val_metrics": {}}
-        (aside / INFO_FILE).write_text(json.dumps(info, indent=2), encoding="utf-8")
+        counters = dict.fromkeys(("total_steps", "current_step", "current_epoch", "consumed_samples", "total_valid_tokens"), 0)
+        (aside / INFO_FILE).write_text(json.dumps(counters, indent=2), encoding="utf-8")
     return checkpoint_dir / "step_0"
 
 
@@ -126,7 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     back.add_argument("checkpoint_dir", type=Path)
     chosen = parser.parse_args(arguments)
     try:
-        path = to_hugging_face(chosen.checkpoint, chosen.out_dir, chosen.dtype) if chosen.command == "to-hf" else from_hugging_face(chosen.model, chosen.checkpoint_dir)
+        path = (
+            to_hugging_face(chosen.checkpoint, chosen.out_dir, chosen.dtype)
+            if chosen.command == "to-hf"
+            else from_hugging_face(chosen.model, chosen.checkpoint_dir)
+        )
     except ConversionError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -13,11 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import yaml
+
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils import log_backends
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue
 from nemo_rl.utils.log_reach import ReachableTracker
 from nemo_rl.utils.metrics_file import MetricsFile
+from nemo_rl.utils.sample_files import write_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +52,8 @@ class Logger:
         }
         self.backends = [ReachableTracker(name, make, self.log_dir) for name, (enabled, make) in switched_on.items() if enabled]
         self._file = MetricsFile(self.log_dir)
+        self.samples_dir = self.log_dir / "samples"
+        self.samples_dir.mkdir(exist_ok=True)
         self._ignored: set[str] = set()
         self._lock = threading.Lock()
 
@@ -70,8 +75,9 @@ class Logger:
                 backend.log_metrics(plain, step, prefix, step_metric, step_finished)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.json`."""
-        (self.log_dir / "config.json").write_text(json.dumps(params, indent=2, default=str), encoding="utf-8")
+        """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.yaml`."""
+        plain = json.loads(json.dumps(params, default=str))
+        (self.log_dir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=160), encoding="utf-8")
         flat = flatten_dict(params)
         for backend in self.backends:
             backend.log_hyperparams(flat)
@@ -89,7 +95,7 @@ class Logger:
             backend.log_plot(figure, step, name)
 
     def log_batched_dict_as_jsonl(self, columns: Mapping[str, Any], filename: str) -> Path:
-        """Write a batch as one JSON object per row to `<log_dir>/<filename>`, and return that path.
+        """Write a batch as one JSON object per row to `<log_dir>/samples/<filename>`, and return that path.
 
         Args:
             columns: tensors or lists with one item per row.
@@ -98,14 +104,8 @@ class Logger:
         Raises:
             ValueError: the columns differ in length.
         """
-        plain = {name: column.tolist() if hasattr(column, "tolist") else list(column) for name, column in columns.items()}
-        sizes = {name: len(column) for name, column in plain.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"columns of {filename} differ in length: {sizes}")
-        path = self.log_dir / filename
-        with path.open("w", encoding="utf-8") as file:
-            for row in zip(*plain.values(), strict=True):
-                file.write(json.dumps(dict(zip(plain, row, strict=True)), default=_plain_item) + "\n")
+        path = self.samples_dir / filename
+        write_rows(path, columns)
         return path
 
     def close(self) -> None:
@@ -151,7 +151,9 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
 
 
 def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
-    """Create and return `<base_log_dir>/exp_NNN`, one above the highest there. Two runs that start at once get different ones.
+    """Create and return `<base_log_dir>/exp_NNN`, one above the highest there; `<base_log_dir>/latest` links to it.
+
+    Two runs that start at once get different ones.
 
     Raises:
         OSError: the directory cannot be written.
@@ -165,6 +167,9 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
             candidate.mkdir()
         except FileExistsError:
             continue
+        aside = base / f".latest_{candidate.name}"
+        aside.symlink_to(candidate.name, target_is_directory=True)
+        aside.replace(base / "latest")
         return candidate
 
 
@@ -202,7 +207,3 @@ def print_message_log_samples(message_logs: Sequence[Sequence[Mapping[str, Any]]
         panels.append(Panel(text, title=f"sample {i} · reward {float(rewards[i]):.3g}", title_align="left"))
     mean = sum(float(reward) for reward in rewards) / len(rewards)
     Console(stderr=True).print(Group(Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels))
-
-
-def _plain_item(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)

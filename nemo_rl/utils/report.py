@@ -1,6 +1,6 @@
 """`python -m nemo_rl.utils.report RUN_DIR`: one HTML page and one picture of a run, from what its logger wrote.
 
-Reads `metrics.jsonl`, `config.json` and `val_data_stepN.jsonl`; needs nothing that ran. The page holds its data and its script, and loads nothing.
+Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`; needs nothing that ran. The page holds its data and its script, and loads nothing.
 Invariant: what the page shows is escaped data, so a model's output cannot run in the reader's browser.
 """
 
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from nemo_rl.utils import plots
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
@@ -45,7 +47,7 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
     root = Path(run_dir)
     run = read_metrics(root)
     newest = metrics_paths(root)[-1].parent
-    config = _read_config(newest / "config.json")
+    config = _read_config(newest / "config.yaml")
     title = title or _title(config, root)
     out = Path(out_dir) if out_dir is not None else root
     out.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _title(config: dict[str, Any] | None, root: Path) -> str:
@@ -143,7 +145,9 @@ def _plain(value: float) -> float | None:
 
 def _samples(log_dir: Path) -> list[dict[str, Any]]:
     """Validation conversations at the first and last validation that wrote them."""
-    numbered = [(int(match[1]), path) for path in log_dir.glob("val_data_step*.jsonl") if (match := re.fullmatch(r"val_data_step(\d+)\.jsonl", path.name))]
+    numbered = [
+        (int(match[1]), path) for path in (log_dir / "samples").glob("val_data_step*.jsonl") if (match := re.fullmatch(r"val_data_step(\d+)\.jsonl", path.name))
+    ]
     chosen = sorted(numbered)[:: max(len(numbered) - 1, 1)]
     groups = [{"title": f"Validation samples at step {step}", "samples": _sample_rows(path)} for step, path in chosen]
     return [group for group in groups if group["samples"]]

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib.figure
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_rl.config import LoggerConfig
@@ -74,7 +75,7 @@ def test_tensorboard_gets_scalars_histograms_and_figures(tmp_path: Path) -> None
     assert [event.step for event in events.Scalars("timing/train/total_step_time")] == [1, 2]
     assert events.Tags()["histograms"] == ["train/histogram/gen_tokens_length"]
     assert events.Tags()["images"] == ["train/plot"]
-    assert json.loads((tmp_path / "config.json").read_text()) == {"grpo": {"seed": 42}}
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"grpo": {"seed": 42}}
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
@@ -86,6 +87,7 @@ def test_a_missing_backend_says_which_package_and_which_switch(tmp_path: Path, m
 
 def test_experiment_directories_are_numbered_upwards(tmp_path: Path) -> None:
     assert [get_next_experiment_dir(tmp_path).name for _ in range(2)] == ["exp_000", "exp_001"]
+    assert (tmp_path / "latest").resolve() == tmp_path / "exp_001"
     (tmp_path / "exp_041").mkdir()
     (tmp_path / "exp_old").mkdir()
     assert get_next_experiment_dir(tmp_path).name == "exp_042"

@@ -26,6 +26,7 @@ from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import MultipleLoaders, make_loader
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -283,6 +284,7 @@ def close(run: GRPORun) -> None:
 
     with ExitStack() as stack:
         stack.callback(shutdown_ray)
+        stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
         for cluster in run.clusters:
             stack.callback(cluster.shutdown)
         for actor in run.environments.values():

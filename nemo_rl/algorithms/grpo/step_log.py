@@ -68,7 +68,7 @@ def _utilisation(result: TrainResult, seconds: dict[str, float]) -> dict[str, fl
 
 
 def log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
-    """Writes `train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
+    """Writes `samples/train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
     columns = {
         "content": "content",
         "rewards": "rewards",
@@ -81,4 +81,4 @@ def log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
     }
     if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
         columns["prev_logprobs"] = "prev_logprobs"
-    run.store.apply(experience.handle, sample_log_stage(run.logger.log_dir / f"train_data_step{step}.jsonl", columns))
+    run.store.apply(experience.handle, sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns))

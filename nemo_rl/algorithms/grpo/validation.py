@@ -55,7 +55,7 @@ def _roll_out_all(run: GRPORun, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         rewards.append(columns.rows["total_reward"])
         lengths.append(columns.rows["generated_lengths"])
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
-        path = run.logger.log_dir / f"val_data_step{step}.jsonl"
+        path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
         run.store.apply(handle, sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0))
         run.store.clear(handle)
     return torch.cat(rewards), torch.cat(lengths)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.placement import reserve, start_policy
@@ -22,6 +23,7 @@ from nemo_rl.data.loader import make_loader
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.data.sft import sft_collate
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.loss import NLLLossFn
 from nemo_rl.models.dtensor.load import model_config
@@ -116,6 +118,7 @@ def close(run: SFTRun) -> None:
     """Ends everything the run started; safe after a failure, and no process is left."""
     with ExitStack() as stack:
         stack.callback(shutdown_ray)
+        stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
         stack.callback(run.cluster.shutdown)
         stack.callback(run.policy.shutdown)
         stack.callback(run.logger.close)

@@ -1,0 +1,138 @@
+"""`ray.sub` on one machine: what it generates starts two real Ray nodes, a run goes across both, and it ends clean."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.utils.metrics_file import read_metrics
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(__file__).parent / "bin"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Job:
+    """A submitted job: its folder, and how `ray.sub` is started in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment: dict[str, str] = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))},
+            "PATH": os.pathsep.join([str(BIN), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node0,node1",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "BASE_LOG_DIR": str(folder),
+            "CONTAINER": "none",
+            "GPUS_PER_NODE": "0",
+            "CPU_SLOTS_PER_NODE": "1",
+            "CPUS_PER_WORKER": "32",
+            "PORT": str(free_port()),
+            "DASHBOARD_PORT": str(free_port()),
+            "MIN_WORKER_PORT": "23000",
+            "MAX_WORKER_PORT": "23299",
+            "START_TIMEOUT": "120",
+            "RAY_TMPDIR": tempfile.mkdtemp(prefix="nrl", dir="/tmp"),
+            "RAY_START_EXTRA": "--object-store-memory=200000000",
+            "RAY_enable_open_telemetry": "0",
+        }
+
+    def start(self, **variables: str) -> Any:
+        return subprocess.Popen(["bash", "ray.sub"], cwd=ROOT, env=self.environment | variables, start_new_session=True, stderr=subprocess.PIPE, text=True)
+
+    def log(self, name: str) -> str:
+        path = self.folder / "7-logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((self.folder / "7-logs").glob("*.log")))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    shutil.rmtree(made.environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_model: Path) -> None:
+    overrides = {
+        "policy.model_name": tiny_model,
+        "grpo.num_prompts_per_step": 4,
+        "grpo.num_generations_per_prompt": 4,
+        "grpo.max_num_steps": 2,
+        "grpo.val_at_start": "false",
+        "grpo.val_at_end": "false",
+        "grpo.val_period": 0,
+        "data.validation": "null",
+        "policy.train_global_batch_size": 16,
+        "policy.train_micro_batch_size": 8,
+        "policy.logprob_batch_size": 8,
+        "cluster.num_nodes": 2,
+        "cluster.cpu_slots": 1,
+        "checkpointing.enabled": "false",
+        "logger.log_dir": job.folder / "logs",
+    }
+    arguments = " ".join(f"{key}={value}" for key, value in overrides.items())
+    process = job.start(COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}")
+    assert process.wait(timeout=500) == 0, job.logs()
+    assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1, 2]
+    assert "all 2 nodes joined" in job.log("driver")
+    assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
+    assert os.access(job.folder / "7-attach.sh", os.X_OK)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> None:
+    process = job.start(COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running; touch {job.folder}/started; while true; do sleep 0.2; done")
+    deadline = time.monotonic() + 200
+    while not (job.folder / "started").exists():
+        assert process.poll() is None and time.monotonic() < deadline, job.logs()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 143
+    assert "told to end" in job.log("driver")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"CONTAINER": ""}, "CONTAINER is not set; name an image, or CONTAINER=none"),
+        ({"CONTAINER": "none", "MOUNTS": "/a:/a"}, "MOUNTS=/a:/a needs a CONTAINER"),
+        ({"GPUS_PER_NODE": "eight"}, "GPUS_PER_NODE=eight is not a count"),
+        ({"GPUS_PER_NODE": "0", "CPU_SLOTS_PER_NODE": "0"}, "leave nothing to run on"),
+        ({"DEDICATED_RAY_HEAD": "1", "SLURM_JOB_NUM_NODES": "1"}, "leaves none of 1 nodes to work"),
+        ({"DEDICATED_RAY_HEAD": "yes"}, "it is 0 or 1"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, "Slurm names 2 hosts for 3 nodes"),
+        ({"MIN_WORKER_PORT": "3000", "MAX_WORKER_PORT": "2000"}, "are no range"),
+    ],
+)
+def test_impossible_jobs_are_refused_before_anything_starts(job: Job, variables: dict[str, str], message: str) -> None:
+    process = job.start(**variables)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert message in said
+    assert not (job.folder / "7-logs" / "head.log").exists()
