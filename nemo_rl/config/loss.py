@@ -15,6 +15,7 @@ from nemo_rl.config.section import Section
 class ClippedPGLossConfig(Section):
     """`loss_fn.*`."""
 
+    loss_class: str | None = Field(None, alias="class", description="Dotted path of a loss of your own, built with this section; null: the clipped loss.")
     reference_policy_kl_penalty: NonNegativeFloat = Field(0.01, description="Weight of the KL term to the reference policy; 0 loads no reference model.")
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator (http://joschu.net/blog/kl-approx.html).")
     kl_input_clamp_value: float | None = Field(20.0, description="Clamp on the log-ratio before the estimator; null does not clamp.")

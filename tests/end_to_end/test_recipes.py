@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 
 from nemo_rl.utils.metrics_file import RunMetrics, read_metrics
@@ -56,20 +57,20 @@ def tiny(recipe: str, folder: Path, model: Path, **grpo: object) -> Path:
 
 
 def run(files: list[Path]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
+    """One process runs all of them, one after the other, on the cluster that is there."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", RUN_ALL, *map(str, files)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
-def metrics(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunMetrics]:
+def metrics(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunMetrics]:
     folder = tmp_path_factory.mktemp("recipes")
     record = str(folder / "recorded")
-    run([tiny(LIVE, folder, tiny_model, rollout_record=record)])
     # Dynamic sampling draws more than a step's prompts at a time; the others train on all of them.
     others = [tiny(recipe, folder, tiny_model, rollout_replay=record, num_prompts_per_step=8) for recipe in RECIPES if recipe != LIVE]
-    run(others)
+    run([tiny(LIVE, folder, tiny_model, rollout_record=record), *others])
     return {recipe: read_metrics(folder / recipe) for recipe in RECIPES}
 
 

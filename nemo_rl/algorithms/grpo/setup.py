@@ -20,7 +20,8 @@ from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.placement import reserve, start_policy
 from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, restore_loader
 from nemo_rl.algorithms.utils import set_seed
-from nemo_rl.config import ConfigError, MasterConfig
+from nemo_rl.config import ClippedPGLossConfig, ConfigError, MasterConfig
+from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.placement import generation_world_size, training_world_size
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import MultipleLoaders, make_loader
@@ -37,6 +38,7 @@ from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, Re
 from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.load import model_config
 from nemo_rl.models.dtensor.parallelize import check_divisible
 from nemo_rl.models.generation.vllm import VllmGeneration
@@ -75,6 +77,7 @@ def setup(config: MasterConfig) -> GRPORun:
     datasets = load_datasets(tokenizer, config.data)
     for name in _environment_names(datasets):
         environment_class(name, section_of(name, config.env))
+    make_loss(config.loss_fn)
     train_loader, val_loader = _loaders(config, datasets)
     checkpointer = CheckpointManager(config.checkpointing)
     if config.checkpointing.enabled:
@@ -169,7 +172,7 @@ def _build(
         rollouts=train_source,
         validation_rollouts=val_source,
         store=InProcessStore(tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by),
-        loss_fn=ClippedPGLossFn(config.loss_fn),
+        loss_fn=make_loss(config.loss_fn),
         train_loader=loaders[0],
         val_loader=loaders[1],
         logger=log,
@@ -186,6 +189,20 @@ def _build(
         ),
         setup_seconds=seconds,
     )
+
+
+def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
+    """The loss of the run: `loss_fn.class`, or the clipped policy-gradient loss.
+
+    Raises:
+        ConfigError: the class cannot be imported, or is no loss.
+    """
+    if cfg.loss_class is None:
+        return ClippedPGLossFn(cfg)
+    loss = import_dotted(cfg.loss_class, "loss_fn.class")(cfg)
+    if not isinstance(loss, LossFunction):
+        raise ConfigError([f"loss_fn.class: {cfg.loss_class} is no loss; it needs loss_type, input_type, metric_normalizations and __call__"])
+    return loss
 
 
 def _total_steps(config: MasterConfig, loader: Any) -> int:
@@ -215,8 +232,6 @@ def _loaders(config: MasterConfig, datasets: TaskDatasets) -> tuple[Any, Any]:
 
 
 def _custom_loader(config: MasterConfig) -> Any:
-    from nemo_rl.config.dotted import import_dotted
-
     path = config.data.custom_dataloader
     return None if path is None else import_dotted(path, "data.custom_dataloader")
 
