@@ -68,8 +68,9 @@ format: $(READY_DEV) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
-docs: $(READY) ## the generated pages: docs/config.md
+docs: $(READY_DEV) ## the documentation as a site in site/, generated pages included, links checked
 	$(BIN)/python -m nemo_rl.config docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## results and logs of the demo, and every cache; the environment stays
 	rm -rf $(RESULTS) logs/sft_arithmetic_cpu logs/grpo_arithmetic_cpu
