@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,77 @@ def test_yaml_blocks_of_the_walk_through_load() -> None:
 
     for _, text in blocks("docs/extending.md", "yaml"):
         assert isinstance(yaml.safe_load(text), dict)
+
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+# Runs of training and evaluation take minutes; tests of their own carry them to the end (test_runs, test_evaluation, the walk-through above), and
+# here they go as far as their configuration.
+RUNS = {"run_grpo.py": "MasterConfig", "run_grpo_sliding_puzzle.py": "MasterConfig", "run_sft.py": "SFTMasterConfig", "run_eval.py": "EvalMasterConfig"}
+
+
+def commands() -> list[str]:
+    """Every command line of every page, comments left out."""
+    lines = [line for page in PAGES for _, text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines()]
+    return list(dict.fromkeys(line.split("  #")[0].split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")))
+
+
+@pytest.fixture(scope="module")
+def workplace(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout as a reader has it after the demo: a run's logs and its checkpoints."""
+    from nemo_rl.config import LoggerConfig
+    from nemo_rl.utils.convert import from_hugging_face
+    from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("examples", "docs", "nemo_rl", "Makefile", "pyproject.toml", "ray.sub"):
+        (folder / name).symlink_to(ROOT / name)
+    from_hugging_face(tiny_model, folder / "results" / "arithmetic" / "grpo")
+    with Logger(LoggerConfig(log_dir=str(get_next_experiment_dir(folder / "logs" / "grpo_arithmetic_cpu")))) as logger:
+        for step in (1, 2):
+            logger.log_metrics({"reward": 0.5 * step, "loss": 1.0}, step, "train")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_of_the_documentation_works(workplace: Path, task: Path) -> None:
+    (workplace / task.name).write_text(task.read_text())
+    wrong = {line: said for line in commands() if (said := attempt(line, workplace))}
+    assert wrong == {}
+
+
+def attempt(line: str, workplace: Path) -> str:
+    """Carries a command out as far as a test can; what went wrong, or nothing."""
+    words = shlex.split(line)
+    if words[:2] in (["git", "clone"], ["pip", "install"]) or "sbatch" in words:
+        return "" if "sbatch" not in words or (ROOT / words[-1]).is_file() else f"{words[-1]} does not exist"
+    assignments = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word) and words[0] != "make"]
+    words = [word for word in words if word not in assignments]
+    script = next((Path(word).name for word in words if Path(word).name in RUNS), None)
+    if script is not None:
+        return configured(words, RUNS[script], workplace)
+    words = ["make", "--dry-run", *words[1:]] if words[0] == "make" else [sys.executable, *words[1:]] if words[0].endswith("python") else words
+    done = subprocess.run(words, cwd=workplace, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False)
+    return "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr[-1500:]}"
+
+
+def configured(words: list[str], kind: str, workplace: Path) -> str:
+    """Whether the configuration of a run loads."""
+    import nemo_rl.config
+
+    arguments = words[2:]
+    file = workplace / arguments[arguments.index("--config") + 1] if "--config" in arguments else None
+    overrides = [word for word in arguments if "=" in word]
+    try:
+        load_master_config(None if file is None else str(file), overrides, kind=getattr(nemo_rl.config, kind))
+    except nemo_rl.config.ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "concepts.html").is_file()
