@@ -30,6 +30,10 @@ class BackendMissing(ImportError):
 _REACH_S = 20.0
 
 
+class TrackerUnreachable(RuntimeError):
+    """A tracker cannot be started: no server, no network, no credentials."""
+
+
 class LoggerInterface(Protocol):
     """Something that shows metrics."""
 
@@ -254,10 +258,13 @@ class MlflowLogger:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(_REACH_S)))
         self._mlflow.set_tracking_uri(cfg.tracking_uri or f"sqlite:///{directory / 'mlflow.db'}")
-        if self._mlflow.get_experiment_by_name(cfg.experiment_name) is None:
-            self._mlflow.create_experiment(cfg.experiment_name, artifact_location=artifacts)
-        self._mlflow.set_experiment(cfg.experiment_name)
-        self._mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
+        try:
+            if self._mlflow.get_experiment_by_name(cfg.experiment_name) is None:
+                self._mlflow.create_experiment(cfg.experiment_name, artifact_location=artifacts)
+            self._mlflow.set_experiment(cfg.experiment_name)
+            self._mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
+        except self._mlflow.exceptions.MlflowException as error:
+            raise TrackerUnreachable(_first_line(error)) from error
 
     def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
         """See `LoggerInterface`; lists are summarised."""

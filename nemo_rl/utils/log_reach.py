@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.utils.log_backends import LoggerInterface
+from nemo_rl.utils.log_backends import LoggerInterface, TrackerUnreachable
 from nemo_rl.utils.metrics_file import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ class ReachableTracker:
         self._tracker: LoggerInterface | None = None
         try:
             self._tracker = make()
-        except ImportError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a tracker that cannot start may raise anything, and must not end the run
+        except (TrackerUnreachable, OSError) as error:
             self._switch_off(error)
 
     @property
