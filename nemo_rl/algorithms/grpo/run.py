@@ -6,10 +6,11 @@ completed RL steps and thereby the version of the policy's weights.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import MasterConfig
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.store import ExperienceStore
@@ -22,53 +23,18 @@ from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 
-@dataclass
-class GRPOState:
-    """Counters of a run.
-
-    Attributes:
-        step: Completed RL steps (`total_steps` in checkpoints).
-        epoch: Completed passes over the data.
-        step_in_epoch: Steps since the epoch began (`current_step` in checkpoints).
-        consumed_samples: Prompts trained on.
-        total_valid_tokens: Tokens trained on.
-        val_metrics: Metrics of the last validation.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    consumed_samples: int = 0
-    total_valid_tokens: int = 0
-    val_metrics: dict[str, float] = field(default_factory=dict)
+class GRPOState(RunState):
+    """Counters of a run, under the names that GRPO checkpoints use."""
 
     def training_info(self) -> dict[str, Any]:
-        """The counters under the names that checkpoints use."""
-        return {
-            "total_steps": self.step,
-            "current_step": self.step_in_epoch,
-            "current_epoch": self.epoch,
-            "consumed_samples": self.consumed_samples,
-            "total_valid_tokens": self.total_valid_tokens,
-            "val_metrics": self.val_metrics,
-            **({"val_reward": self.val_metrics["accuracy"]} if "accuracy" in self.val_metrics else {}),
-        }
+        """What a checkpoint carries."""
+        reward = {"val_reward": self.val_metrics["accuracy"]} if "accuracy" in self.val_metrics else {}
+        return self.totals() | {"current_step": self.step_in_epoch, "current_epoch": self.epoch, "val_metrics": self.val_metrics, **reward}
 
     @classmethod
     def from_training_info(cls, info: dict[str, Any]) -> GRPOState:
         """The counters of a checkpoint."""
-        return cls(
-            step=info["total_steps"],
-            epoch=info["current_epoch"],
-            step_in_epoch=info["current_step"],
-            consumed_samples=info["consumed_samples"],
-            total_valid_tokens=info["total_valid_tokens"],
-            val_metrics=info.get("val_metrics", {}),
-        )
-
-    def copy(self) -> GRPOState:
-        """An independent copy."""
-        return GRPOState(**asdict(self))
+        return cls.resumed(info, epoch=info["current_epoch"], step_in_epoch=info["current_step"], val_metrics=info.get("val_metrics", {}))
 
 
 @dataclass

@@ -6,9 +6,10 @@ steps behind the policy's weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
@@ -19,48 +20,17 @@ from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 
-@dataclass
-class SFTState:
-    """Counters of a run.
-
-    Attributes:
-        step: Optimizer steps (`total_steps` in checkpoints).
-        epoch: Completed passes over the data.
-        step_in_epoch: Steps since the epoch began (`step` in checkpoints).
-        consumed_samples: Conversations trained on.
-        total_valid_tokens: Tokens trained on.
-        val_metrics: Metrics of the last validation.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    consumed_samples: int = 0
-    total_valid_tokens: int = 0
-    val_metrics: dict[str, float] = field(default_factory=dict)
+class SFTState(RunState):
+    """Counters of a run, under the names that SFT checkpoints use."""
 
     def training_info(self) -> dict[str, Any]:
-        """The counters under the names that checkpoints use."""
-        return {
-            "total_steps": self.step,
-            "step": self.step_in_epoch,
-            "epoch": self.epoch,
-            "consumed_samples": self.consumed_samples,
-            "total_valid_tokens": self.total_valid_tokens,
-            **self.val_metrics,
-        }
+        """What a checkpoint carries."""
+        return self.totals() | {"step": self.step_in_epoch, "epoch": self.epoch, **self.val_metrics}
 
     @classmethod
     def from_training_info(cls, info: dict[str, Any]) -> SFTState:
         """The counters of a checkpoint."""
-        return cls(
-            step=info["total_steps"],
-            epoch=info["epoch"],
-            step_in_epoch=info["step"],
-            consumed_samples=info["consumed_samples"],
-            total_valid_tokens=info["total_valid_tokens"],
-            val_metrics={key: info[key] for key in ("val_loss",) if key in info},
-        )
+        return cls.resumed(info, epoch=info["epoch"], step_in_epoch=info["step"], val_metrics={key: info[key] for key in ("val_loss",) if key in info})
 
 
 @dataclass
