@@ -51,6 +51,19 @@ def require_column(rows: Dataset, column: str, key: str) -> None:
         raise DataError(f"{key}: there is no column {column!r}.{did_you_mean(column, rows.column_names)} It has {', '.join(rows.column_names)}")
 
 
+def require_values(rows: Dataset, column: str, key: str) -> None:
+    """Raises DataError when some rows have no value in a column, as happens when rows of different kinds lie in one file."""
+    values = rows.data.column(column)
+    if not values.null_count:
+        return
+    empty = [index for index, missing in enumerate(values.is_null().to_pylist()) if missing]
+    shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+    raise DataError(
+        f"{key}: {len(empty)} of {len(rows)} rows have nothing in column {column!r} (rows {shown}, from 0); the data mixes rows of different columns "
+        f"({', '.join(rows.column_names)}). Keep one kind of row per dataset"
+    )
+
+
 def _looks_like_a_path(location: str) -> bool:
     return location.startswith((".", "/", "~")) or Path(location).suffix in _FORMATS or location.count("/") > 1
 

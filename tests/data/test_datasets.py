@@ -119,6 +119,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "gsm8k", "data_path": "rows.jsonl"}, r"there is no column 'question'"),
     ({"dataset_name": "ResponseDataset", "data_path": "empty.jsonl"}, r"data.train.data_path: .*empty\.jsonl is empty"),
     ({"dataset_name": "ResponseDataset", "data_path": "broken.jsonl"}, r"broken\.jsonl cannot be read as json"),
+    (
+        {"dataset_name": "ResponseDataset", "data_path": "mixed.jsonl"},
+        r"input_key: 1 of 2 rows have nothing in column 'input' \(rows 1, from 0\); the data mixes rows of different columns",
+    ),
     ({"dataset_name": "ResponseDataset", "data_path": "rows.txt"}, r"rows\.txt is none of \.jsonl"),
     ({"dataset_name": "arithmetic", "split": "val"}, r"arithmetic has no split 'val'\. Did you mean 'validation'\?"),
     ({"dataset_name": "arithmetic", "max_operand": 9}, r"too few for num_problems 10000 and held_out 512; raise max_operand"),
@@ -134,6 +138,7 @@ def test_mistakes_in_an_entry_are_named(entry: dict[str, Any], message: str, tmp
     monkeypatch.chdir(tmp_path)
     jsonl(tmp_path / "rows.jsonl", [{"input": "a", "output": "b"}])
     jsonl(tmp_path / "rows.txt", [{"input": "a"}])
+    jsonl(tmp_path / "mixed.jsonl", [{"input": "a", "output": "b"}, {"question": "c", "answer": "d"}])
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text("{not json\n")
     with pytest.raises(DataError, match=message):

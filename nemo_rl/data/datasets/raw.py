@@ -12,7 +12,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
-from nemo_rl.data.sources import require_column
+from nemo_rl.data.sources import require_column, require_values
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -91,6 +91,8 @@ def as_messages(rows: Dataset, question: str, answer: str, task_name: str, key: 
     """
     require_column(rows, question, f"{key}.input_key")
     require_column(rows, answer, f"{key}.output_key")
+    require_values(rows, question, f"{key}.input_key")
+    require_values(rows, answer, f"{key}.output_key")
     return with_conversations(rows, task_name, lambda row: conversation(str(row[question]), str(row[answer])))
 
 

@@ -1,0 +1,120 @@
+"""The KubeRay manifest: its cluster by the operator's fields, its pods by the Kubernetes API's own models, every key of both known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from kubernetes import client
+
+MANIFEST = Path(__file__).parents[2] / "infra" / "kuberay" / "raycluster.yaml"
+PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
+GROUP = {"rayStartParams": PARAMETERS, "template": {"type": "object"}}
+# The fields of ray.io/v1 RayCluster that a manifest of ours may use, as the operator's API reference has them.
+RAY_CLUSTER = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayCluster"},
+        "metadata": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}}},
+        "spec": {
+            "type": "object",
+            "required": ["headGroupSpec"],
+            "additionalProperties": False,
+            "properties": {
+                "rayVersion": {"type": "string"},
+                "enableInTreeAutoscaling": {"type": "boolean"},
+                "suspend": {"type": "boolean"},
+                "headGroupSpec": {
+                    "type": "object",
+                    "required": ["rayStartParams", "template"],
+                    "additionalProperties": False,
+                    "properties": GROUP | {"serviceType": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}},
+                },
+                "workerGroupSpecs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["groupName", "rayStartParams", "template", "minReplicas", "maxReplicas"],
+                        "additionalProperties": False,
+                        "properties": GROUP
+                        | {"groupName": {"type": "string"}}
+                        | {name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")},
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load(MANIFEST.read_text())
+
+
+def problems(manifest: dict[str, Any]) -> list[str]:
+    """What is wrong with a manifest, each with its place."""
+    found = [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in Draft202012Validator(RAY_CLUSTER).iter_errors(manifest)]
+    spec = manifest["spec"]
+    for group in [spec["headGroupSpec"], *spec.get("workerGroupSpecs", [])]:
+        found += unknown_keys(group["template"], "V1PodTemplateSpec", "template")
+    return found
+
+
+def unknown_keys(value: Any, kind: str, where: str) -> list[str]:
+    """Keys and values that the Kubernetes API's model of that name refuses."""
+    many = re.fullmatch(r"[Ll]ist\[(\w+)\]", kind)
+    if many is not None:
+        return [line for index, item in enumerate(value) for line in unknown_keys(item, many[1], f"{where}.{index}")]
+    model = getattr(client, kind, None)
+    if model is None or not isinstance(value, dict):
+        return []
+    fields = {json_name: model.openapi_types[name] for name, json_name in model.attribute_map.items()}
+    lines = [f"{where}.{key}: unknown key of {kind}" for key in value if key not in fields]
+    lines += [line for key, item in value.items() if key in fields for line in unknown_keys(item, fields[key], f"{where}.{key}")]
+    lines += [f"{where}.{name}: missing" for name in required(model) if name not in value]
+    return lines
+
+
+def required(model: Any) -> list[str]:
+    """Keys without which the Kubernetes API refuses an object; its client knows them by refusing null."""
+    names = []
+    for name, json_name in model.attribute_map.items():
+        try:
+            model(**{name: None})
+        except ValueError as error:
+            if f"\n{json_name}\n" in str(error) or f"\n{name}\n" in str(error):
+                names.append(json_name)
+    return names
+
+
+def test_the_manifest_is_one_the_operator_and_kubernetes_take(manifest: dict[str, Any]) -> None:
+    assert problems(manifest) == []
+
+
+def test_gpus_asked_for_are_gpus_offered(manifest: dict[str, Any]) -> None:
+    for group in manifest["spec"]["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == group["rayStartParams"]["num-gpus"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"minReplicas"', '"minReplica"', "'minReplica' was unexpected"),
+        ('"image"', '"img"', "unknown key of V1Container"),
+        ('"mountPath"', '"path"', "unknown key of V1VolumeMount"),
+        ('"num-gpus": "8"', '"num-gpus": 8', "8 is not of type 'string'"),
+    ],
+)
+def test_a_wrong_manifest_is_noticed(manifest: dict[str, Any], old: str, new: str, message: str) -> None:
+    wrong = json.loads(json.dumps(manifest).replace(old, new))
+    assert any(message in line for line in problems(wrong)), problems(wrong)
