@@ -26,7 +26,7 @@ class TokenizerConfig(Section):
         "default", description="`default`: the model's own; null: contents are concatenated; a path ending in .jinja: that file; anything else: the template."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extra arguments of every chat template call, e.g. enable_thinking.")
-    use_fastokens: Annotated[bool, NotYet("the fastokens tokenizer backend")] = Field(False, description="Tokenize with the fastokens package.")
+    use_fastokens: bool = Field(False, description="Tokenize with the fastokens package.")
     audio: Annotated[dict[str, Any] | None, NotYet("audio models")] = Field(None, description="Audio processor options.")
     video: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Video processor options.")
 

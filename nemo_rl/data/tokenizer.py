@@ -6,6 +6,8 @@ Decides what `policy.tokenizer.*` means; the rest is Hugging Face's. Invariant: 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ def get_tokenizer(config: TokenizerConfig, trust_remote_code: bool = False) -> A
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(config.name, trust_remote_code=trust_remote_code)
+        with _fast_backend() if config.use_fastokens else nullcontext():
+            tokenizer: Any = AutoTokenizer.from_pretrained(config.name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"policy.tokenizer.name {config.name}: cannot be loaded as a tokenizer, neither as a directory nor from the hub: {reason}") from error
@@ -47,6 +50,24 @@ def get_tokenizer(config: TokenizerConfig, trust_remote_code: bool = False) -> A
     if config.chat_template_kwargs:
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **config.chat_template_kwargs)
     return tokenizer
+
+
+@contextmanager
+def _fast_backend() -> Iterator[None]:
+    """Tokenizers loaded meanwhile encode with the fastokens package (https://pypi.org/project/fastokens), which gives the same ids.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        import fastokens
+    except ImportError as error:
+        raise DataError(f"policy.tokenizer.use_fastokens=true needs the package fastokens ({error}); pip install fastokens, or set it to false") from error
+    fastokens.patch_transformers()
+    try:
+        yield
+    finally:
+        fastokens.unpatch_transformers()
 
 
 def chat_template(setting: str | None) -> str | None:

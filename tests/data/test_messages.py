@@ -143,3 +143,13 @@ def test_a_missing_tokenizer_or_template_is_named(tmp_path: Path, tokenizer: Any
     tokenizer.save_pretrained(tmp_path / "tok")
     with pytest.raises(DataError, match=r"policy.tokenizer.chat_template gone.jinja: there is no such file"):
         get_tokenizer(TokenizerConfig(name=str(tmp_path / "tok"), chat_template="gone.jinja"))
+
+
+def test_the_fast_backend_gives_the_same_tokens_and_leaves_transformers_as_it_was(tiny_model: Path) -> None:
+    usual = get_tokenizer(TokenizerConfig(name=str(tiny_model)))
+    fast = get_tokenizer(TokenizerConfig(name=str(tiny_model), use_fastokens=True))
+    text = "12+7=19, naïve <|im_end|> 日本"
+    assert fast(text)["input_ids"] == usual(text)["input_ids"]
+    assert fast.decode(usual(text)["input_ids"]) == text
+    assert "fastokens" in type(fast._tokenizer).__module__
+    assert "fastokens" not in type(get_tokenizer(TokenizerConfig(name=str(tiny_model)))._tokenizer).__module__
