@@ -11,12 +11,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.time_sharing.events import MemoryFreed
+from nemo_rl.time_sharing.events import MemoryFreed, PoolOpened
 from nemo_rl.time_sharing.runtime import forward
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
@@ -28,6 +29,16 @@ logger = logging.getLogger(__name__)
 
 CONTROL_NAMESPACE = "nemo_rl_time_sharing"
 SCHEDULER_NAME = "scheduler"
+_START_S = 120.0
+_STOP_S = 30.0
+
+
+class SchedulerInUse(RuntimeError):
+    """A scheduler runs already, over another pool or another log than was asked for."""
+
+
+class SchedulerStopped(RuntimeError):
+    """The scheduler has closed its log and takes nothing more; the next `start_scheduler` goes on from the log."""
 
 
 def agent_namespace(pipeline: str) -> str:
@@ -54,42 +65,59 @@ class SchedulerActor:
         # A torn last line was never acted upon; damage before it means that effects are missing from the log.
         path_lines = path.read_bytes().count(b"\n") if path.exists() else 0
         limits = limits or Limits()
+        self._log_dir = log_dir
         self._clock = SteadyClock(start=max(time.time(), past[-1].time if past else 0.0), max_step_s=limits.max_tick_s)
         self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=bool(past))
         self._lock = threading.Lock()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
-        with self._lock:
-            if past:
-                self._core.recover(past, time.time(), complete=path_lines <= len(past))
-                for reply in self._core.hello():
+        with self._serving() as core:
+            # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
+            if any(isinstance(entry.event, PoolOpened) for entry in past):
+                core.recover(past, time.time(), complete=path_lines <= len(past))
+                for reply in core.hello():
                     self._notify(reply)
             else:
-                self._core.open(Pool(nodes, gpus_per_node), limits, time.time())
+                core.open(Pool(nodes, gpus_per_node), limits, time.time())
         self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
         self._timer.start()
 
     def pid(self) -> int:
         return os.getpid()
 
+    def serves(self) -> tuple[str, Pool]:
+        """The directory of the log, and the pool."""
+        with self._serving() as core:
+            return self._log_dir, core.state.pool
+
     def register(self, pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> Topology:
         """Registers and admits; see `Scheduler.register`."""
-        with self._lock:
-            return self._core.register(pipeline, namespace, tps, mappings, time.time(), **options)
+        with self._serving() as core:
+            return core.register(pipeline, namespace, tps, mappings, time.time(), **options)
 
     def status(self, status: Status) -> Reply:
-        with self._lock:
-            return self._core.status(status, time.time())
+        with self._serving() as core:
+            return core.status(status, time.time())
 
     def answer(self, answer: Answer) -> None:
-        with self._lock:
-            self._core.answer(answer, time.time())
+        with self._serving() as core:
+            core.answer(answer, time.time())
+
+    def drain(self, pipeline: str) -> None:
+        """Sends every rank of a pipeline to sleep and ends its registration once it holds nothing; see `Scheduler.drain`."""
+        with self._serving() as core:
+            core.drain(pipeline, time.time())
+
+    def unregister(self, pipeline: str) -> None:
+        """Ends a pipeline at once; see `Scheduler.unregister`."""
+        with self._serving() as core:
+            core.unregister(pipeline, time.time())
 
     def describe(self) -> dict[str, Any]:
         """What the scheduler knows, for people: pipelines with their ranks, holds and waits."""
-        with self._lock:
-            state = self._core.state
+        with self._serving() as core:
+            state = core.state
             return {
                 "term": state.term,
                 "recovering": state.recovering,
@@ -107,18 +135,27 @@ class SchedulerActor:
             }
 
     def stop(self) -> None:
-        """Ends the timers and closes the log."""
-        self._stopped.set()
-        self._timer.join(timeout=5.0)
+        """Ends the timers and closes the log; call it through `stop_scheduler`, which also ends the actor."""
+        with self._lock:
+            self._stopped.set()
+        self._timer.join(timeout=_STOP_S)
+        self._reapers.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._record.close()
+
+    @contextmanager
+    def _serving(self) -> Iterator[Scheduler]:
+        with self._lock:
+            if self._stopped.is_set():
+                raise SchedulerStopped(f"the scheduler of {self._log_dir} has been stopped; start_scheduler goes on from its log")
+            yield self._core
 
     def _tick(self) -> None:
         pause = 0.05
         while not self._stopped.wait(pause):
             with self._lock:
-                due = self._core.tick(time.time())
-                pause = min(max(due - self._clock.now, 0.01), 0.25)
+                if not self._stopped.is_set():
+                    pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
 
     def _send(self, command: Command) -> None:
         if command.verb is Verb.REAP:
@@ -133,6 +170,8 @@ class SchedulerActor:
         """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
         gone = end_actors(command.pipeline, command.incarnation, command.rank, timeout_s=max(self._core.state.limits.reap_s / 2, 1.0))
         with self._lock:
+            if self._stopped.is_set():
+                return
             if gone:
                 self._note_memory_free(command)
             answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED)
@@ -163,12 +202,16 @@ def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -
 
 
 def end_actors(pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
-    """Kills the named actors of one incarnation (or of one of its ranks, telling its agent); returns whether all are gone within timeout_s."""
+    """Kills the named actors of one incarnation (or of one of its ranks, telling its agent); returns whether all are gone within timeout_s.
+
+    A pipeline without rank actors runs its engines in its own processes: nothing less than ending all of them frees a rank's memory.
+    """
     import ray
 
     namespace = agent_namespace(pipeline)
-    only = rank_actor_name(rank, incarnation) if rank >= 0 else None
-    wanted = {name for name in _actors_in(namespace) if name == only or (only is None and name.endswith(f".{incarnation}"))}
+    of_incarnation = {name for name in _actors_in(namespace) if name.endswith(f".{incarnation}")}
+    only_rank = rank >= 0 and any(name.startswith("rank_") for name in of_incarnation)
+    wanted = of_incarnation & {rank_actor_name(rank, incarnation)} if only_rank else of_incarnation
     for name in wanted:
         try:
             ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
@@ -179,7 +222,7 @@ def end_actors(pipeline: str, incarnation: int, rank: int, *, timeout_s: float) 
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
-    if rank >= 0:
+    if only_rank:
         _tell_agent(pipeline, incarnation, "rank_ended", rank)
     return True
 
@@ -191,10 +234,14 @@ def _actors_in(namespace: str) -> set[str]:
 
 
 def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None) -> Any:
-    """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies."""
+    """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until `stop_scheduler`.
+
+    log_dir: an existing directory, on the scheduler's node; a log that is there already is gone on with. Returns the actor's handle.
+    Raises SchedulerInUse when one runs already over another pool or log.
+    """
     import ray
 
-    return (
+    scheduler = (
         ray.remote(SchedulerActor)
         .options(
             name=SCHEDULER_NAME,
@@ -202,11 +249,32 @@ def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = Non
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
+            max_task_retries=0,
             max_concurrency=32,
             num_cpus=0,
         )
         .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits)
     )
+    served_dir, served_pool = ray.get(scheduler.serves.remote(), timeout=_START_S)
+    if (served_dir, served_pool) != (str(log_dir), pool):
+        raise SchedulerInUse(
+            f"a scheduler of {served_pool} with its log in {served_dir} runs on this cluster already; "
+            f"stop it with stop_scheduler before starting one of {pool} in {log_dir}"
+        )
+    return scheduler
+
+
+def stop_scheduler(scheduler: Any) -> None:
+    """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered heartbeats only."""
+    import ray
+
+    ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
+    ray.kill(scheduler, no_restart=True)
+    deadline = time.monotonic() + _STOP_S
+    while SCHEDULER_NAME in _actors_in(CONTROL_NAMESPACE):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the scheduler actor has not ended within {_STOP_S:g} s of being stopped")
+        time.sleep(0.05)
 
 
 class RayLink:
@@ -253,6 +321,15 @@ class Orchestrator:
         ray.get(self._scheduler.register.remote(pipeline_id, *self._registered[pipeline_id]), timeout=60)
         return self._scheduler
 
+    def drain_pipeline(self, pipeline_id: str) -> None:
+        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at once."""
+        import ray
+
+        ray.get(self._scheduler.drain.remote(pipeline_id), timeout=60)
+
     def unregister_pipeline(self, pipeline_id: str) -> None:
-        """Forgets a registration that was never admitted; an admitted pipeline ends by leaving, or is fenced when it falls silent."""
+        """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error. Returns at once."""
+        import ray
+
         self._registered.pop(pipeline_id, None)
+        ray.get(self._scheduler.unregister.remote(pipeline_id), timeout=60)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.books import PipelineState, QueuedWant
+from nemo_rl.time_sharing.hold_graph import HoldGraph, hungry
 from nemo_rl.time_sharing.plan import Plan, Reason, Shrink, Snapshot
 from nemo_rl.time_sharing.types import FALLING, Phase, Priority
 
@@ -24,6 +25,11 @@ class Reservation(NamedTuple):
     name: str
     free_at: float
     queued: QueuedWant | None
+
+    @property
+    def waiter(self) -> str:
+        """Who waits, as `HoldGraph` names it."""
+        return self.name if self.queued is not None else hungry(self.name)
 
 
 def useful_ranks(pipeline: PipelineState) -> int:
@@ -57,8 +63,10 @@ class Board:
 
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
         self.fixed_gpus: dict[str, int] = {name: sum(len(held.gpus) for held in p.held.values()) for name, p in snapshot.pipelines.items()}
-        for claim in {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values():
+        fixed_claims = {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values()
+        for claim in fixed_claims:
             self.fixed_gpus[claim.pipeline] += len(claim.gpus)
+        self.holds = HoldGraph(snapshot.pipelines, fixed_claims)
 
     def gpus_of(self, name: str) -> int:
         """GPUs that a pipeline holds or is about to hold, for training and for generation."""
@@ -103,6 +111,7 @@ class Board:
     def claim_fixed(self, name: str, gpus: tuple[int, ...]) -> None:
         self.claim(gpus)
         self.fixed_gpus[name] += len(gpus)
+        self.holds.hold(name, gpus)
 
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
         for gpu in gpus:

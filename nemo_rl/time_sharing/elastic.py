@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
 from nemo_rl.time_sharing.books import PipelineState
+from nemo_rl.time_sharing.hold_graph import hungry
 from nemo_rl.time_sharing.plan import Expand, Plan, Reason
 from nemo_rl.time_sharing.shares import Claimant, fill, whole_ranks
 from nemo_rl.time_sharing.types import Phase, Priority
@@ -206,6 +207,7 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
             board.shrink(result, donor, rank, ("turn", donor, name, since))
         _expand(board, result, name, chosen, ("hungry", since), floor=starved)
     elif fallback is not None and starved:
+        board.holds.wait(hungry(name), pipeline.topology.ranks[fallback], name)
         board.reserve(pipeline.topology.ranks[fallback], Reservation(f"{name} (first rank)", name, board.now, None))
 
 

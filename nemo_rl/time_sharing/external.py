@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nemo_rl.time_sharing.runtime import AgentRuntime, SchedulerLink
+from nemo_rl.time_sharing.runtime import AgentRuntime, EngineError, SchedulerLink
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import Command, Limits, Reply
 from nemo_rl.utils.record import Record
@@ -78,7 +78,8 @@ class ExternalJob:
         if ask:
             self._asked(rank)
         with self._changed:
-            self._changed.wait_for(lambda: rank in self._yielded or rank not in self._held, self._patience_s)
+            if not self._changed.wait_for(lambda: rank in self._yielded or rank not in self._held, self._patience_s):
+                raise EngineError(f"{self._topology.pipeline}: the GPUs of rank {rank} were not yielded within {self._patience_s:g} s")
 
     def sleep(self, rank: int) -> None:
         with self._changed:

@@ -121,6 +121,7 @@ _REASONS = {
     "reserved": "GPU {0} is reserved for {1}, which is ahead in the queue",
     "quarantined": "GPU {0} is in quarantine",
     "floor": "GPU {0} is in its guaranteed turn of {1}",
+    "unsafe": "{0} holds GPUs that this pipeline may want next, and may itself want these: it goes first",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
     "rotates": "every rank it could have is in another pipeline's turn",
 }

@@ -56,7 +56,15 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
         if pipeline.leaving and not pipeline.fenced:
             for rank in pipeline.awake:
                 board.shrink(result, name, rank, ("leaving",))
-    for item in queue(snapshot):
+    waiting = queue(snapshot)
+    for item in waiting:
+        if item.queued is not None and item.cluster not in snapshot.pipelines[item.name].held:
+            gpus = snapshot.pipelines[item.name].topology.clusters[item.cluster].gpus
+            board.holds.wait(item.name, gpus, item.name)
+            unsafe_beside = board.holds.closes_cycle(item.name, gpus)
+            if unsafe_beside is not None:
+                board.holds.wait_for(item.name, unsafe_beside)
+    for item in waiting:
         pipeline = snapshot.pipelines[item.name]
         if item.queued is None:
             elastic.feed_hungry(board, result, item.name, pipeline)
@@ -101,6 +109,11 @@ def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState,
     """Grants a fixed request with its whole donor set, or reserves its GPUs and evicts nobody."""
     want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
     found = _obstacles(board, item.name, pipeline, gpus)
+    unsafe_beside = board.holds.closes_cycle(item.name, gpus) if found.because is None else None
+    if unsafe_beside is not None:
+        # Everything it may want is kept from newcomers, or each of them could be the next that it has to wait for.
+        found.block(("unsafe", unsafe_beside), float("inf"))
+        gpus = tuple(sorted(pipeline.topology.training_gpus))
     if found.because is None and found.passed:
         _check_backfill(board, pipeline, want.priority, found)
     if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
@@ -131,8 +144,9 @@ def _obstacles(board: Board, name: str, pipeline: PipelineState, gpus: tuple[int
             found.block(board.why_blocked(gpu), board.free_at(gpu))
             continue
         for reservation in board.reserved.get(gpu, ()):
-            if reservation.name == name:
+            if reservation.name == name or board.holds.waits_for(reservation.waiter, name):
                 continue
+            board.holds.wait_for(name, reservation.waiter)
             if reservation.queued is None or reservation.queued.passed >= board.limits.max_backfills:
                 found.block(("reserved", gpu, reservation.label), reservation.free_at)
             else:

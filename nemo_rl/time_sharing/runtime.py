@@ -139,7 +139,7 @@ class AgentRuntime:
     # For the agent.
 
     def perform(self, operation: Operation) -> None:
-        self._work.submit(self._perform, operation)
+        self._work.submit(self._perform, operation).add_done_callback(_log_error)
 
     def answer(self, answer: Answer) -> None:
         self._link.answer(answer)
@@ -190,6 +190,13 @@ class AgentRuntime:
         while not self.closed.wait(self._limits.heartbeat_s):
             with self._lock:
                 self._agent.send_status()
+
+
+def _log_error(done: Future[None]) -> None:
+    """An engine that raises anything but EngineError has a defect; its operation stays unanswered and ends at the scheduler's deadline."""
+    error = done.exception()
+    if error is not None:
+        logger.error("event=operation_raised error=%r", error, exc_info=error)
 
 
 def forward(future: Future[Reply], replied: Callable[[Reply], None]) -> None:

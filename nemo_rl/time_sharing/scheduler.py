@@ -141,8 +141,31 @@ class Scheduler:
         self._seqs.pop(pipeline, None)
         self._answered.pop(pipeline, None)
         self._inventoried.add(pipeline)
+        # The caller builds on being registered, so a scheduler that is killed now must still know of it afterwards.
+        self._record.flush()
         self._flush()
         return topology
+
+    def drain(self, pipeline: str, reading: float) -> None:
+        """Gives a pipeline nothing more, sends its ranks to sleep and lets it go once it holds nothing; as if it had asked to leave itself.
+
+        One that is not registered, or is leaving or fenced already, is left alone.
+        """
+        self._advance(reading)
+        known = self.state.pipelines.get(pipeline)
+        if known is not None and not known.leaving and not known.fenced:
+            self._begin_leaving(pipeline)
+            self._settle_leaving(pipeline)
+            self._plan_if_due()
+        self._flush()
+
+    def unregister(self, pipeline: str, reading: float) -> None:
+        """Cuts a pipeline off and has its processes ended; one that is not registered, or is leaving or fenced already, is left alone."""
+        self._advance(reading)
+        known = self.state.pipelines.get(pipeline)
+        if known is not None and not known.leaving and not known.fenced:
+            self._executor.fence(pipeline, "it was unregistered")
+        self._flush()
 
     def status(self, status: Status, reading: float) -> Reply:
         """Takes what an agent says of itself; late and repeated statuses change nothing."""
@@ -255,10 +278,13 @@ class Scheduler:
             if rank in pipeline.awake:
                 self._executor.begin_cooling(name, rank)
         if status.leaving and not pipeline.leaving:
-            self._emit(ev.Leaving(name))
-            for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
-                self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
+            self._begin_leaving(name)
         self._settle_leaving(name)
+
+    def _begin_leaving(self, name: str) -> None:
+        self._emit(ev.Leaving(name))
+        for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
+            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
 
     def _take_wants(self, pipeline: PipelineState, status: Status) -> None:
         name = status.pipeline
@@ -269,7 +295,10 @@ class Scheduler:
                 if (name, cluster, -1) in self.state.claims:
                     self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))
         for want in status.wants:
-            if want.request <= pipeline.last_request or pipeline.leaving or want.cluster not in pipeline.topology.clusters:
+            if want.request <= pipeline.last_request or want.cluster not in pipeline.topology.clusters:
+                continue
+            # One that is drained may still finish the step for which it holds GPUs.
+            if pipeline.leaving and not pipeline.held:
                 continue
             self._emit(ev.Requested(name, want.cluster, want.priority, want.request, want.step))
 
@@ -284,6 +313,7 @@ class Scheduler:
         self._emit(ev.Unregistered(name, pipeline.incarnation, "left"))
         self._seen.pop(name, None)
         self._inventoried.discard(name)
+        self._record.flush()
         self._notify(Reply(name, pipeline.incarnation, self.state.term, False))
 
     def _check_leases(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.events import DemandReported, Granted, PoolOpened, RankMoved, Registered, Requested
+from nemo_rl.time_sharing.events import DemandReported, Granted, PoolOpened, RankMoved, Registered, Released, Requested
 from nemo_rl.time_sharing.plan import Plan, Snapshot
 from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.topology import register
@@ -28,6 +30,15 @@ class Fleet:
         self.state.apply(Registered(name, 0, "ns", spec.clusters, weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch), at)
         if demand:
             self.demand(name, demand, at=at)
+
+    def add_clusters(self, name: str, clusters: Mapping[str, Sequence[int]], *, at: float = 0.0) -> None:
+        """A pipeline with fixed clusters by name, generating on every GPU of the pool."""
+        mappings = {**clusters, ACTOR_INFER: list(range(self.state.pool.size))}
+        spec = register(self.state.pool, name, "ns", dict.fromkeys(mappings, 1), mappings, full_overlap=True).spec
+        self.state.apply(Registered(name, 0, "ns", spec.clusters), at)
+
+    def release(self, name: str, cluster: str = ACTOR_TRAIN, *, at: float = 0.0) -> None:
+        self.state.apply(Released(name, cluster, self.state.pipelines[name].held[cluster].epoch, 0), at)
 
     def demand(self, name: str, target: int, done: int = 0, *, at: float = 0.0) -> None:
         seq = self.state.pipelines[name].demand.seq + 1
