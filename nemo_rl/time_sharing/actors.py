@@ -241,7 +241,7 @@ def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = Non
     """
     import ray
 
-    scheduler = (
+    scheduler: Any = (
         ray.remote(SchedulerActor)
         .options(
             name=SCHEDULER_NAME,

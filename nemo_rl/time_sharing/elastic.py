@@ -67,11 +67,11 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
     return worst
 
 
-def _candidates(board: Board, pipeline: PipelineState) -> Iterator[int]:
+def _candidates(board: Board, pipeline: PipelineState) -> list[int]:
     """Ranks that could wake: asleep, not claimed, not cooling off after a failure."""
-    for rank in pipeline.wake_order:
-        if rank not in pipeline.awake and rank not in pipeline.claimed_ranks and pipeline.cooling.get(rank, 0.0) <= board.now:
-            yield rank
+    up, claimed = pipeline.awake, pipeline.claimed_ranks
+    asleep = [rank for rank in pipeline.wake_order if rank not in up and rank not in claimed]
+    return [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= board.now] if pipeline.cooling else asleep
 
 
 def _expand(board: Board, result: Plan, name: str, rank: int, because: Reason, *, floor: bool = False) -> None:
@@ -85,18 +85,28 @@ def _hand_out_free(board: Board, result: Plan, names: list[str], shares: dict[st
     """Gives free GPUs to the pipeline with the smallest part of its share, again and again; beyond its share only what nobody entitled wants."""
     if all(kind >= RANK for kind in board.kind):
         return
-    scans = {name: _candidates(board, board.pipelines[name]) for name in names}
+    scans = {name: _free_ranks(board, name) for name in names}
     for spare in (False, True):
         heap = [(_served(board, name, shares), name) for name in names if _wants_more(board, name, targets, spare)]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
-            rank = next((r for r in scans[name] if _rank_state(board, board.ranks_of(name)[r], name) <= FREEING), None)
+            rank = next(scans[name], None)
             if rank is None:
                 continue
             _expand(board, result, name, rank, ("spare",) if spare else ("share", board.gpus_of(name), shares[name]))
             if _wants_more(board, name, targets, spare):
                 heapq.heappush(heap, (_served(board, name, shares), name))
+
+
+def _free_ranks(board: Board, name: str) -> Iterator[int]:
+    """Ranks on GPUs that are still free when the scan comes to them; GPUs are only ever taken while it lasts."""
+    kind, ranks = board.kind, board.ranks_of(name)
+    for rank in _candidates(board, board.pipelines[name]):
+        gpus = ranks[rank]
+        # Most ranks fall at their first GPU.
+        if kind[gpus[0]] <= FREEING and _rank_state(board, gpus, name) <= FREEING:
+            yield rank
 
 
 def _wants_more(board: Board, name: str, targets: dict[str, int], spare: bool) -> bool:
@@ -126,10 +136,13 @@ def _options(board: Board, name: str, served: dict[str, float]) -> list[tuple[fl
     """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank, holders)."""
     pipeline = board.pipelines[name]
     enough = (1 + board.limits.hysteresis) * served[name]
+    kind, owner, ranks = board.kind, board.owner, pipeline.topology.ranks
     found = []
     for rank in _candidates(board, pipeline):
-        gpus = pipeline.topology.ranks[rank]
-        lease = board.owner[gpus[0]]
+        gpus = ranks[rank]
+        if kind[gpus[0]] == BLOCKED:
+            continue
+        lease = owner[gpus[0]]
         # Most holders are no better served than the taker: a look at the first one spares the rest.
         if lease is None or (served.get(lease.pipeline, math.inf) < enough and board.counts[lease.pipeline] <= board.useful[lease.pipeline]):
             continue

@@ -53,8 +53,13 @@ def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], N
         emit(ev.RankMoved(name, rank, Phase.WAKING, epoch))
         executor.begin_shrink(name, rank)
     for rank, known in list(pipeline.awake.items()):
-        if rank not in awake and known.phase is Phase.ACTIVE:
+        if known.phase is not Phase.ACTIVE:
+            continue
+        if rank not in awake:
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
+        elif rank not in status.serving:
+            # It was told to drain in the part of the log that is lost; nobody would ever tell it to go on.
+            executor.begin_shrink(name, rank)
 
 
 def _clear(state: SchedulerState, emit: Callable[[object], None], gpus: tuple[int, ...]) -> bool:

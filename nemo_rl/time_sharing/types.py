@@ -148,7 +148,8 @@ class Status:
     """Everything an agent says unasked, as levels: repeated with each heartbeat, so that a lost one is healed by the next.
 
     A status with a smaller `seq` than the last of the same incarnation is late and ignored. `awake`: the ranks that hold GPU memory, with
-    their epochs. `broken`: those of them that cannot serve (a refresh failed). `term`: the newest scheduler term the agent has heard of.
+    their epochs. `serving`: those of them that take requests. `broken`: those that cannot (a refresh failed).
+    `term`: the newest scheduler term the agent has heard of.
     """
 
     pipeline: str
@@ -159,6 +160,7 @@ class Status:
     holds: tuple[Held, ...] = ()
     given_back: tuple[GivenBack, ...] = ()
     awake: tuple[tuple[int, int], ...] = ()
+    serving: tuple[int, ...] = ()
     broken: tuple[int, ...] = ()
     leaving: bool = False
     term: int = 0

@@ -152,9 +152,7 @@ class PipelineActor(_Process):
     def _live(self) -> None:
         trained = int(self._progress_file.read_text()) if self._progress_file.exists() else 0
         topology = self._register(self._mappings)
-        self._carrier = runtime = AgentRuntime(
-            topology, self._incarnation, self._engine, RayLink(self._scheduler), self._record, self._limits, version=trained
-        )
+        self._carrier = runtime = AgentRuntime(topology, self._incarnation, self._engine, RayLink(self._scheduler), self._record, self._limits, version=trained)
         runtime.start()
         runtime.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 120)
         time.sleep(0.02)

@@ -16,11 +16,8 @@ def test_a_thousand_random_scenarios_keep_every_invariant() -> None:
     verdicts = list(run_many(0, 1000, processes=2))
     assert [verdict for verdict in verdicts if not verdict.clean] == []
     assert statistics.median(verdict.events for verdict in verdicts) >= 2000
-    # What the search for planted defects takes for stuck.
-    late = [verdict for verdict in verdicts if verdict.ended_s >= 3000]
-    assert len(late) <= 5, late
-    if late:
-        pytest.xfail(f"a scenario in a thousand comes to its end too late; not yet understood: {late}")
+    # Faults strike for the first 600 s; every job comes to its end soon after. The search for planted defects takes what is later for stuck.
+    assert [verdict for verdict in verdicts if verdict.ended_s >= 3000] == []
 
 
 def test_all_kinds_of_faults_are_among_the_random_scenarios() -> None:

@@ -16,6 +16,9 @@ from nemo_rl.time_sharing.simulation.loop import Loop
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
 
+_SICK = 0.2
+"""The part of its normal rate under which a shard counts as broken."""
+
 
 @dataclass(slots=True)
 class Sample:
@@ -97,8 +100,8 @@ class Generation:
         self._arm(shard)
 
     def stalled(self) -> list[int]:
-        """Active shards that hold requests and make no progress."""
-        return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < 0.01]
+        """Active shards whose requests make no progress, or so little that a host which compares rates would see it."""
+        return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < _SICK]
 
     def cancel(self) -> None:
         """Nobody wants what is being generated any more."""
