@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ScenarioError, RecordError) as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:

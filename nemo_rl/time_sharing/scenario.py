@@ -152,11 +152,15 @@ class Scenario(_Section):
     def _unroll_fleets(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("fleets"), dict):
             return given
-        pool = PoolSection.model_validate(given.get("pool", {}))
+        try:
+            pool = PoolSection.model_validate(given.get("pool", {}))
+            fleets = {name: Fleet.model_validate(raw) for name, raw in given["fleets"].items()}
+        except ValidationError:
+            # Left as it is, so that the mistake is reported where the field itself is checked, with its path.
+            return given
         size = pool.nodes * pool.gpus_per_node
         jobs: list[object] = list(given.get("jobs", ()))
-        for name, raw in given["fleets"].items():
-            fleet = Fleet.model_validate(raw)
+        for name, fleet in fleets.items():
             jobs += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
         expanded: dict[str, Any] = {**given, "jobs": jobs, "fleets": {}}
         return expanded
@@ -221,10 +225,22 @@ def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
     except ValidationError as error:
         lines = []
         for mistake in error.errors():
-            path = ".".join(str(part) for part in mistake["loc"])
+            path = ".".join(str(part) for part in _place(mistake["loc"], given))
             shown = "" if isinstance(mistake["input"], dict) else f" (given: {mistake['input']!r})"
             lines.append(f"{where}: {path + ': ' if path else ''}{mistake['msg'].removeprefix('Value error, ')}{shown}")
         raise ScenarioError("\n".join(lines)) from error
+
+
+def _place(loc: tuple[int | str, ...], given: object) -> tuple[int | str, ...]:
+    """Where a mistake is in the file: a job that was made from a fleet is found there."""
+    if len(loc) < 2 or loc[0] != "jobs" or not isinstance(loc[1], int) or not isinstance(given, dict) or not isinstance(given.get("fleets"), dict):
+        return loc
+    number = loc[1] - len(given.get("jobs", ()))
+    for name, fleet in given["fleets"].items():
+        if 0 <= number < fleet["count"]:
+            return ("fleets", name, "job", *loc[2:])
+        number -= fleet["count"]
+    return loc
 
 
 def load_scenario(path: str | Path) -> Scenario:

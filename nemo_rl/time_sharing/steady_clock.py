@@ -13,7 +13,7 @@ class SteadyClock:
     one is left out and returned by `advance`.
     """
 
-    def __init__(self, *, start: float = 0.0, max_step_s: float = 30.0) -> None:
+    def __init__(self, *, start: float = 0.0, max_step_s: float = 5.0) -> None:
         self.now = start
         self._max_step_s = max_step_s
         self._reading: float | None = None

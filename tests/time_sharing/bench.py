@@ -1,0 +1,58 @@
+"""The scheduler's core with an obedient agent for every pipeline, unless told otherwise; the wire is the test."""
+
+from __future__ import annotations
+
+from nemo_rl.time_sharing.scheduler import Scheduler
+from nemo_rl.time_sharing.steady_clock import SteadyClock
+from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Limits, Outcome, Status, Verb
+from nemo_rl.utils.record import MemoryRecord
+
+
+class Bench:
+    """`silent` pipelines answer nothing, `failing` ones fail at a verb; `sent` is every command that reached an agent."""
+
+    def __init__(self, gpus: int = 4) -> None:
+        self.record = MemoryRecord(clock=lambda: self.clock.now)
+        self.clock = SteadyClock()
+        self.inbox: list[Command] = []
+        self.silent: set[str] = set()
+        self.failing: set[tuple[str, Verb]] = set()
+        self.sent: list[Command] = []
+        self.seqs: dict[str, int] = {}
+        self.now = 0.0
+        self.scheduler = Scheduler(self.record, self.inbox.append, self.clock)
+        self.scheduler.open(Pool(1, gpus), Limits(lease_s=1e6, plan_interval_s=0.0, quarantine_s=50.0), 0.0)
+
+    @property
+    def state(self):  # type: ignore[no-untyped-def]
+        return self.scheduler.state
+
+    def register(self, name: str, train: list[int], infer: list[int], incarnation: int = 0) -> None:
+        self.scheduler.register(name, "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: train, ACTOR_INFER: infer}, self.now, incarnation=incarnation)
+
+    def status(self, name: str, **fields: object) -> None:
+        self.seqs[name] = self.seqs.get(name, 0) + 1
+        self.scheduler.status(Status(name, self.state.pipelines[name].incarnation, self.seqs[name], term=self.state.term, **fields), self.now)  # type: ignore[arg-type]
+        self.settle()
+
+    def settle(self, seconds: float = 0.0) -> None:
+        """Lets time pass in small steps and answers every command of agents that are not silent."""
+        end = self.now + seconds
+        while True:
+            while self.inbox:
+                self._answer(self.inbox.pop(0))
+            if self.now >= end:
+                return
+            self.now = min(self.now + 1.0, end)
+            self.scheduler.tick(self.now)
+
+    def _answer(self, command: Command) -> None:
+        self.sent.append(command)
+        if command.pipeline in self.silent and command.verb is not Verb.REAP:
+            return
+        outcome = Outcome.FAILED if (command.pipeline, command.verb) in self.failing else Outcome.DONE
+        self.scheduler.answer(Answer(command.command, command.pipeline, command.incarnation, outcome, 0 if command.verb is Verb.SYNC else -1), self.now)
+
+    def phases(self, name: str) -> dict[int, str]:
+        return {rank: awake.phase.value for rank, awake in self.state.pipelines[name].awake.items()}
