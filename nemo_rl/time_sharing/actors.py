@@ -66,7 +66,9 @@ class SchedulerActor:
         path_lines = path.read_bytes().count(b"\n") if path.exists() else 0
         limits = limits or Limits()
         self._log_dir = log_dir
-        self._clock = SteadyClock(start=max(time.time(), past[-1].time if past else 0.0), max_step_s=limits.max_tick_s)
+        now = time.time()
+        # In step with the machine's clock, which the agents write their records by: the records are merged by time.
+        self._clock = SteadyClock(start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s)
         self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=bool(past))
         self._lock = threading.Lock()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
@@ -173,6 +175,7 @@ class SchedulerActor:
             if self._stopped.is_set():
                 return
             if gone:
+                self._core.tick(time.time())
                 self._note_memory_free(command)
             answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED)
             self._core.answer(answer, time.time())

@@ -12,10 +12,11 @@ PAGE = """<!doctype html>
  th{color:#57606a;font-weight:500;border-bottom:1px solid #d0d7de} .chip{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;vertical-align:-1px}
  .legend span{margin-right:16px;white-space:nowrap} .ok{color:#116329} .bad{color:#b31d28} #tip{position:fixed;background:#1b1f24;color:#fff;padding:4px 8px;border-radius:4px;
  font-size:12px;pointer-events:none;display:none;max-width:420px} ul{margin:4px 0;padding-left:18px} .hint{color:#57606a;font-size:12px;margin:4px 0}
+ #checks ul{list-style:none;padding-left:0}
 </style></head><body>
 <h1 id="title"></h1><p class="sub" id="sub"></p>
 <h2>GPUs over time</h2><p class="legend" id="legend"></p><canvas id="gpus"></canvas>
-<p class="hint">Full colour: generating. Dark, striped: training. Pale: handing over (wake, sync, drain, sleep). White: idle. Drag to zoom, double-click to reset.</p>
+<p class="hint">Drag to zoom, double-click to reset.</p>
 <h2>Generation demand (samples still to be generated)</h2><canvas id="demand"></canvas>
 <h2>GPUs held</h2><canvas id="share"></canvas>
 <h2>Hand-overs: claim to use, seconds</h2><canvas id="hand"></canvas>
@@ -32,12 +33,12 @@ function setup(id,h){const c=$(id),r=window.devicePixelRatio||1,w=c.clientWidth|
 const X=(t,w)=>pad.l+(t-view[0])/(view[1]-view[0])*(w-pad.l-pad.r);
 function nice(x){const p=10**Math.floor(Math.log10(x||1));for(const m of [1,2,5,10])if(m*p>=x)return m*p;return 10*p}
 function axis(g,w,h){g.fillStyle="#57606a";g.strokeStyle="#eaeef2";g.textAlign="center";const s=nice((view[1]-view[0])/9);
- for(let t=Math.ceil(view[0]/s)*s;t<=view[1];t+=s){const x=X(t,w);g.beginPath();g.moveTo(x,pad.t);g.lineTo(x,h-pad.b);g.stroke();g.fillText(t>=10?t.toFixed(0)+" s":t.toFixed(1)+" s",x,h-8)}}
-function drawGpus(){const row=D.gpus<=16?26:D.gpus<=64?12:D.gpus<=256?4:Math.max(1,900/D.gpus),H=pad.t+pad.b+row*D.gpus,[g,w,h]=setup("gpus",H);axis(g,w,h);
+ for(let t=Math.ceil(view[0]/s)*s;t<=view[1];t+=s){const x=X(t,w);g.beginPath();g.moveTo(x,pad.t);g.lineTo(x,h-pad.b);g.stroke();g.fillText((s<1?t.toFixed(1):t.toFixed(0))+" s",x,h-8)}}
+function drawGpus(){const row=D.gpus<=4?46:D.gpus<=16?26:D.gpus<=64?12:D.gpus<=256?4:Math.max(1,900/D.gpus),H=pad.t+pad.b+row*D.gpus,[g,w,h]=setup("gpus",H);axis(g,w,h);
  for(const [a,b,s,e,p,k] of D.bars){if(e<view[0]||s>view[1])continue;const x=Math.max(X(s,w),pad.l),y=pad.t+a*row,ww=Math.max(Math.min(X(e,w),w-pad.r)-x,0.6),hh=(b-a+1)*row-(row>3?1:0);
   g.fillStyle=color(p,k);g.fillRect(x,y,ww,hh);
   if(k==="train"&&row>6){g.save();g.beginPath();g.rect(x,y,ww,hh);g.clip();g.strokeStyle="rgba(255,255,255,.22)";for(let q=x-hh;q<x+ww;q+=7){g.beginPath();g.moveTo(q,y+hh);g.lineTo(q+hh,y);g.stroke()}g.restore()}
-  if(row>10&&ww>46){g.fillStyle=k==="handover"?"#444":"#fff";g.textAlign="left";g.save();g.beginPath();g.rect(x,y,ww-2,hh);g.clip();g.fillText(k==="train"?D.pipelines[p]+" trains":k==="init"?"init":D.pipelines[p],x+4,y+Math.min(row,hh)/2+4);g.restore()}}
+  if(row>10&&ww>46){g.fillStyle=k==="handover"?"#444":"#fff";g.textAlign="left";g.save();g.beginPath();g.rect(x,y,ww-2,hh);g.clip();g.fillText(k==="train"?(ww>g.measureText(D.pipelines[p]+" trains").width+8?D.pipelines[p]+" trains":""):k==="init"?"init":D.pipelines[p],x+4,y+Math.min(row,hh)/2+4);g.restore()}}
  g.fillStyle="#57606a";g.textAlign="right";const every=Math.ceil(14/row);for(let i=0;i<D.gpus;i+=every)g.fillText("GPU "+i,pad.l-6,pad.t+i*row+Math.min(row/2+4,12));
  for(const [t,text] of D.marks){if(!text.startsWith("Sched")||t>0){const x=X(t,w);if(x>pad.l){g.strokeStyle="#d1242f";g.beginPath();g.moveTo(x,pad.t);g.lineTo(x,pad.t+5);g.stroke()}}}
  $("gpus").row=row}
@@ -55,7 +56,10 @@ function drawHand(){const [g,w,h]=setup("hand",150),v=D.handovers;if(!v.length){
  g.textAlign="right";g.fillStyle="#57606a";g.fillText(top,pad.l-6,pad.t+8)}
 function all(){drawGpus();drawCurves("demand",D.demand);drawCurves("share",D.share);drawHand()}
 $("title").textContent=D.title;$("sub").textContent=`${N} pipelines, ${D.gpus} GPUs, ${D.end.toFixed(0)} s; GPUs held by a trainer or an active rank ${(100*D.busy).toFixed(0)} % of the time; ${D.handovers.length} hand-overs`;
-$("legend").innerHTML=N<=24?D.pipelines.map((n,i)=>`<span><i class="chip" style="background:${color(i,"generate")}"></i>${n}</span>`).join(""):`${N} pipelines, one hue each`;
+const phase=(style,text)=>`<span><i class="chip" style="${style}"></i>${text}</span>`;
+const phases=phase("background:hsl(0 0% 58%)","generating")+phase("background:repeating-linear-gradient(135deg,hsl(0 0% 26%) 0 3px,hsl(0 0% 45%) 3px 5px)","training")
+ +phase("background:hsl(0 0% 46%)","first start")+phase("background:hsl(0 0% 86%)","handing over (drain, sleep, wake, sync)")+phase("background:#fff;box-shadow:inset 0 0 0 1px #d0d7de","idle");
+$("legend").innerHTML=(N<=24?D.pipelines.map((n,i)=>`<span><i class="chip" style="background:${color(i,"generate")}"></i>${n}</span>`).join(""):`<span>${N} pipelines, one hue each</span>`)+"<br>"+phases;
 $("table").innerHTML="<tr><th>pipeline</th><th>steps</th><th>GPU-seconds held</th></tr>"+D.pipelines.slice(0,60).map((n,i)=>`<tr><td><i class="chip" style="background:${color(i,"generate")}"></i>${n}</td><td>${D.steps[i]}</td><td>${D.gpuSeconds[i].toLocaleString("en")}</td></tr>`).join("");
 $("checks").innerHTML=D.violations.length?`<p class="bad">${D.violations.length} violation(s), first ones:</p><ul>${D.violations.map(v=>`<li class="bad">${v}</li>`).join("")}</ul>`
  :`<p class="ok">No violation found.</p><ul>${Object.entries(D.invariants).map(([n,t])=>`<li>${n}. ${t}</li>`).join("")}</ul>`;

@@ -9,14 +9,15 @@ from __future__ import annotations
 class SteadyClock:
     """Turns readings of any clock into steady time.
 
-    start: the first steady time, that of the last log entry after a restart. max_step_s: the largest step believed; the rest of a larger
+    start: the first steady time, after a restart no earlier than the last log entry. reading: the reading that belongs to it, by default the first
+    one taken. max_step_s: the largest step believed; the rest of a larger
     one is left out and returned by `advance`.
     """
 
-    def __init__(self, *, start: float = 0.0, max_step_s: float = 5.0) -> None:
+    def __init__(self, *, start: float = 0.0, reading: float | None = None, max_step_s: float = 5.0) -> None:
         self.now = start
         self._max_step_s = max_step_s
-        self._reading: float | None = None
+        self._reading = reading
 
     def advance(self, reading: float) -> float:
         """Takes a reading, in seconds; returns by how much it jumped (negative: backwards), 0.0 for a normal step."""
