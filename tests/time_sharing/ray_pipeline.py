@@ -22,7 +22,7 @@ from nemo_rl.time_sharing.scheduler import StillRegistered
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Command, Limits, Priority, Reply
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record import RecordWriter, read_record
 
 SAMPLES = 8
 PHASES = ("init", "wake", "load", "route", "generate", "train", "drain", "sleep", "publish", "leave")
@@ -130,6 +130,8 @@ class PipelineActor(_Process):
 
     def __init__(self, name: str, train: list[int], infer: list[int], steps: int, log_dir: str, scheduler: Any, limits: Limits, incarnation: int) -> None:
         super().__init__(name, log_dir, scheduler, limits, incarnation)
+        for group in _open_groups([Path(log_dir) / f"{name}.{earlier}.jsonl" for earlier in range(incarnation)]):
+            self._record.emit(rec.GroupDropped(group, "lost_in_restart"))
         self._steps, self._mappings = steps, {ACTOR_TRAIN: train, ACTOR_INFER: infer}
         self._progress_file = Path(log_dir) / f"{name}.progress"
         self._strikes = Strikes(Path(log_dir) / f"{name}.strikes", self._scheduler_pid)
@@ -191,6 +193,18 @@ class PipelineActor(_Process):
                 made += 1
                 runtime.report_progress(made)
         runtime.end_progress()
+
+
+def _open_groups(records: list[Path]) -> list[str]:
+    """Prompt groups that earlier incarnations admitted and neither trained nor dropped."""
+    groups: dict[str, None] = {}
+    for path in records:
+        for entry in read_record(path, recover=True) if path.exists() else ():
+            if isinstance(entry.event, rec.GroupAdmitted):
+                groups[entry.event.group_id] = None
+            elif isinstance(entry.event, rec.GroupTrained | rec.GroupDropped):
+                groups.pop(entry.event.group_id, None)
+    return list(groups)
 
 
 class ExternalActor(_Process):

@@ -207,15 +207,20 @@ class SimulatedJob:
             life.agent.want(ACTOR_TRAIN, priority, step, self.world.loop.now)
 
     def _later(self, life: Life, seconds: float, action: str, *arguments: object) -> None:
-        self.world.loop.after(self._vary(seconds), self._if_alive, life, action, arguments)
+        self.world.loop.after(self._vary(seconds, self._rng), self._if_alive, life, action, arguments)
+
+    def _trainer_later(self, life: Life, seconds: float, action: str, *arguments: object) -> None:
+        """The trainer's own work: its jitter belongs to job and step, so that a job does the same work whoever shares its GPUs."""
+        rng = random.Random(f"{self.world.seed}/{self.job.name}/{action}/{arguments}")
+        self.world.loop.after(self._vary(seconds, rng), self._if_alive, life, action, arguments)
 
     def _if_alive(self, life: Life, action: str, arguments: tuple[object, ...]) -> None:
         if not life.dead and life is self.life:
             getattr(self, action)(life, *arguments)
 
-    def _vary(self, seconds: float) -> float:
+    def _vary(self, seconds: float, rng: random.Random) -> float:
         jitter = self.costs.jitter
-        return seconds * self._rng.lognormvariate(0.0, jitter) if jitter and seconds else seconds
+        return seconds * rng.lognormvariate(0.0, jitter) if jitter and seconds else seconds
 
     def _initialised(self, life: Life) -> None:
         self.train_gpu_s += self.job.init_s * len(self.job.train)
@@ -235,11 +240,11 @@ class SimulatedJob:
             del life.groups[group.name]
         self.trained_steps = step + 1
         life.record.emit(rec.StepFinished(step, step + 1, self.job.groups))
-        self._later(life, self.costs.cache_s, "_cached", step)
+        self._trainer_later(life, self.costs.cache_s, "_cached", step)
 
     def _cached(self, life: Life, step: int) -> None:
         life.agent.cache_built(step + 1)
-        self._later(life, self.costs.offload_s, "_offloaded")
+        self._trainer_later(life, self.costs.offload_s, "_offloaded")
 
     def _offloaded(self, life: Life) -> None:
         life.agent.refresh()
@@ -290,13 +295,13 @@ class SimulatedJob:
         if life is None:
             return
         if priority is Priority.INITIALIZATION:
-            self._later(life, self.job.init_s, "_initialised")
+            self._trainer_later(life, self.job.init_s, "_initialised")
         elif priority is Priority.OLD_LOG_PROBS:
-            self._later(life, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
+            self._trainer_later(life, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
         else:
             life.record.emit(rec.StepBegun(step))
             resident = self.job.log_probs_s > 0
-            self._later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+            self._trainer_later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
 
     def routing_changed(self, rank: int, active: bool) -> None:
         if self.life is not None:
