@@ -24,7 +24,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.timeline import build_timeline
 from nemo_rl.time_sharing.trace import write_trace
 from nemo_rl.time_sharing.validator import validate
-from nemo_rl.utils.record import Entry, Record, RecordError, RecordWriter, read_record
+from nemo_rl.utils.record import Entry, Record, RecordError, RecordWriter, merge_records, read_record
 
 _KINDS = _events.__name__
 _SOAK_BATCH = 200
@@ -57,16 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--only-ours", action="store_true", help="leave the baselines out")
     simulate.set_defaults(run=_simulate)
     checker = commands.add_parser("check", help="prove that a record kept every invariant, or show the first place where it did not")
-    checker.add_argument("log", type=Path)
+    checker.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
     checker.add_argument("--recover", action="store_true", help="read a damaged record up to the damage")
     checker.add_argument("--running", action="store_true", help="the run is not over: what is open is not missing")
     checker.set_defaults(run=_check)
     trace = commands.add_parser("trace", help="write a trace for ui.perfetto.dev")
-    trace.add_argument("log", type=Path)
+    trace.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
     trace.add_argument("-o", "--output", type=Path)
     trace.set_defaults(run=_trace)
     report = commands.add_parser("report", help="write a self-contained HTML page")
-    report.add_argument("log", type=Path)
+    report.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
     report.add_argument("-o", "--output", type=Path)
     report.set_defaults(run=_report)
     soak = commands.add_parser("soak", help="run random scenarios with faults and check each of them")
@@ -144,28 +144,33 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))))
 
 
+def _entries(logs: Sequence[Path], *, recover: bool = False) -> list[Entry]:
+    """Every process of a real run writes a record of its own; a simulation writes one."""
+    return list(merge_records(logs, recover=recover) if len(logs) > 1 else read_record(logs[0], recover=recover))
+
+
 def _check(chosen: argparse.Namespace) -> int:
     began = time.perf_counter()
-    entries: list[Entry] = list(read_record(chosen.log, recover=chosen.recover))
+    entries = _entries(chosen.log, recover=chosen.recover)
     violations = check(entries, first_only=True, ended=not chosen.running)
     if violations:
         print(violations[0])
         return 1
-    print(f"{chosen.log}: {len(entries)} events keep all {len(INVARIANTS)} invariants ({time.perf_counter() - began:.1f} s)")
+    print(f"{', '.join(map(str, chosen.log))}: {len(entries)} events keep all {len(INVARIANTS)} invariants ({time.perf_counter() - began:.1f} s)")
     return 0
 
 
 def _trace(chosen: argparse.Namespace) -> int:
-    output = chosen.output or chosen.log.with_suffix(".trace.json")
-    count = write_trace(read_record(chosen.log), output)
+    output = chosen.output or chosen.log[0].with_suffix(".trace.json")
+    count = write_trace(_entries(chosen.log), output)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
     return 0
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    output = chosen.output or chosen.log.with_suffix(".html")
-    entries = list(read_record(chosen.log))
-    write_report(build_timeline(entries), check(entries), output, title=chosen.log.stem)
+    output = chosen.output or chosen.log[0].with_suffix(".html")
+    entries = _entries(chosen.log)
+    write_report(build_timeline(entries), check(entries), output, title=chosen.log[0].stem)
     print(f"{output}: {len(entries)} events")
     return 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.scenario import ScenarioError, load_scenario, parse_scenario
-from nemo_rl.utils.record import encode_entry, read_record
+from nemo_rl.utils.record import Entry, encode_entry, read_record
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "time_sharing"
 JOB = {"name": "a", "train": [0], "infer": [0, 1], "steps": 2, "groups": 2, "train_s": 2.0}
@@ -35,6 +35,18 @@ def test_simulate_prints_jobs_and_ways_side_by_side(tmp_path: Path, capsys: pyte
 def test_check_says_that_a_good_log_keeps_every_invariant(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(log)]) == 0
     assert "keep all 10 invariants" in capsys.readouterr().out
+
+
+def test_the_records_of_several_processes_are_checked_as_one(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts: dict[str, list[Entry]] = {}
+    for entry in read_record(log):
+        part = parts.setdefault(entry.source.replace("/", "_"), [])
+        part.append(Entry(len(part), entry.time, entry.source, entry.event))
+    for name, entries in parts.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(encode_entry(entry) for entry in entries))
+    assert main(["check", *map(str, sorted(tmp_path.glob("*.jsonl")))]) == 0
+    assert "keep all 10 invariants" in capsys.readouterr().out
+    assert main(["check", str(tmp_path / "scheduler.jsonl")]) == 0, "what the scheduler wrote is sound by itself"
 
 
 def test_check_shows_the_first_violation(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
