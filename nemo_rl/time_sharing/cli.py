@@ -186,5 +186,7 @@ def _soak(chosen: argparse.Namespace) -> int:
             if not verdict.clean:
                 bad += 1
                 print(f"seed {verdict.seed}: {verdict.violations[0] if verdict.violations else f'never ended: {verdict.stuck}'}", flush=True)
-        print(f"{len(counts)} scenarios, {events:,} events, median {statistics.median(counts):.0f}, {bad} bad, {time.perf_counter() - began:.0f} s", flush=True)
+        seconds = time.perf_counter() - began
+        shown = f"{len(counts)} scenarios, {events:,} events, median {statistics.median(counts):.0f}, {bad} bad, {seconds:.0f} s"
+        print(f"{shown}, {events / seconds / chosen.processes:,.0f} events/s and process", flush=True)
     return 1 if bad else 0

@@ -41,7 +41,9 @@ def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
     tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
     useful = board.useful[name]
     floor = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), useful)
-    return Claimant(name, pipeline.spec.weight * pipeline.demand.remaining, floor * tp, useful * tp + board.fixed_gpus[name], tp)
+    # A sample costs a rank of tp GPUs the time that it costs a rank of one.
+    work = pipeline.demand.remaining * tp
+    return Claimant(name, pipeline.spec.weight * work, floor * tp, useful * tp + board.fixed_gpus[name], tp)
 
 
 def _served(board: Board, name: str, shares: dict[str, float], more: int = 0) -> float:

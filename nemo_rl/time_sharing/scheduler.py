@@ -237,8 +237,18 @@ class Scheduler:
     def _emit(self, event: object) -> None:
         self._record.emit(event)
         self.state.apply(event, self.clock.now)
-        if type(event) in _REPLAN or (isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE)):
+        if type(event) in _REPLAN:
             self._dirty = self._urgent = True
+        elif isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE):
+            self._dirty = True
+            self._urgent = self._urgent or self._changes_much(event)
+
+    def _changes_much(self, event: ev.RankMoved) -> bool:
+        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or training waited for this rank to be up."""
+        pipeline = self.state.pipelines[event.pipeline]
+        if event.phase is Phase.ACTIVE:
+            return bool(pipeline.wants)
+        return not all(gpu in self.state.claimed for gpu in pipeline.topology.ranks[event.rank])
 
     def _flush(self) -> None:
         """The log reaches the operating system before any command leaves."""
