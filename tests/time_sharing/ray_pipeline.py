@@ -6,6 +6,7 @@ a file, since the process that strikes does not live to say so.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,7 +46,8 @@ class Strikes:
                 return
             victim = os.getpid() if left[0][1] == "agent" else self._scheduler_pid()
             self._path.write_text(json.dumps(left[1:]))
-            os.kill(victim, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another job may have struck the same scheduler a moment ago
+                os.kill(victim, signal.SIGKILL)
 
 
 class TimedEngine:

@@ -24,6 +24,7 @@ _LIMITS = {
     "route_s": 15.0,
     "grant_s": 10.0,
     "reap_s": 8.0,
+    "max_backfills": 2,
     "quarantine_s": 20.0,
 }
 _FAULT_RATES = {"agent_crashes": 40.0, "scheduler_crashes": 30.0, "partitions": 30.0, "stuck_shards": 20.0, "slow_shards": 20.0, "clock_jumps": 15.0}
