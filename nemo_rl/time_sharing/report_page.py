@@ -27,7 +27,7 @@ PAGE = """<!doctype html>
 const D=/*DATA*/null, $=id=>document.getElementById(id), N=D.pipelines.length;
 const hue=i=>(i*137.5+210)%360, color=(i,k)=>k==="generate"?`hsl(${hue(i)} 62% 58%)`:k==="train"?`hsl(${hue(i)} 60% 34%)`:k==="init"?`hsl(${hue(i)} 18% 46%)`:`hsl(${hue(i)} 60% 86%)`;
 let view=[0,D.end||1];
-const pad={l:54,r:10,t:8,b:22};
+const pad={l:54,r:26,t:8,b:22};
 function setup(id,h){const c=$(id),r=window.devicePixelRatio||1,w=c.clientWidth||1100;c.width=w*r;c.height=h*r;c.style.height=h+"px";const g=c.getContext("2d");g.scale(r,r);
  g.clearRect(0,0,w,h);g.font="11px system-ui,sans-serif";return [g,w,h]}
 const X=(t,w)=>pad.l+(t-view[0])/(view[1]-view[0])*(w-pad.l-pad.r);

@@ -275,5 +275,6 @@ def test_an_external_job_that_does_not_yield_is_ended(cluster: None, tmp_path: P
     pipeline = _start_pipeline("pipeline", [0], [0, 1], 1, tmp_path, scheduler)
     assert _until(lambda: ray.get(pipeline.outcome.remote(), timeout=60) == "done", 120)
     assert _until(lambda: not os.path.exists(f"/proc/{pid}"), 30)
+    assert _until(lambda: not _ask(scheduler.describe)["pipelines"], RECOVERY_S), "its other GPU comes back with its lease"
     stop_scheduler(scheduler)
     assert _violations(tmp_path) == []
