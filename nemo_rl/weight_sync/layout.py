@@ -130,6 +130,9 @@ def pack_tensor(buffer_B: torch.Tensor, offset: int, meta: TensorMeta, tensor: t
         raise LayoutError(f"{meta.name}: exported with shape {tuple(tensor.shape)}, the layout says {meta.shape}")
     if tensor.numel() and not tensor.untyped_storage().size():
         raise LayoutError(f"{meta.name}: its storage is empty; weights must be resident while they are exported")
+    if tensor.device != buffer_B.device:
+        # Converted where it lies: half the bytes travel, and the copy is a plain one.
+        tensor = tensor.detach().to(dtype_of(meta.dtype))
     view(buffer_B, offset, meta).copy_(tensor.detach(), non_blocking=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_rl.distributed.devices import device_uuid, host_of
+from nemo_rl.distributed.devices import device_uuid, host_of, synchronize
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
 from nemo_rl.weight_sync.transports.base import Opener
@@ -75,10 +75,13 @@ class WeightReceiver:
         self._opener: Opener | None = None
         self._session: dict[str, Any] = {}
         self._next_window = 0
+        self._staged: list[tuple[torch.Tensor, list[BucketLayout]]] = []
         self.version: int | None = None
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Opens a session: `{id, transport, windows, verify, timeout_s, nccl}` with `nccl = {address, port, world_size, rank}` or None.
+        """Opens a session: `{id, transport, windows, verify, timeout_s, nccl, staged}` with `nccl = {address, port, world_size, rank}` or None.
+
+        In a staged session windows are kept beside the live weights, which stay untouched until `finish`.
 
         Raises:
             SyncProtocolError: Another session is open.
@@ -93,7 +96,8 @@ class WeightReceiver:
             self._opener = make_opener(session["transport"], self._device)
         self._session = session
         self._next_window = 0
-        self._target.begin_load()
+        if not session.get("staged"):
+            self._target.begin_load()
 
     def receive(self, window: dict[str, Any]) -> None:
         """Loads one window: `{index, buckets, senders: {device: {handle, checksums}}}`.
@@ -108,9 +112,11 @@ class WeightReceiver:
         received_B = self._opener.open(sender["handle"])
         buckets = [decode_bucket(plain) for plain in window["buckets"]]
         self._verify(received_B, buckets, sender["checksums"])
-        self._target.load_weights(_named_tensors(received_B, buckets))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._session.get("staged"):
+            self._staged.append((received_B.clone(), buckets))
+        else:
+            self._target.load_weights(_named_tensors(received_B, buckets))
+        synchronize(self._device)
         self._next_window += 1
 
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
@@ -138,16 +144,23 @@ class WeightReceiver:
         """
         if not self._session or self._next_window != self._session["windows"]:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
+        if self._session.get("staged"):
+            self._target.begin_load()
+            for received_B, buckets in self._staged:
+                self._target.load_weights(_named_tensors(received_B, buckets))
         self._target.finish_load()
+        synchronize(self._device)
         self.version = version
         self._close()
         return version
 
-    def abort(self) -> None:
-        """Ends a session without a new version; nothing to do when none is open."""
-        self._close()
+    def abort(self, session_id: str | None = None) -> None:
+        """Ends a session without a new version; nothing to do when another one is open, or none."""
+        if session_id is None or self._session.get("id") == session_id:
+            self._close()
 
     def _close(self) -> None:
+        self._staged.clear()
         if self._opener is not None:
             self._opener.close()
         self._opener = None

@@ -9,6 +9,7 @@ same session serves live weights and a cache, all shards and some. Invariants: t
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 import uuid
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.distributed.devices import host_of
-from nemo_rl.weight_sync.layout import TensorMeta, plan_buckets, plan_windows
+from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import encode_bucket
 from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
 from nemo_rl.weight_sync.transports.base import TransportError, TransportName
@@ -81,12 +82,12 @@ class WeightTargets(Protocol):
         """Loads a window on every target."""
         ...
 
-    def finish(self, version: int, timeout_s: float) -> None:
-        """Finalises every target, which then has the version."""
+    def finish(self, version: int, timeout_s: float) -> list[float]:
+        """Finalises every target, which then has the version; seconds for which each stopped serving."""
         ...
 
-    def abort(self) -> None:
-        """Ends the session on every target, version unchanged."""
+    def abort(self, session_id: str) -> None:
+        """Ends the session on every target, version unchanged; a session of another id goes on."""
         ...
 
 
@@ -100,6 +101,7 @@ class SyncReport:
         nbytes: Bytes of one copy of the weights.
         windows: Number of windows.
         seconds: Wall time of the phases begin, transfer, finish and of the whole (`total`).
+        pauses_s: For how long each target stopped serving.
     """
 
     version: int
@@ -107,6 +109,7 @@ class SyncReport:
     nbytes: int
     windows: int
     seconds: dict[str, float] = field(default_factory=dict)
+    pauses_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,24 @@ class SyncOptions:
 
 
 class SyncSession:
-    """Sends version `version` from `source` to `targets`; call `run` once."""
+    """Sends version `version` from `source` to `targets`; call `run` once.
 
-    def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, cuda: bool) -> None:
+    Args:
+        source: Where weights come from.
+        targets: Who receives.
+        version: Of the weights.
+        options: `weight_sync.*`.
+        cuda: Whether slots are GPUs.
+        staged: Whether targets keep the windows beside their live weights and load all of them in one short pause.
+    """
+
+    def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, cuda: bool, staged: bool = False) -> None:
         self._source = source
         self._targets = targets
         self._version = version
         self._options = options
         self._cuda = cuda
+        self._staged = staged
         self._deadline = 0.0
         self.session_id = uuid.uuid4().hex
 
@@ -144,6 +157,12 @@ class SyncSession:
         metas = self._source.tensor_metas()
         budget = self._source.staging_budget()
         buckets = plan_buckets(metas, min(self._options.bucket_bytes, budget))
+        for bucket in buckets:
+            if bucket.nbytes > budget:
+                raise LayoutError(
+                    f"{bucket.tensors[0].name} alone needs {bucket.nbytes} bytes of staging, {budget} are allowed; "
+                    "raise policy.refit_buffer_size_gb or free device memory"
+                )
         windows = plan_windows(buckets, budget)
         spec, staging_ranks = self._plan_transport(windows)
         marks = {}
@@ -152,9 +171,9 @@ class SyncSession:
             marks["begin"] = time.monotonic() - started
             self._transfer(spec, staging_ranks)
             marks["transfer"] = time.monotonic() - started - marks["begin"]
-            self._targets.finish(self._version, self._left())
+            pauses_s = self._targets.finish(self._version, self._left())
         except BaseException:
-            self._targets.abort()
+            self._targets.abort(self.session_id)
             raise
         finally:
             self._source.close()
@@ -164,7 +183,7 @@ class SyncSession:
         logger.info(
             "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self._version, spec.transport, nbytes >> 20, len(windows), marks["total"]
         )
-        return SyncReport(self._version, spec.transport, nbytes, len(windows), marks)
+        return SyncReport(self._version, spec.transport, nbytes, len(windows), marks, pauses_s)
 
     def _plan_transport(self, windows: Sequence[Sequence[Any]]) -> tuple[SendSpec, list[int]]:
         senders, receivers = self._source.devices(), self._targets.devices()
@@ -185,6 +204,8 @@ class SyncSession:
     def _begin(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
         session: dict[str, Any] = {
             "id": self.session_id,
+            "version": self._version,
+            "staged": self._staged,
             "transport": spec.transport,
             "windows": len(spec.windows),
             "verify": spec.verify,
@@ -226,3 +247,12 @@ class SyncSession:
 def _place(transport: TransportName, device: str) -> str:
     """Where a staged copy can be read: on its device, on its host, or (a collective) by every member."""
     return {"cuda_ipc": device, "host": host_of(device), "nccl": "any"}[transport]
+
+
+def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 of the seconds for which a serving shard stood still per refit; nothing where none ever did."""
+    serving = [pause for pause in pauses_s if pause > 0]
+    if not serving:
+        return {}
+    cuts = statistics.quantiles(serving, n=100, method="inclusive") if len(serving) > 1 else serving * 99
+    return {"pause_s/p50": cuts[49], "pause_s/p99": cuts[98]}

@@ -18,11 +18,13 @@ from nemo_rl.weight_sync.session import SyncReport
 class Both:
     """Policy and generation in one, writing down what happens to them."""
 
-    dp_size = 2
+    shards = (0, 1)
+    fits = True
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         self.happened: list[str] = []
         self.weights_resident = True
+        self.staged: bool | None = None
         self._free = free_bytes
 
     def prepare_for_generation(self, tags: Sequence[str]) -> None:
@@ -33,8 +35,15 @@ class Both:
         self.weights_resident = False
         return [{"before": 100, "after": 10}]
 
-    def invalidate_kv_cache(self) -> None:
-        self.happened.append("forget prefixes")
+    def get_model_update_receiver(self, *, recompute_kv: bool) -> Both:
+        self.happened.append(f"targets recompute={recompute_kv}")
+        return self
+
+    def staging_fits(self, nbytes: int) -> bool:
+        return self.fits
+
+    def tensor_metas(self) -> list[Any]:
+        return []
 
     def offload_before_refit(self) -> None:
         self.happened.append("offload optimizer")
@@ -56,15 +65,17 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
         class Session:
             session_id = "s"
 
-            def __init__(self, *_: Any, version: int, **__: Any) -> None:
+            def __init__(self, *_: Any, version: int, staged: bool, **__: Any) -> None:
                 self._version = version
+                both.happened.pop()
+                both.staged = staged
 
             def run(self) -> SyncReport:
                 both.happened.append(f"send {self._version}")
                 if failing:
                     raise RuntimeError("planted")
                 both.weights_resident = True
-                return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1})
+                return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
         monkeypatch.setattr(refit, "SyncSession", Session)
         return Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record), both, record, failing
@@ -110,11 +121,14 @@ def test_training_leaves_the_device_only_where_memory_is_short(parts: Any) -> No
     assert "offload model" not in both.happened
 
 
-def test_generation_of_its_own_slots_never_sleeps_and_forgets_prefixes(parts: Any) -> None:
+def test_generation_of_its_own_slots_never_sleeps_and_stages_where_two_copies_fit(parts: Any) -> None:
     refitter, both, _, _ = parts(colocated=False)
     refitter.release_device()
     refitter.bring_to(0)
-    assert both.happened == ["send 0", "forget prefixes"]
+    assert (both.happened, both.staged) == (["send 0"], True)
+    both.fits = False
+    refitter.bring_to(1)
+    assert (both.happened, both.staged) == (["send 0", "send 1"], False)
 
 
 def test_after_a_failed_session_also_the_old_version_is_sent_anew(parts: Any) -> None:
@@ -134,4 +148,11 @@ def test_the_last_refit_is_measured(parts: Any) -> None:
     refitter, _, _, _ = parts()
     assert refitter.metrics() == {}
     refitter.bring_to(5)
-    assert refitter.metrics() == {"gib": 1 / 1024, "windows": 1.0, "version": 5.0, "total_s": 0.1}
+    assert refitter.metrics() == {
+        "gib": 1 / 1024,
+        "windows": 1.0,
+        "version": 5.0,
+        "total_s": 0.1,
+        "pause_s/p50": pytest.approx(0.3),
+        "pause_s/p99": pytest.approx(0.398),
+    }

@@ -109,14 +109,15 @@ class Engines:
         for receiver in self.receivers:
             receiver.receive(window)
 
-    def finish(self, version: int, timeout_s: float) -> None:
+    def finish(self, version: int, timeout_s: float) -> list[float]:
         for receiver in self.receivers:
             receiver.finish(version)
+        return [0.0] * len(self.receivers)
 
-    def abort(self) -> None:
+    def abort(self, session_id: str) -> None:
         self.aborted += 1
         for receiver in self.receivers:
-            receiver.abort()
+            receiver.abort(session_id)
 
     @property
     def versions(self) -> list[int | None]:

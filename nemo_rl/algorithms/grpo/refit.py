@@ -16,7 +16,7 @@ from nemo_rl.config import WeightSyncConfig
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession
+from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, pause_quantiles
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,15 @@ class Refitter:
         self._asleep = False
         self.version: int | None = None
         self.last_report: SyncReport | None = None
+        self.pauses_s: list[float] = []
 
-    def bring_to(self, version: int, timer: Timer | None = None) -> None:
-        """Makes generation serve `version`, awake.
+    def bring_to(self, version: int, timer: Timer | None = None, *, recompute_kv: bool = True) -> None:
+        """Makes generation serve `version`, awake; requests that run meanwhile stand still for one pause and go on with the new weights.
+
+        Args:
+            version: Of the policy's weights.
+            timer: Takes the time of the transfer.
+            recompute_kv: Whether running requests compute their keys and values anew, and cached prefixes are forgotten.
 
         Raises:
             WorkerError: A worker failed.
@@ -63,25 +69,28 @@ class Refitter:
         if self._asleep:
             self._generation.prepare_for_generation(tags=["weights"])
         if not current:
-            self._sync(version, timer)
+            self._sync(version, timer, recompute_kv)
         if offload:
             self._policy.offload_after_refit()
         if self._asleep:
             self._generation.prepare_for_generation(tags=["kv_cache"])
-        else:
-            self._generation.invalidate_kv_cache()
         self._asleep = False
         self.version = version
 
-    def _sync(self, version: int, timer: Timer | None) -> None:
-        session = SyncSession(self._policy, self._generation, version=version, options=self._options, cuda=self._cuda)
-        shards = tuple(range(self._generation.dp_size))
+    def _sync(self, version: int, timer: Timer | None, recompute_kv: bool) -> None:
+        targets = self._generation.get_model_update_receiver(recompute_kv=recompute_kv)
+        # Engines of their own serve on while the windows arrive, where both copies of the weights fit.
+        staged = not self._colocated and targets.staging_fits(sum(meta.nbytes for meta in self._policy.tensor_metas()))
+        session = SyncSession(self._policy, targets, version=version, options=self._options, cuda=self._cuda, staged=staged)
+        shards = targets.shards
         self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport))
         # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.
         outcome, self.version = "failed", None
         try:
             with timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
                 self.last_report = session.run()
+            self._generation.weights_resident = True
+            self.pauses_s += self.last_report.pauses_s
             outcome = "done"
         finally:
             sent = self.last_report.nbytes if outcome == "done" and self.last_report is not None else 0
@@ -109,4 +118,10 @@ class Refitter:
         if report is None:
             return {}
         seconds = {f"{phase}_s": duration for phase, duration in report.seconds.items()}
-        return {"gib": report.nbytes / (1 << 30), "windows": float(report.windows), "version": float(report.version), **seconds}
+        return {
+            "gib": report.nbytes / (1 << 30),
+            "windows": float(report.windows),
+            "version": float(report.version),
+            **seconds,
+            **pause_quantiles(self.pauses_s),
+        }

@@ -92,6 +92,13 @@ class GenerationResult:
         """Whether the response ended by its length limit."""
         return self.finish_reason == "length"
 
+    def first(self, count: int) -> GenerationResult:
+        """The same with its first `count` tokens only."""
+        if count >= len(self.token_ids):
+            return self
+        spans = tuple(replace(span, end=min(span.end, count)) for span in self.spans if span.start < count)
+        return replace(self, token_ids=self.token_ids[:count], logprobs=self.logprobs[:count], spans=spans)
+
 
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int, *, ids_key: str = "input_ids", lengths_key: str = "input_lengths"

@@ -18,6 +18,9 @@ import torch
 
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
+# Mappings of segments that outlive a session, registered once per process and device: registering costs more than a copy.
+_kept: dict[tuple[str, torch.device], torch.Tensor] = {}
+
 SHARED_MEMORY_DIR = "/dev/shm"
 _PREFIX = "nemo_rl-"
 _STALE_AFTER_S = 60.0
@@ -73,25 +76,49 @@ class HostOpener(Opener):
     def open(self, handle: dict[str, Any]) -> torch.Tensor:
         """The bytes on this process's device.
 
+        A handle with `keep` names a segment that later sessions read too.
+
         Raises:
             TransportError: The segment is gone.
         """
-        path = handle["path"]
-        if path not in self._mapped:
-            if not os.path.exists(path):
-                raise TransportError(f"shared-memory segment {path} does not exist: its sender ended, or runs on another node")
-            with open(path, "r+b") as segment:
-                mapping = mmap.mmap(segment.fileno(), handle["mapped"])
-            self._mapped[path] = torch.frombuffer(mapping, dtype=torch.uint8)
-            _pin(self._mapped[path], self._device)
-        host_B = self._mapped[path][: handle["nbytes"]]
+        path, start = handle["path"], handle.get("offset", 0)
+        mapped_B = self._keep(path, handle["mapped"]) if handle.get("keep") else self._mapped.get(path)
+        if mapped_B is None:
+            mapped_B = self._mapped[path] = map_segment(path, handle["mapped"])
+            _pin(mapped_B, self._device)
+        host_B = mapped_B[start : start + handle["nbytes"]]
         return host_B.to(self._device, non_blocking=True) if self._device.type == "cuda" else host_B
 
+    def _keep(self, path: str, nbytes: int) -> torch.Tensor:
+        for known in [key for key in _kept if not os.path.exists(key[0])]:
+            _unpin(_kept.pop(known), known[1])
+        key = (path, self._device)
+        if key not in _kept:
+            mapped_B = map_segment(path, nbytes)
+            _pin(mapped_B, self._device)
+            _kept[key] = mapped_B
+        return _kept[key]
+
     def close(self) -> None:
-        """Unmaps everything."""
+        """Unmaps everything but segments that outlive the session."""
         for tensor_B in self._mapped.values():
             _unpin(tensor_B, self._device)
         self._mapped.clear()
+        if self._device.type == "cuda":
+            # The windows' copies would count as the engine's memory when it sleeps.
+            torch.cuda.empty_cache()
+
+
+def map_segment(path: str, nbytes: int) -> torch.Tensor:
+    """A segment as a uint8 tensor.
+
+    Raises:
+        TransportError: The segment is gone.
+    """
+    if not os.path.exists(path):
+        raise TransportError(f"shared-memory segment {path} does not exist: its sender ended, or runs on another node")
+    with open(path, "r+b") as segment:
+        return torch.frombuffer(mmap.mmap(segment.fileno(), nbytes), dtype=torch.uint8)
 
 
 def remove_stale_segments() -> int:

@@ -1,13 +1,15 @@
-"""Carries requests from an event loop to shards and results back.
+"""Carries requests from an event loop to shards and results back, while shards come and go.
 
 Requests for one shard that arrive in the same moment travel in one call, and one long poll per shard brings results
-back, so that the cost per sample is small. Owns the router's bookings. Invariants: a booking is taken off exactly once,
-when its request finished or failed; a shard that dies fails its requests at once, by name.
+back, so that the cost per sample is small. Owns the router: choosing a shard and handing the request over are one step on
+one loop. Invariants: a booking is taken off exactly once; a request on a shard that leaves, hangs or dies goes on
+elsewhere with the tokens it has; every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +18,18 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from nemo_rl.models.generation.continuation import Continuation, OnPreempt
+from nemo_rl.models.generation.errors import ShardPreemptedError, ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.router import Router
+from nemo_rl.models.generation.vllm.worker import RequestFailure
+from nemo_rl.utils.record import NullRecord, Record
+from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 20.0
+_HANG_S = 120.0
 
 
 @dataclass
@@ -38,76 +48,219 @@ class Dispatcher:
         workers: Generation actors, one per shard.
         router: Chooses shards; owned by this dispatcher.
         names: Shard names for error messages.
+        on_preempt: What a request keeps whose shard leaves.
+        record: Run record.
+        hang_s: Seconds after which an engine that does not answer counts as hung.
+        poll_s: Seconds that a shard holds a poll while it has nothing to tell.
     """
 
-    def __init__(self, workers: Sequence[ActorHandle[Any]], router: Router, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[ActorHandle[Any]],
+        router: Router,
+        names: Sequence[str],
+        *,
+        on_preempt: OnPreempt = "continue",
+        record: Record | None = None,
+        hang_s: float = _HANG_S,
+        poll_s: float = _POLL_S,
+    ) -> None:
         self._workers = workers
         self._router = router
         self._names = names
+        self._on_preempt: OnPreempt = on_preempt
+        self.record: Record = record or NullRecord()
+        self.hang_s, self.poll_s = hang_s, poll_s
         self._client = uuid.uuid4().hex
         self._pending: dict[str, _Pending] = {}
+        self._under_way: set[str] = set()
         self._outgoing: dict[int, list[GenerationRequest]] = {}
         self._pollers: dict[int, asyncio.Task[None]] = {}
+        self._routed = asyncio.Event()
+        self.failed: dict[int, str] = {}
+        self.preempted = 0
+        if router.active:
+            self._routed.set()
 
     async def run(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
-        """Serves one request on some active shard.
+        """Serves one request, on as many shards as it takes.
 
         Raises:
-            GenerationError: The shard failed or died, or gave no result within `timeout_s`.
+            GenerationError: The request failed, no shard is left, or there was no result within `timeout_s`.
             ValueError: A request of this id is under way.
         """
-        if request.request_id in self._pending:
+        if request.request_id in self._under_way:
             raise ValueError(f"request {request.request_id} is already under way; ids are unique within a run")
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        way = Continuation(request, self._on_preempt)
+        self._under_way.add(request.request_id)
+        try:
+            while True:
+                try:
+                    result = await self._serve(way.next_request(), deadline, timeout_s)
+                except ShardPreemptedError:
+                    way.cut(None)
+                    continue
+                if result.finish_reason != "abort":
+                    return way.finish(result)
+                way.cut(result)
+                self.preempted += 1
+                if way.complete:
+                    return way.as_it_is(result.shard)
+        finally:
+            self._under_way.discard(request.request_id)
+
+    async def _serve(self, request: GenerationRequest, deadline: float, timeout_s: float) -> GenerationResult:
+        loop = asyncio.get_running_loop()
         tokens = len(request.prompt_ids) + request.max_new_tokens
-        shard = self._router.book(tokens)
-        answer: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+        shard = await self._book(request, tokens, deadline, timeout_s)
+        answer: asyncio.Future[GenerationResult] = loop.create_future()
         self._pending[request.request_id] = _Pending(answer, shard, tokens)
         if shard not in self._outgoing:
             self._outgoing[shard] = []
-            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._send(shard)))
+            loop.call_soon(lambda: asyncio.ensure_future(self._send(shard)))
         self._outgoing[shard].append(request)
+        self.record.emit(RequestSubmitted(request.request_id, shard, request.request_id.partition("+")[0]))
+        outcome, count = "failed", 0
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            result = await asyncio.wait_for(answer, max(0.0, deadline - loop.time()))
+            outcome, count = ("preempted" if result.finish_reason == "abort" else "done"), len(result.token_ids)
+            return result
+        except ShardPreemptedError:
+            outcome = "preempted"
+            raise
         except TimeoutError as error:
+            self._cancel(shard, request.request_id)
             raise GenerationError(f"{self._names[shard]}: request {request.request_id} has no result after {timeout_s:.0f} s") from error
+        except asyncio.CancelledError:
+            outcome = "aborted"
+            self._cancel(shard, request.request_id)
+            raise
         finally:
             self._pending.pop(request.request_id, None)
             self._router.finish(shard, tokens)
+            self.record.emit(RequestFinished(request.request_id, shard, outcome, count))
+
+    async def _book(self, request: GenerationRequest, tokens: int, deadline: float, timeout_s: float) -> int:
+        while not self._router.active:
+            if len(self.failed) == len(self._workers):
+                reasons = "; ".join(f"{self._names[shard]} is gone while request {request.request_id} ran: {why}" for shard, why in self.failed.items())
+                raise GenerationError(f"no shard is left to serve: {reasons}")
+            try:
+                await asyncio.wait_for(self._routed.wait(), max(0.0, deadline - asyncio.get_running_loop().time()))
+            except TimeoutError as error:
+                raise GenerationError(f"request {request.request_id}: no shard took requests within {timeout_s:.0f} s; all of them sleep or left") from error
+        return self._router.book(tokens)
+
+    def _cancel(self, shard: int, request_id: str) -> None:
+        waiting = self._outgoing.get(shard, [])
+        self._outgoing.update({shard: [request for request in waiting if request.request_id != request_id]} if waiting else {})
+        self._workers[shard].cancel.remote([request_id])
 
     async def _send(self, shard: int) -> None:
-        requests = self._outgoing.pop(shard)
+        requests = self._outgoing.pop(shard, [])
+        if not requests:
+            return
         if shard not in self._pollers or self._pollers[shard].done():
             self._pollers[shard] = asyncio.create_task(self._poll(shard))
         try:
             await self._workers[shard].submit.remote(self._client, requests)
         except RayError as error:
-            self._fail(shard, error)
+            self.quarantine(shard, str(error))
 
     async def _poll(self, shard: int) -> None:
+        worker = self._workers[shard]
         while any(pending.shard == shard for pending in self._pending.values()):
             try:
-                results = await self._workers[shard].collect.remote(self._client, _POLL_S)
+                results = await asyncio.wait_for(_answer(worker.collect.remote(self._client, self.poll_s)), self.poll_s + self.hang_s)
+                if not results:
+                    await asyncio.wait_for(_answer(worker.check_engine.remote(self.hang_s)), 2 * self.hang_s)
+            except TimeoutError:
+                self.quarantine(shard, f"it hangs: no answer within {self.hang_s:.0f} s")
+                return
             except RayError as error:
-                self._fail(shard, error)
+                self.quarantine(shard, str(error))
                 return
             for result in results:
                 self._deliver(shard, result)
 
-    def _deliver(self, shard: int, result: GenerationResult | tuple[str, str]) -> None:
-        request_id = result[0] if isinstance(result, tuple) else result.request_id
-        # Taken out here rather than when the waiter wakes, so that the poller sees at once whether anything is left.
-        pending = self._pending.pop(request_id, None)
-        if pending is None or pending.answer.done():
+    def _deliver(self, shard: int, result: GenerationResult | RequestFailure) -> None:
+        pending = self._pending.get(result.request_id)
+        if pending is None or pending.shard != shard:
             return
-        if isinstance(result, tuple):
-            pending.answer.set_exception(GenerationError(f"{self._names[shard]}: request {request_id} failed: {result[1]}"))
+        if isinstance(result, RequestFailure) and result.engine_dead:
+            self.quarantine(shard, result.message)
+            return
+        # Taken out here rather than when the waiter wakes, so that the poller sees at once whether anything is left.
+        del self._pending[result.request_id]
+        if pending.answer.done():
+            return
+        if isinstance(result, RequestFailure):
+            pending.answer.set_exception(GenerationError(f"{self._names[shard]}: request {result.request_id} failed: {result.message}"))
         else:
             pending.answer.set_result(result)
 
-    def _fail(self, shard: int, error: RayError) -> None:
-        for request_id, pending in self._pending.items():
-            if pending.shard == shard and not pending.answer.done():
-                pending.answer.set_exception(GenerationError(f"{self._names[shard]} is gone while request {request_id} ran: {error}"))
+    # -- shards come and go -------------------------------------------------------------------------------------------
+
+    def route(self, shards: Sequence[int], versions: Sequence[int]) -> int:
+        """Shards take requests from now on; the router's generation number.
+
+        Raises:
+            ShardStateError: A shard is quarantined.
+        """
+        bad = [shard for shard in shards if shard in self.failed]
+        if bad:
+            raise ShardStateError(f"shards {bad} are quarantined and take no requests: {'; '.join(self.failed[shard] for shard in bad)}")
+        new = [(shard, version) for shard, version in zip(shards, versions, strict=True) if shard not in self._router.active]
+        generation = self._router.set_active(self._router.active | set(shards))
+        for shard, version in new:
+            self.record.emit(ShardRouted(shard, generation, version))
+        if self._router.active:
+            self._routed.set()
+        return generation
+
+    def unroute(self, shards: Sequence[int]) -> int:
+        """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's generation number."""
+        gone = sorted(set(shards) & self._router.active)
+        generation = self._router.set_active(self._router.active - set(shards))
+        if not self._router.active:
+            self._routed.clear()
+        for shard in gone:
+            self.record.emit(ShardUnrouted(shard, generation))
+        for shard in shards:
+            for request in self._outgoing.pop(shard, []):
+                self._preempt(request.request_id)
+        return generation
+
+    async def until_idle(self, shards: Sequence[int], timeout_s: float) -> None:
+        """Waits until no result of these shards is outstanding.
+
+        Raises:
+            ShardStateError: Results are outstanding after `timeout_s`.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while busy := sorted({pending.shard for pending in self._pending.values()} & set(shards)):
+            if asyncio.get_running_loop().time() > deadline:
+                raise ShardStateError(f"shards {busy} still owe results after {timeout_s:.0f} s")
+            await asyncio.sleep(0.002)
+
+    def quarantine(self, shard: int, reason: str) -> None:
+        """A shard that hung, died or has wrong weights takes no request any more; its requests go on elsewhere."""
+        if shard in self.failed:
+            return
+        self.failed[shard] = reason
+        logger.error("shard=%s quarantined=%s", self._names[shard], reason)
+        self.unroute([shard])
+        if len(self.failed) == len(self._workers):
+            # Nobody will ever come back: those who wait for a shard must hear of it.
+            self._routed.set()
+        for request_id in [name for name, pending in self._pending.items() if pending.shard == shard]:
+            self._preempt(request_id)
+
+    def _preempt(self, request_id: str) -> None:
+        pending = self._pending.pop(request_id, None)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_exception(ShardPreemptedError(f"{self._names[pending.shard]} was taken away from request {request_id}"))
 
     async def close(self) -> None:
         """Stops polling and fails what is still under way."""
@@ -117,3 +270,7 @@ class Dispatcher:
         for request_id, pending in self._pending.items():
             if not pending.answer.done():
                 pending.answer.set_exception(GenerationError(f"generation was shut down while request {request_id} ran"))
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref

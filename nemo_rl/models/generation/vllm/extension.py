@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from nemo_rl.distributed.devices import device_uuid, memory_in_use, release_cached_memory
+from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use, release_cached_memory
 from nemo_rl.models.generation.vllm.lifeline import follow_owner
-from nemo_rl.weight_sync.receiver import WeightReceiver
+from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
+from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
 
 
 class _VllmModel:
@@ -63,7 +64,7 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-class VllmInternalWorkerExtension:
+class VllmInternalWorkerExtension(ReceiverMethods):
     """Mixed into vLLM's worker class; `self` is the worker."""
 
     device: torch.device
@@ -83,15 +84,23 @@ class VllmInternalWorkerExtension:
         """Bytes in use on this worker's device (resident memory on a CPU slot)."""
         return memory_in_use(self.device)
 
+    def nrl_free_memory(self) -> int:
+        """Bytes that this worker could still allocate on its device."""
+        return free_memory(self.device)
+
     def nrl_model_bytes(self) -> dict[str, int]:
         """Bytes of weights (parameters and buffers) and of KV cache in this worker."""
         model = self.model_runner.get_model()
         weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()]}
         return {"weights": sum(weights.values()), "kv_cache": sum(s.nbytes() for s in _storages(self.model_runner.kv_caches))}
 
+    def nrl_load_target(self) -> LoadTarget:
+        """The model that takes weights."""
+        return _VllmModel(self)
+
     def _nrl_receiver(self) -> WeightReceiver:
         if not hasattr(self, "_nrl_weight_receiver"):
-            self._nrl_weight_receiver = WeightReceiver(_VllmModel(self), self.device)
+            self._nrl_weight_receiver = WeightReceiver(self.nrl_load_target(), self.device)
         return self._nrl_weight_receiver
 
     def nrl_begin_sync(self, session: dict[str, Any], first_nccl_rank: int) -> None:
@@ -108,29 +117,36 @@ class VllmInternalWorkerExtension:
         """Finalises the model; the version it now has."""
         return self._nrl_receiver().finish(version)
 
-    def nrl_abort_sync(self) -> None:
-        """Ends an open session without a new version."""
-        self._nrl_receiver().abort()
+    def nrl_abort_sync(self, session_id: str) -> None:
+        """Ends a session without a new version, if it is the open one."""
+        self._nrl_receiver().abort(session_id)
 
-    def nrl_release_memory(self) -> dict[str, int]:
-        """CPU slots: frees weights and KV cache and gives the memory back; resident bytes before and after."""
+    def nrl_release_memory(self, level: int) -> dict[str, int]:
+        """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back; resident bytes before and after."""
         before = memory_in_use(self.device)
         if not hasattr(self, "_nrl_released"):
             model = self.model_runner.get_model()
-            buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers() if buffer.numel()}
-            sizes = [(storage, storage.nbytes()) for storage in _storages([*model.parameters(), *model.buffers(), self.model_runner.kv_caches])]
+            dropped = [*model.parameters(), *model.buffers()] if level == 2 else []
+            buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers() if buffer.numel()} if level == 2 else {}
+            sizes = [(storage, storage.nbytes()) for storage in _storages([*dropped, self.model_runner.kv_caches])]
             self._nrl_released: tuple[Any, Any] = (buffers, sizes)
-            for storage, _ in sizes:
-                storage.resize_(0)
-            release_cached_memory(self.device)
+        for storage, _ in self._nrl_released[1]:
+            storage.resize_(0)
+        release_cached_memory(self.device)
         return {"before": before, "after": memory_in_use(self.device)}
 
     def nrl_restore_memory(self) -> None:
-        """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; weights need a sync."""
+        """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; dropped weights need a sync.
+
+        Raises:
+            MemoryError: The machine has not as much left; nothing has changed then.
+        """
         if not hasattr(self, "_nrl_released"):
             return
         buffers, sizes = self._nrl_released
-        del self._nrl_released
+        needed, available = sum(nbytes for _, nbytes in sizes), free_memory(self.device)
+        if needed > available:
+            raise MemoryError(f"{needed >> 20} MiB are needed to wake, the machine has {available >> 20} MiB left")
         # vLLM's weight loading copies into these very tensors, so their storages grow back in place.
         for storage, nbytes in sizes:
             storage.resize_(nbytes)
@@ -138,6 +154,7 @@ class VllmInternalWorkerExtension:
             buffer.copy_(saved)
         for storage in _storages(self.model_runner.kv_caches):
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        del self._nrl_released
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

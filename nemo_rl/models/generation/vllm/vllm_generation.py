@@ -14,12 +14,9 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import ray
-
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
-from nemo_rl.distributed.worker_calls import wait_for_workers
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -31,6 +28,9 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.engine_args import engine_spec
+from nemo_rl.models.generation.vllm.shards import ElasticShards
+from nemo_rl.models.generation.vllm.targets import ShardTargets
+from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,8 +52,10 @@ class VllmGeneration(GenerationInterface):
         seed: Base seed of the engines.
         colocated: Whether the slots are shared with training, so that engines must sleep.
         refits: Whether training sends its weights.
+        sleeps: Whether engines must be able to sleep; by default where slots are shared.
         request_timeout_s: Deadline of one request.
         name_prefix: Name in messages.
+        record: Run record.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class VllmGeneration(GenerationInterface):
         seed: int,
         colocated: bool,
         refits: bool = True,
+        sleeps: bool | None = None,
         request_timeout_s: float = 900.0,
         name_prefix: str = "vllm",
+        record: Record | None = None,
     ) -> None:
         self.cfg = policy.generation
         self.cluster = cluster
@@ -82,7 +86,7 @@ class VllmGeneration(GenerationInterface):
             policy,
             cuda=cuda,
             seed=seed,
-            sleeps=colocated,
+            sleeps=colocated if sleeps is None else sleeps,
             refits=refits,
             cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
             threads=cores_per_slot(cluster.world_size() // cluster.node_count()),
@@ -90,12 +94,15 @@ class VllmGeneration(GenerationInterface):
         builder = RayWorkerBuilder(_WORKER, spec, stop_token_ids, policy.generation.bad_words)
         self.group = RayWorkerGroup(cluster, builder, name_prefix=name_prefix, bundle_indices_list=shards, env_vars=spec.env, max_concurrency=4096)
         self._starting = self.group.run_all_workers_single_data("start")
+        self._devices: list[list[str]] | None = None
         self._workers: list[dict[str, Any]] | None = None
         self.router = Router(len(shards), policy.generation.router)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation-dispatch", daemon=True)
         self._thread.start()
-        self._dispatcher = Dispatcher(self.group.workers, self.router, [str(identity) for identity in self.group.identities])
+        names = [str(identity) for identity in self.group.identities]
+        self._dispatcher = Dispatcher(self.group.workers, self.router, names, on_preempt=policy.generation.on_preempt, record=record)
+        self.shards = ElasticShards(self.group.workers, self.group.identities, self._dispatcher, self.run_on_dispatch_loop, timeout_s=_TRANSITION_TIMEOUT_S)
         self.weights_resident = True
 
     def wait_until_started(self) -> None:
@@ -107,6 +114,7 @@ class VllmGeneration(GenerationInterface):
         if self._workers is None:
             answers = self.group.get_all_worker_results(self._starting, timeout_s=_START_TIMEOUT_S)
             self._workers = [worker for shard in answers for worker in shard]
+            self._devices = [[worker["device"] for worker in shard] for shard in answers]
 
     @property
     def dp_size(self) -> int:
@@ -165,8 +173,8 @@ class VllmGeneration(GenerationInterface):
             yield await finished
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
-        """Makes weights and KV cache (or one of them) resident on every shard."""
-        self.group.run("wake_up", tags=list(tags or ("weights", "kv_cache")), timeout_s=_TRANSITION_TIMEOUT_S)
+        """Makes weights and KV cache (or one of them) resident on every shard that is not quarantined."""
+        self.shards.call(self.shards.healthy(), "wake_up", tags=list(tags or ("weights", "kv_cache")))
         return True
 
     def finish_generation(self, release_gpu: bool = True) -> bool:
@@ -174,51 +182,73 @@ class VllmGeneration(GenerationInterface):
         if self.colocated and release_gpu:
             self.sleep()
         else:
-            self.group.run("reset_prefix_cache", timeout_s=_TRANSITION_TIMEOUT_S)
+            self.invalidate_kv_cache()
         return True
 
     def sleep(self) -> list[dict[str, int]]:
-        """Sleeps every shard; bytes in use before and after, per shard."""
-        report = self.group.run("sleep", timeout_s=_TRANSITION_TIMEOUT_S)
+        """Sleeps every shard, none of which may run requests; bytes in use before and after, per shard."""
+        report = self.shards.call(self.shards.healthy(), "sleep")
         if self.cfg.vllm_cfg.sleep_level == 2:
             self.weights_resident = False
         return report
 
     def invalidate_kv_cache(self) -> None:
         """Forgets cached prefixes on every shard."""
-        self.group.run("reset_prefix_cache", timeout_s=_TRANSITION_TIMEOUT_S)
+        self.shards.call(self.shards.healthy(), "reset_prefix_cache")
 
-    # -- targets of a sync session ------------------------------------------------------------------------------------
+    # -- some shards only ---------------------------------------------------------------------------------------------
 
-    def devices(self) -> list[str]:
-        """Device identity of every engine rank, shard by shard."""
+    def sleep_partial(self, dp_ranks: Sequence[int], level: int | None = None) -> dict[int, dict[str, int]]:
+        """Takes shards away: unroute, end their requests (which go on elsewhere), sleep, verify that the memory is free. Idempotent.
+
+        Args:
+            dp_ranks: Shards; all of them is legal.
+            level: Sleep level; `vllm_cfg.sleep_level` by default.
+
+        Returns:
+            Bytes in use before and after, per shard that was awake.
+
+        Raises:
+            WorkerError: A shard did not sleep or its memory did not come back; it is quarantined.
+        """
+        return self.shards.sleep(dp_ranks, level or self.cfg.vllm_cfg.sleep_level)
+
+    def wake_up_partial(self, dp_ranks: Sequence[int], skip_activate: bool = False, tags: Sequence[str] | None = None) -> None:
+        """Makes shards resident again, and routes them unless `skip_activate`: shards that slept at level 2 must be synced first. Idempotent.
+
+        Raises:
+            WorkerError: A shard could not wake (it sleeps as before) or has no weights.
+        """
+        self.shards.wake(dp_ranks, tags or ("weights", "kv_cache"))
+        if not skip_activate:
+            self.activate_dp_ranks(dp_ranks)
+
+    def mark_dp_ranks_inactive(self, dp_ranks: Sequence[int]) -> int:
+        """Shards take no new request, and theirs go on elsewhere; the router's generation number."""
+        return self.shards.deactivate(dp_ranks)
+
+    def activate_dp_ranks(self, dp_ranks: Sequence[int]) -> int:
+        """Shards take requests again; the router's generation number."""
+        return self.shards.activate(dp_ranks)
+
+    def get_model_update_receiver(self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True) -> ShardTargets:
+        """Shards as the targets of a sync session; all that are not quarantined by default.
+
+        Args:
+            dp_ranks: Shards.
+            recompute_kv: Whether their running requests compute keys and values anew under the new weights.
+        """
         self.wait_until_started()
-        return [worker["device"] for worker in self._workers or []]
+        wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))
+        return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, self._devices or [], recompute_kv)
 
-    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        """Opens a sync session on every shard."""
-        width = len(self._workers or []) // self.dp_size
-        first = [first_nccl_rank + shard * width for shard in range(self.dp_size)]
-        future = self.group.run_all_workers_multiple_data("begin_sync", {"session": session, "timeout_s": timeout_s}, first_nccl_rank=first)
-        self.group.get_all_worker_results(future, timeout_s=timeout_s)
+    def finalize_weight_update(self, dp_ranks: Sequence[int]) -> None:
+        """Finalises weights that a sync service loaded by the receiver's own methods."""
+        self.shards.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update")
 
-    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
-        """Loads a window on every shard."""
-        self._run_timed("receive_window", timeout_s, window=window)
-
-    def finish(self, version: int, timeout_s: float) -> None:
-        """Finalises every shard."""
-        self._run_timed("finish_sync", timeout_s, version=version)
-        self.weights_resident = True
-
-    def abort(self) -> None:
-        """Ends the session on every shard that still answers."""
-        refs: list[Any] = [worker.abort_sync.remote() for worker in self.group.workers]
-        ray.wait(refs, num_returns=len(refs), timeout=30.0)
-
-    def _run_timed(self, method: str, timeout_s: float, **kwargs: Any) -> None:
-        refs = [getattr(worker, method).remote(timeout_s=timeout_s, **kwargs) for worker in self.group.workers]
-        wait_for_workers(refs, self.group.identities, what=f"{self.group.name_prefix}.{method}", timeout_s=timeout_s)
+    def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
+        """These shards take no request any more; theirs go on elsewhere."""
+        self.shards.quarantine(dp_ranks, reason)
 
     def shutdown(self) -> bool:
         """Ends every engine and the dispatcher's thread."""

@@ -2,8 +2,8 @@
 
 Starts the asynchronous engine, runs requests, and passes sleep, wake and sync calls on to it. Requests arrive in lists
 and results are fetched in lists, so that Ray's per-call cost does not grow with the number of samples. It does not
-choose shards and knows no training. Invariants: every submitted request yields exactly one result or error to the
-client that submitted it; tokens are stamped with the version that produced them.
+choose shards and knows no training. Invariants: every submitted request yields exactly one result or failure to the
+client that submitted it; a shard that leaves takes no request; no forward pass runs while weights are half new.
 """
 
 from __future__ import annotations
@@ -11,31 +11,53 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.generation.continuation import safe_cut
+from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateError, StaleVersionError, WakeError
+from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
 from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE, last_errors
+from nemo_rl.models.generation.vllm.stamps import VersionStamps
 
 logger = logging.getLogger(__name__)
 
+_FREED_SHARE = 0.9
+_FREED_WITHIN_S = 10.0
+_ABORT_AGAIN_S = 0.02
 
-def _with_engine_log(error: BaseException) -> str:
+
+@dataclass(frozen=True)
+class RequestFailure:
+    """A request that ended without a result; `engine_dead` when no other request can be served either."""
+
+    request_id: str
+    message: str
+    engine_dead: bool = False
+
+
+def _failure(request_id: str, error: BaseException) -> RequestFailure:
     """The error as text; where it only says that the engine is gone, also what the engine itself said."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ != "EngineDeadError" and "root cause" not in text:
-        return text
+        return RequestFailure(request_id, text)
     said = last_errors()
-    return f"{text}\nThe engine's own errors:\n{said}" if said else f"{text} The engine's processes left no message: they were killed from outside."
+    more = f"\nThe engine's own errors:\n{said}" if said else " The engine's processes left no message: they were killed from outside."
+    return RequestFailure(request_id, text + more, engine_dead=True)
 
 
 @dataclass
 class _Outbox:
     """Finished results of one client, and the signal that there are some."""
 
-    results: list[GenerationResult | tuple[str, str]] = field(default_factory=list)
+    results: list[GenerationResult | RequestFailure] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, result: GenerationResult | RequestFailure) -> None:
+        self.results.append(result)
+        self.ready.set()
 
 
 class VllmGenerationWorker:
@@ -53,10 +75,14 @@ class VllmGenerationWorker:
         self._stop_token_ids = stop_token_ids
         self._bad_words = bad_words
         self._engine: Any = None
+        self._stamps: Any = None
         self._outboxes: dict[str, _Outbox] = {}
-        self._tasks: set[asyncio.Task[GenerationResult]] = set()
-        self._version = 0
+        self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
+        self._leaving = False
+        self._paused_at: float | None = None
+        self._session: dict[str, Any] = {}
         self._asleep: set[str] = set()
+        self._weights_lost = False
 
     async def start(self) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device).
@@ -72,28 +98,37 @@ class VllmGenerationWorker:
         try:
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs))
         except (RuntimeError, ValueError, OSError) as error:
-            raise GenerationError(f"the engine of shard {self._shard} could not start: {_with_engine_log(error)}") from error
+            raise GenerationError(f"the engine of shard {self._shard} could not start: {_failure('', error).message}") from error
+        self._stamps = VersionStamps(self._engine, own=self._spec.own_stamps)
+        await self._stamps.publish(0, kv_recomputed=True)
         return await self._rpc("nrl_describe")
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         return await self._engine.collective_rpc(method, timeout=timeout_s, args=args)
 
+    # -- requests -----------------------------------------------------------------------------------------------------
+
     async def submit(self, client: str, requests: list[GenerationRequest]) -> None:
-        """Starts requests; their results come by `collect` of the same client."""
+        """Starts requests; their results come by `collect` of the same client. A shard that leaves sends them back at once."""
         outbox = self._outboxes.setdefault(client, _Outbox())
         for request in requests:
+            if self._leaving:
+                outbox.put(GenerationResult(request.request_id, [], [], "abort", (), self._shard))
+                continue
             task = asyncio.create_task(self._generate(request))
-            self._tasks.add(task)
+            self._tasks[request.request_id] = task
             task.add_done_callback(lambda done, request_id=request.request_id: self._deliver(outbox, request_id, done))
 
     def _deliver(self, outbox: _Outbox, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
-        self._tasks.discard(task)
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        outbox.results.append(task.result() if error is None else (request_id, _with_engine_log(error)))
-        outbox.ready.set()
+        self._tasks.pop(request_id, None)
+        self._stamps.end(request_id)
+        if task.cancelled():
+            return
+        error = task.exception()
+        outbox.put(task.result() if error is None else _failure(request_id, error))
 
-    async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | tuple[str, str]]:
-        """Finished results, or (request id, error text) of failed ones; waits up to `max_wait_s` for the first."""
+    async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | RequestFailure]:
+        """Finished results and failures; waits up to `max_wait_s` for the first."""
         outbox = self._outboxes.setdefault(client, _Outbox())
         try:
             await asyncio.wait_for(outbox.ready.wait(), max_wait_s)
@@ -116,17 +151,27 @@ class VllmGenerationWorker:
         limit = min(request.max_new_tokens, room)
         if limit <= 0:
             return GenerationResult(request.request_id, [], [], "no_room", (), self._shard)
-        version = self._version
+        self._stamps.begin(request.request_id)
+        # The salt keeps prefixes of other versions out: an in-flight refit cannot clear the cache below running requests.
+        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"version {self._stamps.version}"}
         final = None
-        async for output in self._engine.generate({"prompt_token_ids": request.prompt_ids}, self._sampling(request, limit), request.request_id):
+        async for output in self._engine.generate(prompt, self._sampling(request, limit), request.request_id):
             final = output
         if final is None:
             raise RuntimeError(f"the engine gave no output for request {request.request_id}")
         completion = final.outputs[0]
+        spans = self._stamps.end(request.request_id, completion)
         token_ids = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs or [], token_ids, strict=True)]
-        spans = (VersionSpan(version, 0, len(token_ids), mixed_kv=version != self._version),) if token_ids else ()
-        return GenerationResult(request.request_id, token_ids, logprobs, completion.finish_reason or "abort", spans, self._shard)
+        result = GenerationResult(request.request_id, token_ids, logprobs, completion.finish_reason or "abort", spans, self._shard)
+        return result if result.finish_reason != "abort" else self._keepable(request, result)
+
+    def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
+        looked_for = (*request.stop_strings, *(self._bad_words or ()))
+        if not looked_for:
+            return result
+        tokenizer = self._engine.get_tokenizer()
+        return result.first(safe_cut(result.token_ids, looked_for, tokenizer.decode))
 
     def _sampling(self, request: GenerationRequest, limit: int) -> Any:
         from vllm import SamplingParams
@@ -150,47 +195,128 @@ class VllmGenerationWorker:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
+    async def cancel(self, request_ids: list[str]) -> None:
+        """Ends requests that nobody waits for any more, without a result."""
+        for request_id in request_ids:
+            if request_id in self._tasks:
+                self._tasks[request_id].cancel()
+
     async def abort_all_requests(self) -> None:
         """Ends every running request; each yields what it has."""
-        await self._engine.pause_generation(mode="abort", clear_cache=False)
-        await self._engine.resume_generation()
+        if self._tasks:
+            await self._engine.abort(list(self._tasks))
 
     async def is_idle(self) -> bool:
         """Whether no request runs."""
         return not self._tasks
 
-    async def sleep(self) -> dict[str, int]:
-        """Drops weights and KV cache and gives the memory back; bytes in use before and after, summed over ranks.
+    async def leave(self, timeout_s: float) -> int:
+        """Takes no more requests and ends those that run, each with what it has; how many there were.
 
         Raises:
-            RuntimeError: Requests are still running.
+            ShardStateError: Requests still run after `timeout_s`.
+        """
+        self._leaving = True
+        ended = len(self._tasks)
+        deadline = time.monotonic() + timeout_s
+        while self._tasks:
+            if time.monotonic() > deadline:
+                raise ShardStateError(f"shard {self._shard}: {len(self._tasks)} requests did not end within {timeout_s:.0f} s of being aborted")
+            # A request may be on its way into the engine, where an abort does not find it yet.
+            await self.abort_all_requests()
+            await asyncio.wait(list(self._tasks.values()), timeout=_ABORT_AGAIN_S)
+        return ended
+
+    async def accept(self) -> int:
+        """Takes requests again; the version that it serves.
+
+        Raises:
+            ShardStateError: The shard sleeps, or has no weights.
+        """
+        if self._asleep:
+            raise ShardStateError(f"shard {self._shard} sleeps ({', '.join(sorted(self._asleep))}); wake it before it takes requests")
+        if self._weights_lost:
+            raise ShardStateError(f"shard {self._shard} slept at level 2 and has had no weights since; sync it before it takes requests")
+        self._leaving = False
+        return self._stamps.version
+
+    async def check_engine(self, timeout_s: float) -> None:
+        """Returns once the engine's workers have answered.
+
+        Raises:
+            TimeoutError: They did not within `timeout_s`.
+        """
+        await asyncio.wait_for(self._rpc("nrl_memory_in_use"), timeout_s)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int | None = None) -> dict[str, int]:
+        """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; bytes in use before and after, over ranks.
+
+        Raises:
+            ShardStateError: Requests are still running.
+            MemoryNotFreedError: The memory did not come back.
         """
         if self._asleep:
             used = sum(await self._rpc("nrl_memory_in_use"))
             return {"before": used, "after": used}
         if self._tasks:
-            raise RuntimeError(f"shard {self._shard} has {len(self._tasks)} running requests; end them before it sleeps")
+            raise ShardStateError(f"shard {self._shard} has {len(self._tasks)} running requests; end them before it sleeps")
+        level = level or self._spec.sleep_level
+        self._weights_lost = level == 2
+        resident = await self._rpc("nrl_model_bytes")
         before = sum(await self._rpc("nrl_memory_in_use"))
-        await self._engine.sleep(level=self._spec.sleep_level)
+        await self._engine.sleep(level=level)
         if not self._spec.cuda:
-            await self._rpc("nrl_release_memory")
+            await self._rpc("nrl_release_memory", level)
+        # The host copy of level 1 counts as resident memory on a CPU slot.
+        expected = sum(rank["kv_cache"] + (rank["weights"] if level == 2 or self._spec.cuda else 0) for rank in resident)
         self._asleep = {"weights", "kv_cache"}
-        return {"before": before, "after": sum(await self._rpc("nrl_memory_in_use"))}
+        return {"before": before, "after": await self._freed(before, expected)}
+
+    async def _freed(self, before: int, expected: int) -> int:
+        deadline = time.monotonic() + _FREED_WITHIN_S
+        while True:
+            after = sum(await self._rpc("nrl_memory_in_use"))
+            if before - after >= _FREED_SHARE * expected:
+                return after
+            if time.monotonic() > deadline:
+                raise MemoryNotFreedError(
+                    f"shard {self._shard} slept, but only {(before - after) >> 20} of {expected >> 20} MiB came back within {_FREED_WITHIN_S:.0f} s; "
+                    "its memory must not be given to anybody"
+                )
+            await asyncio.sleep(0.05)
 
     async def wake_up(self, tags: list[str]) -> None:
-        """Makes memory resident again; the engine serves once both tags are awake."""
+        """Makes memory resident again; the engine serves once both tags are awake.
+
+        Raises:
+            WakeError: The memory is not there; the shard sleeps as before.
+        """
         wanted = [tag for tag in ("weights", "kv_cache") if tag in tags and tag in self._asleep]
         if not wanted:
             return
-        if self._spec.cuda:
-            await self._engine.wake_up(wanted)
-        elif "weights" in wanted:
-            await self._rpc("nrl_restore_memory")
+        try:
+            if self._spec.cuda:
+                await self._engine.wake_up(wanted)
+            elif "weights" in wanted:
+                await self._rpc("nrl_restore_memory")
+        # vLLM passes errors of its engine process on as plain Exception.
+        except Exception as error:
+            await self._back_to_sleep()
+            raise WakeError(f"shard {self._shard} could not wake {' and '.join(wanted)}: {error}; it sleeps again") from error
         self._asleep -= set(wanted)
         if not self._asleep:
             if not self._spec.cuda:
                 await self._engine.wake_up(None)
             await self._engine.reset_prefix_cache()
+
+    async def _back_to_sleep(self) -> None:
+        self._asleep = {"weights", "kv_cache"}
+        if self._spec.cuda:
+            await self._engine.sleep(level=self._spec.sleep_level)
+        else:
+            await self._rpc("nrl_release_memory", self._spec.sleep_level)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets cached prefixes, which belong to old weights after a refit."""
@@ -204,23 +330,64 @@ class VllmGenerationWorker:
         """Bytes in use per rank."""
         return await self._rpc("nrl_memory_in_use")
 
+    # -- new weights --------------------------------------------------------------------------------------------------
+
     async def begin_sync(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        """Opens a sync session on every rank of the engine."""
+        """Opens a sync session on every rank. An engine that serves is paused here, or in `finish_sync` where the weights are staged beside the live ones.
+
+        Raises:
+            ShardStateError: The weights sleep.
+            StaleVersionError: The session's version is older than the shard's.
+        """
+        if "weights" in self._asleep:
+            raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before session {session['id']} syncs them")
+        if session.get("version", self._stamps.version) < self._stamps.version:
+            raise StaleVersionError(f"session {session['id']} brings version {session['version']} to shard {self._shard}, which has {self._stamps.version}")
         await self._rpc("nrl_begin_sync", session, first_nccl_rank, timeout_s=timeout_s)
+        self._session = session
+        if not session.get("staged"):
+            await self._pause()
 
     async def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
-        """Loads one window on every rank."""
+        """Takes one window on every rank."""
         await self._rpc("nrl_receive_window", window, timeout_s=timeout_s)
 
-    async def finish_sync(self, version: int, timeout_s: float) -> int:
-        """Finalises every rank; from here on tokens carry `version`."""
+    async def finish_sync(self, version: int, timeout_s: float) -> float:
+        """Finalises every rank; from here on tokens carry `version`. Seconds for which requests stood still."""
+        await self._pause()
         await self._rpc("nrl_finish_sync", version, timeout_s=timeout_s)
-        self._version = version
-        return version
+        await self._stamps.publish(version, kv_recomputed=self._session.get("recompute_kv", True))
+        self._weights_lost = False
+        return await self._resume()
 
-    async def abort_sync(self) -> None:
-        """Ends an open session on every rank."""
-        await self._rpc("nrl_abort_sync")
+    async def abort_sync(self, session_id: str) -> None:
+        """Ends a session on every rank, if it is the open one; an engine whose weights may be half new stays paused until a session succeeds."""
+        await self._rpc("nrl_abort_sync", session_id)
+        if self._session.get("id") == session_id and self._session.get("staged"):
+            await self._resume()
+
+    async def _pause(self) -> None:
+        # A sleeping engine is paused already, and resumes when it is wholly awake.
+        if self._paused_at is None and not self._asleep:
+            self._paused_at = time.monotonic()
+            await self._engine.pause_generation(mode="keep", clear_cache=self._session.get("recompute_kv", True))
+
+    async def _resume(self) -> float:
+        self._session = {}
+        if self._paused_at is None:
+            return 0.0
+        await self._engine.resume_generation()
+        seconds = time.monotonic() - self._paused_at
+        self._paused_at = None
+        return seconds
+
+    async def rlix_model_update_rpc(self, name: str, *args: Any, timeout_s: float = 150.0) -> list[Any]:
+        """Calls one of the receiver's methods on every rank, for sync services that drive them one by one."""
+        return await self._rpc(name, *args, timeout_s=timeout_s)
+
+    async def free_memory(self) -> list[int]:
+        """Bytes that each rank could still allocate."""
+        return await self._rpc("nrl_free_memory")
 
     async def shutdown(self) -> None:
         """Ends the engine's processes."""

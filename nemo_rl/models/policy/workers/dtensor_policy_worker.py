@@ -28,6 +28,7 @@ from nemo_rl.models.dtensor.scoring import LogitTransform
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.train_step import StepResult, TrainStep
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+from nemo_rl.weight_sync.cache import CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 
@@ -79,6 +80,7 @@ class DTensorPolicyWorker:
         self.writer = CheckpointWriter(self.mesh)
         self._mbs = cfg.train_micro_batch_size
         self._sender: WeightSender | None = None
+        self._cache: CacheBuilder | None = None
 
     def _transform(self) -> LogitTransform:
         generation, model = self.cfg.generation, self.scorer.lm.config
@@ -290,6 +292,26 @@ class DTensorPolicyWorker:
         weights = full_weights(self.scorer, self._export_dtype(), self.mesh.device)
         self._sender = WeightSender(spec, weights, self.mesh.device, stages=self.mesh.rank in staging_ranks)
 
+    def build_cpu_bucket_cache(self, step: int, bucket_bytes: int) -> CacheManifest | None:
+        """Packs the current weights as version `step` into host memory on the first rank; every rank takes part in the export.
+
+        Returns:
+            What the cache holds, from the rank that owns it.
+        """
+        weights = full_weights(self.scorer, self._export_dtype(), self.mesh.device)
+        if self.mesh.rank != 0:
+            for _ in weights:
+                pass
+            return None
+        if self._cache is None:
+            self._cache = CacheBuilder(bucket_bytes, self.mesh.device)
+        return self._cache.build(step, self.tensor_metas(), weights)
+
+    def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
+        """Starts a session that sends a built version from this rank."""
+        self.close_export()
+        self._sender = WeightSender(spec, iter(manifest.weights()), self.mesh.device, stages=True)
+
     def export_window(self, index: int) -> dict[str, Any] | None:
         """Packs and publishes one window."""
         return self._open_sender().export_window(index)
@@ -333,6 +355,8 @@ class DTensorPolicyWorker:
     def shutdown(self) -> None:
         """Leaves the process groups."""
         self.writer.wait()
+        if self._cache is not None:
+            self._cache.close()
         synchronize(self.mesh.device)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

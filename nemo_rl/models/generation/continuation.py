@@ -1,0 +1,119 @@
+"""One request's way across shards: what it keeps when its shard is taken away, and what is still to be asked for.
+
+Pure: results of pieces in, the next piece out. Knows neither engines nor routing. Invariants: the pieces joined are the
+response, every token with the log-probability and the version it was drawn with; no draw of one piece is repeated in the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, VersionSpan
+
+OnPreempt = Literal["continue", "redo_turn"]
+
+
+class Continuation:
+    """A request that may be served in pieces.
+
+    Args:
+        request: What was asked for.
+        on_preempt: `continue` keeps the tokens of a piece that was cut short; `redo_turn` forgets them.
+    """
+
+    def __init__(self, request: GenerationRequest, on_preempt: OnPreempt = "continue") -> None:
+        self._request = request
+        self._keeps = on_preempt == "continue"
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[VersionSpan] = []
+        self._cuts = 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens of earlier pieces."""
+        return len(self._token_ids)
+
+    @property
+    def cuts(self) -> int:
+        """How often a piece was cut short."""
+        return self._cuts
+
+    def next_request(self) -> GenerationRequest:
+        """The piece that is still to be served."""
+        if not self._cuts:
+            return self._request
+        request, kept = self._request, self.kept
+        return replace(
+            request,
+            request_id=f"{request.request_id}+{self._cuts}",
+            prompt_ids=[*request.prompt_ids, *self._token_ids],
+            max_new_tokens=request.max_new_tokens - kept,
+            seed=request.seed if request.seed is None or not kept else _further_seed(request.seed, kept),
+        )
+
+    def cut(self, piece: GenerationResult | None) -> None:
+        """A piece ended because its shard left; None when nothing came back from it."""
+        self._cuts += 1
+        if piece is not None and self._keeps:
+            self._append(piece)
+
+    def finish(self, piece: GenerationResult) -> GenerationResult:
+        """The whole response, once its last piece is complete."""
+        if not self._cuts:
+            return piece
+        # A response that fills the context between two pieces ended by its length, although the last piece found no room.
+        reason = "length" if piece.finish_reason == "no_room" and self._token_ids else piece.finish_reason
+        self._append(piece)
+        return replace(
+            piece, request_id=self._request.request_id, token_ids=self._token_ids, logprobs=self._logprobs, spans=tuple(self._spans), finish_reason=reason
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether what was kept is already as long as the request allows."""
+        return self.kept >= self._request.max_new_tokens
+
+    def as_it_is(self, shard: int) -> GenerationResult:
+        """The kept tokens as a response that ended by its length."""
+        return GenerationResult(self._request.request_id, self._token_ids, self._logprobs, "length", tuple(self._spans), shard)
+
+    def _append(self, piece: GenerationResult) -> None:
+        start = self.kept
+        self._token_ids = [*self._token_ids, *piece.token_ids]
+        self._logprobs = [*self._logprobs, *piece.logprobs]
+        for span in piece.spans:
+            moved = replace(span, start=span.start + start, end=span.end + start)
+            last = self._spans[-1] if self._spans else None
+            if last is not None and (last.version, last.mixed_kv, last.end) == (moved.version, moved.mixed_kv, moved.start):
+                self._spans[-1] = replace(last, end=moved.end)
+            else:
+                self._spans.append(moved)
+
+
+def _further_seed(seed: int, kept: int) -> int:
+    # A generator that starts anew would draw the first piece's numbers again.
+    return int.from_bytes(hashlib.blake2b(f"{seed}+{kept}".encode(), digest_size=8).digest(), "little") & 0x7FFFFFFF
+
+
+def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[list[int]], str]) -> int:
+    """How many tokens can be kept so that none of `texts` (stop strings, bad words) began in them without being complete.
+
+    The engine looks for such texts in what it generates itself: one that straddles two pieces would be missed.
+
+    Args:
+        token_ids: Tokens of a piece that was cut short.
+        texts: What the engine looks for.
+        decode: Token ids to text.
+    """
+    count = len(token_ids)
+    while count and texts:
+        said = decode(list(token_ids[:count]))
+        # Half of a character decodes to a replacement character: it cannot be told what it begins.
+        if not said.endswith("\ufffd") and not any(said.endswith(text[:length]) for text in texts for length in range(1, len(text))):
+            break
+        count -= 1
+    return count

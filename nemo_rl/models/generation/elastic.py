@@ -1,0 +1,185 @@
+"""Shards leave and come back with the weights of the cache; shards that serve take new weights without leaving.
+
+The one path by which a time-shared run resizes generation. Ties the cache, the sync session and the shards together.
+Invariants: a shard comes back in the order wake weights, sync, finalise, wake KV, publish, route; one that cannot is put
+to sleep again or quarantined, and the others come back all the same; the version served is the cache's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.utils.record import NullRecord, Record
+from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
+from nemo_rl.weight_sync.cache import CacheError
+from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, pause_quantiles
+
+logger = logging.getLogger(__name__)
+
+
+class ServedCache(Protocol):
+    """A weight cache as seen from here."""
+
+    @property
+    def version(self) -> int | None:
+        """What it serves."""
+        ...
+
+    def source(self, version: int) -> Any:
+        """A session's source of that version."""
+        ...
+
+
+@dataclass
+class Resize:
+    """What became of a resize.
+
+    Attributes:
+        shards: Those that made the move.
+        failed: Those that did not, and why.
+        sync: The session that brought weights, if one was needed.
+    """
+
+    shards: list[int]
+    failed: dict[int, str] = field(default_factory=dict)
+    sync: SyncReport | None = None
+
+
+class ElasticGeneration:
+    """Resizes one generation backend.
+
+    Args:
+        generation: The engines.
+        cache: Where weights come from.
+        options: `weight_sync.*`.
+        cuda: Whether slots are GPUs.
+        record: Run record.
+    """
+
+    def __init__(self, generation: Any, cache: ServedCache, options: SyncOptions, *, cuda: bool, record: Record | None = None) -> None:
+        self._generation = generation
+        self._cache = cache
+        self._options = options
+        self._cuda = cuda
+        self._record: Record = record or NullRecord()
+        self.pauses_s: list[float] = []
+
+    def shrink(self, dp_ranks: Iterable[int]) -> Resize:
+        """Puts shards to sleep; their requests go on elsewhere, or wait for a shard. All shards is legal.
+
+        Raises:
+            WorkerError: A shard did not sleep, or its memory did not come back: the device must not be given to anybody.
+        """
+        wanted = sorted(set(dp_ranks))
+        self._generation.sleep_partial(wanted)
+        return Resize([shard for shard in wanted if self._generation.shards.state(shard) is ShardState.ASLEEP])
+
+    def expand(self, dp_ranks: Iterable[int]) -> Resize:
+        """Wakes shards with the cache's weights and routes them.
+
+        Returns:
+            Which came back. A shard that could not wake sleeps on; one with wrong weights, or that died, is quarantined.
+
+        Raises:
+            CacheError: The cache is empty.
+        """
+        version = self._served()
+        states = self._generation.shards
+        wanted = [shard for shard in sorted(set(dp_ranks)) if states.state(shard) is not ShardState.ACTIVE]
+        failed: dict[int, str] = {}
+        self._wake(wanted, failed, "weights")
+        report = self._sync_all(wanted, failed, version)
+        self._wake(wanted, failed, "kv_cache")
+        if wanted:
+            self._generation.activate_dp_ranks(wanted)
+        for shard, reason in failed.items():
+            logger.error("shard=%d expand=failed reason=%s", shard, reason)
+        return Resize(wanted, failed, report)
+
+    def refresh(self, dp_ranks: Iterable[int] | None = None, *, recompute_kv: bool = True) -> SyncReport | None:
+        """Brings shards that serve to the cache's version; all of them by default, None when none serves.
+
+        Raises:
+            WorkerError, TransportError: The session failed; targets that staged serve their old weights, others are quarantined.
+        """
+        version = self._served()
+        active = self._generation.shards.having(ShardState.ACTIVE)
+        wanted = active if dp_ranks is None else sorted(set(dp_ranks))
+        if not wanted:
+            return None
+        targets = self._generation.get_model_update_receiver(wanted, recompute_kv=recompute_kv)
+        source = self._cache.source(version)
+        staged = targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
+        try:
+            report = self._run(source, targets, version, staged=staged)
+        except WorkerError:
+            lost = targets.culprits if staged else dict.fromkeys(wanted, "its weights may be half new")
+            if lost:
+                self._generation.quarantine(list(lost), "; ".join(sorted(set(lost.values()))))
+            raise
+        self.pauses_s += report.pauses_s
+        self._record.emit(VersionPublished(version, tuple(wanted)))
+        return report
+
+    def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> SyncReport:
+        """Syncs shards that are awake and not routed, and nothing else.
+
+        Raises:
+            WorkerError, TransportError: The session failed; no target has the version.
+        """
+        version = self._served()
+        options = replace(self._options, verify=verify or self._options.verify)
+        return self._run(self._cache.source(version), self._generation.get_model_update_receiver(tgt_dp_ranks), version, options=options)
+
+    def pause_metrics(self) -> dict[str, float]:
+        """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
+        return pause_quantiles(self.pauses_s)
+
+    def _served(self) -> int:
+        version = self._cache.version
+        if version is None:
+            raise CacheError("the weight cache is empty; build a version before shards are woken or refreshed")
+        return version
+
+    def _wake(self, wanted: list[int], failed: dict[int, str], tag: str) -> None:
+        """Wakes one tag on all shards; those that cannot leave `wanted`."""
+        if not wanted:
+            return
+        try:
+            self._generation.wake_up_partial(wanted, skip_activate=True, tags=[tag])
+        except WorkerError as error:
+            lost = [shard for shard in wanted if self._generation.shards.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
+            if not lost:
+                raise
+            failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")
+            wanted[:] = [shard for shard in wanted if shard not in lost]
+
+    def _sync_all(self, wanted: list[int], failed: dict[int, str], version: int) -> SyncReport | None:
+        while wanted:
+            targets = self._generation.get_model_update_receiver(wanted)
+            try:
+                return self._run(self._cache.source(version), targets, version)
+            except WorkerError:
+                if not targets.culprits:
+                    self._generation.sleep_partial(wanted)
+                    raise
+                self._generation.quarantine(list(targets.culprits), "; ".join(sorted(set(targets.culprits.values()))))
+                failed |= targets.culprits
+                wanted[:] = [shard for shard in wanted if shard not in targets.culprits]
+        return None
+
+    def _run(self, source: Any, targets: Any, version: int, *, staged: bool = False, options: SyncOptions | None = None) -> SyncReport:
+        session = SyncSession(source, targets, version=version, options=options or self._options, cuda=self._cuda, staged=staged)
+        self._record.emit(SyncStarted(session.session_id, version, targets.shards, self._options.transport))
+        outcome, sent = "failed", 0
+        try:
+            report = session.run()
+            outcome, sent = "done", report.nbytes
+            return report
+        finally:
+            self._record.emit(SyncFinished(session.session_id, version, outcome, sent))

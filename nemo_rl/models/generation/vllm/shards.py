@@ -1,0 +1,202 @@
+"""Takes shards away from generation and gives them back, one at a time or all of them, at any moment.
+
+Each shard is in one state; moves are idempotent and one at a time. A shard leaves in this order: unroute, end its
+requests, verify that it is idle, sleep, verify that the memory is free; it comes back by: wake weights, (the caller's
+sync), wake the KV cache, publish its version, route. Knows workers and the dispatcher. Invariants: no engine sleeps with
+a request; no shard is routed that has no current weights; a shard that fails is quarantined and the others live on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
+from nemo_rl.models.generation.errors import ShardStateError, WakeError
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
+
+logger = logging.getLogger(__name__)
+
+
+class ShardState(Enum):
+    """Where a shard is on its way."""
+
+    ACTIVE = "active"
+    INACTIVE = "inactive"
+    WAKING = "waking"
+    ASLEEP = "asleep"
+    FAILED = "failed"
+
+
+class ElasticShards:
+    """The shards of one generation backend.
+
+    Args:
+        workers: Generation actors, one per shard.
+        identities: Who they are, for messages.
+        dispatcher: Routes requests; touched only on its own loop.
+        on_loop: Runs a coroutine there and waits.
+        timeout_s: Deadline of each step of a move.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Any],
+        identities: Sequence[WorkerIdentity],
+        dispatcher: Dispatcher,
+        on_loop: Callable[[Coroutine[Any, Any, Any]], Any],
+        *,
+        timeout_s: float = 180.0,
+    ) -> None:
+        self._workers = workers
+        self._identities = identities
+        self._dispatcher = dispatcher
+        self._on_loop = on_loop
+        self._timeout_s = timeout_s
+        self._state = dict.fromkeys(range(len(workers)), ShardState.ACTIVE)
+
+    def state(self, shard: int) -> ShardState:
+        """Where a shard is."""
+        return ShardState.FAILED if shard in self._dispatcher.failed else self._state[shard]
+
+    def having(self, *states: ShardState) -> list[int]:
+        """The shards in any of these states, in order."""
+        return [shard for shard in self._state if self.state(shard) in states]
+
+    def healthy(self) -> list[int]:
+        """Shards that are not quarantined."""
+        return [shard for shard in self._state if shard not in self._dispatcher.failed]
+
+    def call(self, shards: Sequence[int], method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Calls a method of these shards' workers; a shard that is gone or gives no answer is quarantined.
+
+        Raises:
+            WorkerError: A worker raised, died or hung.
+        """
+        refs = [getattr(self._workers[shard], method).remote(**kwargs) for shard in shards]
+        return wait_for_workers(refs, [self._identities[shard] for shard in shards], what=f"generation.{method}", timeout_s=timeout_s or self._timeout_s)
+
+    def _check(self, shards: Iterable[int]) -> list[int]:
+        wanted = sorted(set(shards))
+        unknown = [shard for shard in wanted if shard not in self._state]
+        if unknown:
+            raise ShardStateError(f"shards {unknown} do not exist; there are {len(self._state)}")
+        return wanted
+
+    def quarantine(self, shards: Iterable[int], reason: str) -> None:
+        """These shards take no request any more; theirs go on elsewhere."""
+
+        async def now() -> None:
+            for shard in shards:
+                self._dispatcher.quarantine(shard, reason)
+
+        self._on_loop(now())
+
+    # -- away ---------------------------------------------------------------------------------------------------------
+
+    def deactivate(self, shards: Iterable[int]) -> int:
+        """Shards take no new request; running ones go on elsewhere with what they have. The router's generation number.
+
+        Raises:
+            ShardStateError: A request did not end; the shard is quarantined.
+        """
+        wanted = self._check(shards)
+
+        async def leave() -> int:
+            generation = self._dispatcher.unroute(wanted)
+            alive = [shard for shard in wanted if self.state(shard) == ShardState.ACTIVE]
+            outcomes = await asyncio.gather(*(self._leave(shard) for shard in alive), return_exceptions=True)
+            for shard, outcome in zip(alive, outcomes, strict=True):
+                if isinstance(outcome, BaseException):
+                    self._dispatcher.quarantine(shard, f"it did not leave: {outcome}")
+                else:
+                    self._state[shard] = ShardState.INACTIVE
+            return generation
+
+        generation: int = self._on_loop(leave())
+        return generation
+
+    async def _leave(self, shard: int) -> None:
+        await asyncio.wait_for(_answer(self._workers[shard].leave.remote(self._timeout_s / 2)), self._timeout_s)
+        await self._dispatcher.until_idle([shard], self._timeout_s)
+
+    def sleep(self, shards: Iterable[int], level: int | None = None) -> dict[int, dict[str, int]]:
+        """Takes shards away and gives their memory back; bytes in use before and after, per shard that was awake.
+
+        Raises:
+            WorkerError: A shard did not sleep or its memory did not come back; it is quarantined.
+        """
+        wanted = self._check(shards)
+        self.deactivate(wanted)
+        awake = [shard for shard in wanted if self.state(shard) in (ShardState.INACTIVE, ShardState.WAKING)]
+        reports: dict[int, dict[str, int]] = {}
+
+        def slept(shard: int, report: dict[str, int]) -> None:
+            reports[shard] = report
+            self._state[shard] = ShardState.ASLEEP
+            self._dispatcher.record.emit(ShardSlept(shard, level or 2, max(0, report["before"] - report["after"])))
+
+        self._each(awake, "sleep", slept, level=level)
+        return reports
+
+    def _each(self, shards: Sequence[int], method: str, done: Callable[[int, Any], None], **kwargs: Any) -> None:
+        """Calls shards at the same time; those that fail are quarantined, and the first failure is raised once all have ended."""
+        refs = {shard: getattr(self._workers[shard], method).remote(**kwargs) for shard in shards}
+        failure: WorkerError | None = None
+        for shard, ref in refs.items():
+            try:
+                done(shard, wait_for_workers([ref], [self._identities[shard]], what=f"generation.{method}", timeout_s=self._timeout_s)[0])
+            except WorkerError as error:
+                failure = failure or error
+                if isinstance(error.__cause__, WakeError):
+                    self._state[shard] = ShardState.ASLEEP
+                    logger.error("shard=%s wake=failed reason=%s", self._identities[shard], error.__cause__)
+                else:
+                    self.quarantine([shard], f"{method} failed: {error}")
+        if failure is not None:
+            raise failure
+
+    # -- and back -----------------------------------------------------------------------------------------------------
+
+    def wake(self, shards: Iterable[int], tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Makes the memory behind `tags` resident; the shards take no requests yet.
+
+        Raises:
+            WorkerError: A shard could not wake (its cause is a `WakeError`: it sleeps as before), or died.
+        """
+        wanted = [shard for shard in self._check(shards) if self.state(shard) in (ShardState.ASLEEP, ShardState.WAKING)]
+
+        def woken(shard: int, _: Any) -> None:
+            if self._state[shard] == ShardState.ASLEEP:
+                self._dispatcher.record.emit(ShardWoken(shard))
+            self._state[shard] = ShardState.WAKING if "kv_cache" not in tags else ShardState.INACTIVE
+
+        self._each(wanted, "wake_up", woken, tags=list(tags))
+
+    def activate(self, shards: Iterable[int]) -> int:
+        """Shards take requests again; the router's generation number.
+
+        Raises:
+            ShardStateError: A shard is quarantined.
+            WorkerError: A shard sleeps or has no weights.
+        """
+        wanted = self._check(shards)
+        versions = self.call(wanted, "accept")
+        for version in sorted(set(versions)):
+            self._dispatcher.record.emit(VersionPublished(version, tuple(s for s, v in zip(wanted, versions, strict=True) if v == version)))
+
+        async def route() -> int:
+            return self._dispatcher.route(wanted, versions)
+
+        generation: int = self._on_loop(route())
+        for shard in wanted:
+            self._state[shard] = ShardState.ACTIVE
+        return generation
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref

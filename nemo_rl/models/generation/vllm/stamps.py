@@ -1,0 +1,97 @@
+"""Which weights drew which tokens of the requests that run in one engine.
+
+Engines that label tokens themselves (vLLM 0.32 and later) are believed; for others the tokens drawn so far are counted
+while the engine is paused for new weights. Knows versions and request ids only. Invariant: the spans of a response cover
+all of its tokens, in order, and a span is marked where its tokens attended to keys and values of older weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.models.generation.interfaces import VersionSpan
+
+_SETTLE_S = 0.005
+
+
+@dataclass
+class _Running:
+    """A request: where each version's tokens start, and the versions that went on over older keys and values."""
+
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    mixed: set[int] = field(default_factory=set)
+
+
+class VersionStamps:
+    """Stamps of one engine.
+
+    Args:
+        engine: vLLM's asynchronous engine.
+        own: Count here even where the engine labels tokens itself.
+    """
+
+    def __init__(self, engine: Any, *, own: bool = False) -> None:
+        self._engine = engine
+        self.labelled_by_engine = not own and hasattr(engine, "update_weight_version")
+        self._running: dict[str, _Running] = {}
+        self.version = 0
+
+    def begin(self, request_id: str) -> None:
+        """A request starts."""
+        self._running[request_id] = _Running([(self.version, 0)])
+
+    async def publish(self, version: int, *, kv_recomputed: bool) -> None:
+        """From here on tokens come from `version`; the engine must be paused.
+
+        Args:
+            version: Of the weights that are loaded now.
+            kv_recomputed: Whether running requests compute their keys and values anew.
+        """
+        drawn = {} if self.labelled_by_engine else await self._drawn()
+        for request_id, running in self._running.items():
+            running.starts.append((version, drawn.get(request_id, 0)))
+            # Part of the prompt may be computed although no token is drawn yet.
+            if not kv_recomputed:
+                running.mixed.add(version)
+        if self.labelled_by_engine:
+            await self._engine.update_weight_version(str(version))
+        self.version = version
+
+    async def _drawn(self) -> dict[str, int]:
+        # Outputs of the last step before the pause may still be on their way through the output handler.
+        before: dict[str, int] = {}
+        while True:
+            states = self._engine.output_processor.request_states.values()
+            now = {getattr(state, "external_req_id", None) or state.request_id: state.detokenizer.num_output_tokens() for state in states}
+            if now == before and self._engine.engine_core.outputs_queue.empty():
+                return now
+            before = now
+            await asyncio.sleep(_SETTLE_S)
+
+    def end(self, request_id: str, completion: Any = None) -> tuple[VersionSpan, ...]:
+        """A request is over; the spans of its response (none without a completion)."""
+        running = self._running.pop(request_id, _Running())
+        tokens = len(completion.token_ids) if completion is not None else 0
+        if not tokens:
+            return ()
+        labels = getattr(completion, "weight_versions", None) if self.labelled_by_engine else None
+        starts = [(int(label.version), label.start) for label in labels] if labels else running.starts
+        ends = [start for _, start in starts[1:]] + [tokens]
+        spans = [
+            VersionSpan(version, start, min(end, tokens), version in running.mixed)
+            for (version, start), end in zip(starts, ends, strict=True)
+            if start < min(end, tokens)
+        ]
+        return tuple(_joined(spans))
+
+
+def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and (joined[-1].version, joined[-1].mixed_kv) == (span.version, span.mixed_kv):
+            joined[-1] = VersionSpan(span.version, joined[-1].start, span.end, span.mixed_kv)
+        else:
+            joined.append(span)
+    return joined

@@ -1,0 +1,106 @@
+"""Some shards of a generation backend as the targets of a sync session.
+
+Passes a session's calls on to the workers of its shards and to no other, and says which of them failed. Knows sessions by
+their plain messages. Invariant: shards that are not targets never notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
+from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.vllm.shards import ElasticShards
+
+_ANSWER_S = 30.0
+_CULPRITS_S = 5.0
+_STAGING_MARGIN = 1.2
+
+
+class ShardTargets:
+    """Targets of one session.
+
+    Args:
+        shards: State of all shards.
+        wanted: Those that receive.
+        workers: Generation actors, one per shard.
+        identities: Who they are.
+        devices: Device identities of each shard's ranks.
+        recompute_kv: Whether running requests compute their keys and values anew under the new weights.
+
+    Attributes:
+        culprits: After a failure, which shards caused it and what they said.
+    """
+
+    def __init__(
+        self,
+        shards: ElasticShards,
+        wanted: Sequence[int],
+        workers: Sequence[Any],
+        identities: Sequence[Any],
+        devices: Sequence[Sequence[str]],
+        recompute_kv: bool,
+    ) -> None:
+        self.shards = tuple(wanted)
+        self._states = shards
+        self._workers = [workers[shard] for shard in wanted]
+        self._identities = [identities[shard] for shard in wanted]
+        self._devices = [devices[shard] for shard in wanted]
+        self._recompute_kv = recompute_kv
+        self.culprits: dict[int, str] = {}
+
+    def devices(self) -> list[str]:
+        """Device identity of every engine rank, shard by shard."""
+        return [device for shard in self._devices for device in shard]
+
+    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
+        """Opens the session on every target.
+
+        Raises:
+            ShardStateError: A target sleeps or is quarantined.
+            WorkerError: A target refused: its version is newer, or another session is open.
+        """
+        out = {shard: self._states.state(shard).value for shard in self.shards if self._states.state(shard).value in ("asleep", "failed")}
+        if out:
+            raise ShardStateError(f"session {session['id']} cannot sync shards that are {out}; wake their weights first, or leave them out")
+        message = session | {"recompute_kv": self._recompute_kv}
+        first = first_nccl_rank
+        refs = []
+        for worker, devices in zip(self._workers, self._devices, strict=True):
+            refs.append(worker.begin_sync.remote(session=message, first_nccl_rank=first, timeout_s=timeout_s))
+            first += len(devices)
+        self._wait(refs, "begin_sync", timeout_s)
+
+    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+        """Takes a window on every target."""
+        self._wait([worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers], "receive_window", timeout_s)
+
+    def finish(self, version: int, timeout_s: float) -> list[float]:
+        """Finalises every target; seconds for which each stopped serving."""
+        return self._wait([worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers], "finish_sync", timeout_s)
+
+    def abort(self, session_id: str) -> None:
+        """Ends the session on every target that still answers."""
+        refs: list[Any] = [worker.abort_sync.remote(session_id) for worker in self._workers]
+        ray.wait(refs, num_returns=len(refs), timeout=30.0)
+
+    def staging_fits(self, nbytes: int) -> bool:
+        """Whether every target has room for a second copy of the weights beside the live ones."""
+        free = self._wait([worker.free_memory.remote() for worker in self._workers], "free_memory", _ANSWER_S)
+        # CPU slots of a host share one memory, so their copies add up.
+        together = len({device for shard in self._devices for device in shard}) < sum(len(shard) for shard in self._devices)
+        copies = sum(len(shard) for shard in self._devices) if together else 1
+        return min(min(shard) for shard in free) > _STAGING_MARGIN * nbytes * copies
+
+    def _wait(self, refs: list[Any], what: str, timeout_s: float) -> list[Any]:
+        try:
+            return wait_for_workers(refs, self._identities, what=f"generation.{what}", timeout_s=timeout_s)
+        except WorkerError:
+            ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_CULPRITS_S)
+            failures = {shard: worker_failure(ref, who, what) for shard, ref, who in zip(self.shards, refs, self._identities, strict=True) if ref in ended}
+            self.culprits = {shard: str(failure) for shard, failure in failures.items() if failure is not None}
+            self.culprits |= {shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended}
+            raise

@@ -1,0 +1,310 @@
+"""A copy of one version of the weights in host memory, from which any set of shards can be synced at any time.
+
+Built from the collective export while the weights are resident, in the layout in which weights travel. There are two
+buffers in shared memory: the slot that is served and the one that is being built; bytes and version change places under
+one lock, and not while a session reads. Knows no engine. Invariants: what is served are the bytes of exactly the version
+it says, checksummed when they were packed; there are never more than two copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl.distributed.devices import CPU, device_uuid, free_memory
+from nemo_rl.weight_sync.checksum import checksum
+from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, TensorMeta, align, pack_tensor, plan_buckets, unpack
+from nemo_rl.weight_sync.sender import SendSpec, window_bytes
+from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.host import HostStaging, map_segment
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_SHARE = 0.8
+_WINDOW_BYTES = 1 << 30
+
+
+class CacheError(RuntimeError):
+    """The cache does not hold what was asked of it, or cannot be built."""
+
+
+@dataclass(frozen=True)
+class CacheManifest:
+    """What one built buffer holds; plain values, so that it can travel.
+
+    Attributes:
+        version: Of the weights.
+        path: Shared-memory segment.
+        mapped: Size of the segment in bytes.
+        buckets: Layout of each bucket.
+        starts: Where each bucket begins in the segment.
+        checksums: Of each bucket.
+    """
+
+    version: int
+    path: str
+    mapped: int
+    buckets: tuple[BucketLayout, ...]
+    starts: tuple[int, ...]
+    checksums: tuple[str, ...]
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        """All tensors in order."""
+        return [meta for bucket in self.buckets for meta in bucket.tensors]
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All tensors as views of the mapped segment."""
+        buffer_B = map_segment(self.path, self.mapped)
+        for bucket, start in zip(self.buckets, self.starts, strict=True):
+            yield from unpack(buffer_B[start : start + bucket.nbytes], bucket)
+
+
+class CacheBuilder:
+    """Packs versions into two buffers in turn; lives in the one rank that owns the cache.
+
+    Args:
+        bucket_bytes: Size of a bucket; a larger tensor gets a bucket of its own.
+        device: The rank's device: on a GPU the buffers are pinned.
+    """
+
+    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+        self._buffers: list[HostStaging] = []
+        self._capacity = 0
+        self._turn = 0
+
+    @torch.no_grad()
+    def build(self, version: int, metas: Sequence[TensorMeta], weights: Iterable[tuple[str, torch.Tensor]]) -> CacheManifest:
+        """Packs one version beside the one that is served.
+
+        Args:
+            version: Of the weights.
+            metas: What the export yields, in order.
+            weights: The export.
+
+        Raises:
+            CacheError: Two copies do not fit into host memory.
+            LayoutError: The export and its description disagree, or the weights are not resident.
+        """
+        buckets = plan_buckets(metas, self._bucket_bytes)
+        starts = [0]
+        for bucket in buckets:
+            starts.append(starts[-1] + align(bucket.nbytes))
+        self._allocate(starts[-1])
+        staging = self._buffers[self._turn]
+        export = iter(weights)
+        for bucket, start in zip(buckets, starts, strict=False):
+            for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+                name, tensor = next(export, ("<end of export>", torch.empty(0)))
+                if name != meta.name:
+                    raise LayoutError(f"the export gave {name!r} where the layout has {meta.name!r}")
+                pack_tensor(staging.buffer_B, start + offset, meta, tensor)
+        handle = staging.publish(starts[-1])
+        sums = tuple(checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes) for bucket, start in zip(buckets, starts, strict=False))
+        self._turn = 1 - self._turn
+        return CacheManifest(version, handle["path"], handle["mapped"], tuple(buckets), tuple(starts[:-1]), sums)
+
+    def _allocate(self, nbytes: int) -> None:
+        if self._buffers and nbytes <= self._capacity:
+            return
+        self.close()
+        available = free_memory(CPU.torch_device())
+        if 2 * nbytes > _MEMORY_SHARE * available:
+            raise CacheError(
+                f"the weight cache needs 2 x {nbytes >> 20} MiB of host memory, more than {_MEMORY_SHARE:.0%} of the {available >> 20} MiB that are available"
+            )
+        self._buffers = [HostStaging(max(1, nbytes), self._device) for _ in range(2)]
+        self._capacity = nbytes
+
+    def close(self) -> None:
+        """Frees both buffers."""
+        for staging in self._buffers:
+            staging.close()
+        self._buffers.clear()
+        self._capacity = 0
+
+
+class BucketCache:
+    """Who owns the cache: the served version, the lock, and one build at a time.
+
+    Args:
+        build: Builds a version and says what it holds; where the buffers live.
+        timeout_s: How long a build or a session waits for its turn.
+    """
+
+    def __init__(self, build: Callable[[int], CacheManifest], *, timeout_s: float = 150.0) -> None:
+        self._build = build
+        self._timeout_s = timeout_s
+        self._reading = threading.Lock()
+        self._building = threading.Lock()
+        self._manifest: CacheManifest | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The served version; None before the first."""
+        return self._manifest.version if self._manifest is not None else None
+
+    def build(self, version: int) -> CacheManifest:
+        """Builds `version` while the served one is read, then serves it.
+
+        Raises:
+            CacheError: Another build is under way, the version is older than the served one, or sessions read on beyond the deadline.
+        """
+        if not self._building.acquire(blocking=False):
+            raise CacheError(f"version {version} cannot be built: another build is under way, and there is room for one")
+        try:
+            served = self.version
+            if served is not None and version < served:
+                raise CacheError(f"version {version} cannot be built: the cache already serves version {served}")
+            manifest = self._build(version)
+            if not self._reading.acquire(timeout=self._timeout_s):
+                raise CacheError(f"version {version} is built, but a session has been reading version {served} for {self._timeout_s:.0f} s")
+            try:
+                self._manifest = manifest
+            finally:
+                self._reading.release()
+        finally:
+            self._building.release()
+        logger.info("cache=built version=%d mib=%d buckets=%d", version, manifest.mapped >> 20, len(manifest.buckets))
+        return manifest
+
+    def open(self, version: int) -> CacheManifest:
+        """Begins a session's reading; `release` ends it.
+
+        Raises:
+            CacheError: The cache serves another version, or another session reads beyond the deadline.
+        """
+        if not self._reading.acquire(timeout=self._timeout_s):
+            raise CacheError(f"another session has been reading the weight cache for {self._timeout_s:.0f} s")
+        if self._manifest is None or self._manifest.version != version:
+            served = "nothing yet" if self._manifest is None else f"version {self._manifest.version}"
+            self._reading.release()
+            raise CacheError(f"version {version} was asked for, the weight cache serves {served}")
+        return self._manifest
+
+    def release(self) -> None:
+        """Ends a session's reading."""
+        self._reading.release()
+
+    def manifest(self) -> CacheManifest:
+        """What is served.
+
+        Raises:
+            CacheError: Nothing was built yet.
+        """
+        if self._manifest is None:
+            raise CacheError("the weight cache is empty; build a version first")
+        return self._manifest
+
+    def source(self, version: int, through: CachedSender | None = None) -> CachedSource:
+        """A session's source of `version`."""
+        return CachedSource(self, version, through)
+
+
+class CachedSender(Protocol):
+    """The owner rank, where bytes must be pushed (NCCL) or staged on a GPU (CUDA IPC)."""
+
+    def devices(self) -> list[str]:
+        """Device identity of every rank."""
+        ...
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address of the owner and a free port there."""
+        ...
+
+    def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
+        """Opens a session that sends a built version."""
+        ...
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Packs a window."""
+        ...
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        """Pushes a window."""
+        ...
+
+    def close(self) -> None:
+        """Ends the session."""
+        ...
+
+
+class CachedSource:
+    """One session's `WeightSource` on a cache. By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed."""
+
+    def __init__(self, cache: BucketCache, version: int, through: CachedSender | None) -> None:
+        self._cache = cache
+        self._version = version
+        self._through = through
+        self._manifest: CacheManifest | None = None
+        self._spec: SendSpec | None = None
+
+    def tensor_metas(self) -> list[TensorMeta]:
+        """What the cache holds."""
+        return self._cache.manifest().metas
+
+    def devices(self) -> list[str]:
+        """The owner's device, or this host."""
+        return self._through.devices()[:1] if self._through is not None else [device_uuid(CPU.torch_device())]
+
+    def staging_budget(self) -> int:
+        """Bytes of one window."""
+        return max(_WINDOW_BYTES, max((bucket.nbytes for bucket in self._cache.manifest().buckets), default=0))
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Where the owner meets receivers.
+
+        Raises:
+            TransportError: The owner cannot push.
+        """
+        if self._through is None:
+            raise TransportError("this weight cache is not owned by a training rank: it serves targets on its own host only")
+        return self._through.rendezvous()
+
+    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+        """Begins to read.
+
+        Raises:
+            CacheError: The cache serves another version.
+            LayoutError: The session's buckets are not the cache's.
+        """
+        self._manifest = self._cache.open(self._version)
+        if [bucket for window in spec.windows for bucket in window] != list(self._manifest.buckets):
+            raise LayoutError("the session plans other buckets than the cache has; both must use weight_sync.bucket_bytes")
+        self._spec = spec
+        if spec.transport != "host":
+            if self._through is None:
+                raise TransportError(f"weight_sync.transport={spec.transport} needs a training rank that owns the cache")
+            self._through.begin_cached(spec, self._manifest, timeout_s)
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Where the window lies, or (other transports) the owner's staged copy."""
+        if self._manifest is None or self._spec is None:
+            raise CacheError("a window was asked for before the session began")
+        if self._spec.transport != "host" and self._through is not None:
+            return self._through.export_window(index, timeout_s)[:1]
+        first = sum(len(window) for window in self._spec.windows[:index])
+        window = self._spec.windows[index]
+        place = {"path": self._manifest.path, "mapped": self._manifest.mapped, "offset": self._manifest.starts[first], "keep": True}
+        sums = self._manifest.checksums[first : first + len(window)] if self._spec.verify else ()
+        return [{"handle": place | {"nbytes": window_bytes(window)}, "checksums": list(sums)}]
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        """Pushes a window from the owner."""
+        if self._through is not None:
+            self._through.send_window(index, timeout_s)
+
+    def close(self) -> None:
+        """Ends the reading."""
+        if self._spec is not None and self._spec.transport != "host" and self._through is not None:
+            self._through.close()
+        if self._manifest is not None:
+            self._cache.release()
+        self._manifest = self._spec = None
