@@ -21,16 +21,25 @@ LOADER_FILE = "train_dataloader.pt"
 WEIGHTS = Path("policy") / "weights"
 
 
-def begin_checkpoint(checkpointer: CheckpointManager, policy: Policy, loader: Any, step: int, info: Mapping[str, Any], config: RootConfig) -> None:
+def begin_checkpoint(
+    checkpointer: CheckpointManager,
+    policy: Policy,
+    loader: Any,
+    step: int,
+    info: Mapping[str, Any],
+    config: RootConfig,
+    also: Mapping[str, Any] | None = None,
+) -> None:
     """Snapshots policy and loader after a completed step; files are finished in the background.
 
     Args:
         checkpointer: Owner of the directory.
         policy: Saved as `policy/`.
-        loader: Saved as `train_dataloader.pt`.
+        loader: Its `state_dict()` is saved as `train_dataloader.pt`.
         step: Completed steps.
         info: Counters and ranking metric.
         config: Saved as `config.yaml`.
+        also: Further files by name, each plain values and tensors.
 
     Raises:
         CheckpointError: The directory cannot be written, or the previous checkpoint failed.
@@ -39,10 +48,11 @@ def begin_checkpoint(checkpointer: CheckpointManager, policy: Policy, loader: An
     # Workers write too, from working directories of their own.
     path = checkpointer.init_tmp_checkpoint(step, named, config).resolve()
     with checkpointer.writing(path):
-        # Through memory: torch reports a full disk as a RuntimeError without the reason.
-        state = io.BytesIO()
-        torch.save(loader.state_dict(), state)
-        (path / LOADER_FILE).write_bytes(state.getvalue())
+        for name, content in {LOADER_FILE: loader.state_dict(), **(also or {})}.items():
+            # Through memory: torch reports a full disk as a RuntimeError without the reason.
+            state = io.BytesIO()
+            torch.save(content, state)
+            (path / name).write_bytes(state.getvalue())
         optimizer = str(path / "policy" / "optimizer") if config.checkpointing.save_optimizer else None
         policy.save_checkpoint(str(path / WEIGHTS), optimizer, str(path / "policy" / "tokenizer"))
     checkpointer.begin_finalization(path, policy.finalize_async_save)

@@ -51,3 +51,25 @@ def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[
         "histogram/input_tokens_length": (total - generated - observed).tolist(),
         "histogram/total_tokens_length": total.tolist(),
     }
+
+
+def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of several equally large groups as those of one batch: totals add up, extremes stay extremes, histograms join, the rest is averaged.
+
+    Args:
+        parts: What `rollout_metrics` gave for each group.
+    """
+    merged: dict[str, Any] = {}
+    for name in parts[0] if parts else ():
+        values = [part[name] for part in parts]
+        if name.startswith("histogram/"):
+            merged[name] = [value for part in values for value in part]
+        elif name.startswith("total_"):
+            merged[name] = float(sum(values))
+        elif name.startswith("max_") and not name.endswith(("/mean", "/p95", "_rate")):
+            merged[name] = max(values)
+        elif name.startswith("min_"):
+            merged[name] = min(values)
+        else:
+            merged[name] = float(np.mean(values))
+    return merged

@@ -16,7 +16,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, rollout_columns
 from nemo_rl.experience.rollout_metrics import rollout_metrics
-from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory
 
 
 class RecordingError(FileNotFoundError):
@@ -55,8 +55,14 @@ class LiveRollouts:
 
     def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`."""
-        trajectories = self._runner.run(batch, plan)
-        columns = rollout_columns(batch, trajectories, pad_token_id=self._pad_token_id, multiple=self._multiple)
+        return self._finished(batch, self._runner.run(batch, plan), plan)
+
+    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
+        """The samples of one prompt, awaited where requests are dispatched; columns also say which weights made each token."""
+        return self._finished(batch, await self._runner.run_group(batch, plan), plan, token_versions=True)
+
+    def _finished(self, batch: BatchedDataDict[Any], trajectories: list[Trajectory], plan: RolloutPlan, *, token_versions: bool = False) -> Rollout:
+        columns = rollout_columns(batch, trajectories, pad_token_id=self._pad_token_id, multiple=self._multiple, token_versions=token_versions)
         return Rollout(columns, rollout_metrics(trajectories, plan.limits.max_turns))
 
 

@@ -20,6 +20,9 @@ from nemo_rl.experience.environment_batcher import EnvironmentBatcher, Environme
 from nemo_rl.experience.rollout_metrics import rollout_metrics
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams, VersionSpan
 from nemo_rl.models.generation.seeds import request_seed
+from nemo_rl.utils.record import NullRecord, Record
+from nemo_rl.utils.record_events import TokensGenerated
+from nemo_rl.utils.record_events import VersionSpan as RecordedSpan
 
 
 class RolloutGenerator(Protocol):
@@ -106,12 +109,15 @@ class RolloutRunner:
         generation: Where responses come from.
         tokenizer: Decodes responses and encodes observations.
         environments: Environment of each task.
+        record: Takes which weights made every sample's tokens.
     """
 
-    def __init__(self, generation: RolloutGenerator, tokenizer: Any, environments: Mapping[str, EnvironmentHandle]) -> None:
+    def __init__(self, generation: RolloutGenerator, tokenizer: Any, environments: Mapping[str, EnvironmentHandle], record: Record | None = None) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
         self._environments = environments
+        self._record: Record = record or NullRecord()
+        self._shared: dict[str, EnvironmentBatcher] = {}
 
     def run(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
         """Rolls out every row.
@@ -127,8 +133,14 @@ class RolloutRunner:
         """
         return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
 
-    async def _run_all(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
-        batchers = {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
+    async def run_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
+        """As `run`, awaited where requests are dispatched; groups that run at the same time share their environments' batched calls."""
+        if not self._shared:
+            self._shared = {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
+        return await self._run_all(batch, plan, self._shared)
+
+    async def _run_all(self, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher] | None = None) -> list[Trajectory]:
+        batchers = batchers or {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
         tasks = [asyncio.create_task(self._run_one(row, batch, plan, batchers)) for row in range(batch.size)]
         try:
             return await asyncio.gather(*tasks)
@@ -145,8 +157,8 @@ class RolloutRunner:
         trajectory = Trajectory([dict(message) for message in batch["message_log"][row]], metadata=batch["extra_env_info"][row])
         ids = torch.cat([message["token_ids"] for message in trajectory.message_log]).tolist()
         stops = _stop_strings(plan, batch["stop_strings"][row])
+        prompt, sample = int(batch["prompt_number"][row]), int(batch["sample_number"][row])
         for turn in range(plan.limits.max_turns):
-            prompt, sample = int(batch["prompt_number"][row]), int(batch["sample_number"][row])
             request = GenerationRequest(
                 f"{plan.step}-{prompt}-{sample}-{turn}",
                 ids,
@@ -154,6 +166,7 @@ class RolloutRunner:
                 plan.sampling,
                 request_seed(plan.run_seed, plan.step, prompt, sample, turn),
                 stops,
+                f"{plan.step}-{prompt}-{sample}",
             )
             self._append_response(trajectory, await self._generation.generate_one(request))
             ids = ids + trajectory.message_log[-1]["token_ids"].tolist()
@@ -172,6 +185,9 @@ class RolloutRunner:
                 ids = self._append_observation(trajectory, ids, outcome.observation, plan.limits.max_total_tokens)
                 if trajectory.truncated:
                     break
+        spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.spans)
+        mixed_kv = any(span.mixed_kv for span in trajectory.spans)
+        self._record.emit(TokensGenerated(f"{plan.step}-{prompt}-{sample}", f"{plan.step}-{prompt}", spans, mixed_kv))
         return trajectory
 
     def _append_response(self, trajectory: Trajectory, result: GenerationResult) -> None:

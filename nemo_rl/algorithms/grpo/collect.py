@@ -24,11 +24,11 @@ from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDrop
 NextBatch = Callable[[], BatchedDataDict[Any]]
 
 
-def training_plan(run: GRPORun) -> RolloutPlan:
-    """How training rollouts of the current step are drawn."""
+def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
+    """How training rollouts of a step (the current one by default) are drawn."""
     generation = run.config.policy.generation
     sampling = GenerationSamplingParams(generation.temperature, generation.top_p, generation.top_k)
-    return RolloutPlan(run.config.grpo.seed, run.state.step, sampling, _limits(run), tuple(generation.stop_strings or ()))
+    return RolloutPlan(run.config.grpo.seed, run.state.step if step is None else step, sampling, _limits(run), tuple(generation.stop_strings or ()))
 
 
 def validation_plan(run: GRPORun, batch: int) -> RolloutPlan:
@@ -44,24 +44,42 @@ def _limits(run: GRPORun) -> RolloutLimits:
 
 
 def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience[Any]:
-    """The scored experience of the current step, rows filtered.
+    """The scored experience of the current step, generated now; rows filtered.
 
     Raises:
         DynamicSamplingError: Too few groups differ in their rewards.
         StopIteration: The prompts ran out before the step was full.
     """
+    first_prompt = 0
+
+    def generate(attempt: int) -> Experience[Any]:
+        nonlocal first_prompt
+        with run.timer.time("data_processing"):
+            prompts = next_batch()
+            batch = number_samples(prompts, run.config.grpo.num_generations_per_prompt, first_prompt)
+        _record_admission(run, batch, first_prompt, prompts)
+        first_prompt += prompts.size
+        return _roll_out(run, batch, attempt)
+
+    return gather_experience(run, generate)
+
+
+def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[Any]]) -> Experience[Any]:
+    """The scored experience of the current step out of as many generation batches as it takes; rows filtered.
+
+    Args:
+        run: The run.
+        next_experience: Gives generation batch `attempt` (from 0), not yet scored.
+
+    Raises:
+        DynamicSamplingError: Too few groups differ in their rewards.
+    """
     cfg = run.config.grpo
     kept: list[Experience[Any]] = []
     selections: list[Selection] = []
     generated_rewards: list[torch.Tensor] = []
-    first_prompt = 0
     while True:
-        with run.timer.time("data_processing"):
-            prompts = next_batch()
-            batch = number_samples(prompts, cfg.num_generations_per_prompt, first_prompt)
-        _record_admission(run, batch, first_prompt, prompts)
-        first_prompt += prompts.size
-        experience = _roll_out(run, batch, attempt=len(selections))
+        experience = next_experience(len(selections))
         with run.timer.time("reward_calculation"):
             score_rewards(experience.rows, cfg)
         if not cfg.use_dynamic_sampling:

@@ -7,6 +7,7 @@ completed RL steps and thereby the version of the policy's weights.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.grpo.refit import Refitter
@@ -63,6 +64,7 @@ class GRPORun:
         environments: Environment actors, to be ended with the run.
         clusters: Slots, to be given back.
         device_count: Slots of the run, and of training and generation.
+        resumed_from: Checkpoint that the run goes on from.
     """
 
     config: MasterConfig
@@ -87,6 +89,7 @@ class GRPORun:
     clusters: list[Any]
     device_count: DeviceCount
     setup_seconds: dict[str, float] = field(default_factory=dict)
+    resumed_from: Path | None = None
 
 
 @dataclass(frozen=True)

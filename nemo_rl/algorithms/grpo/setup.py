@@ -46,7 +46,7 @@ from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir
 from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record import Record, RecordWriter
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def _build(
     record = RecordWriter(Path(config.logger.log_dir) / "record.jsonl", source="driver")
     clusters = _reserve(config, accelerator)
     undo.callback(clusters.training.shutdown)
-    generation = _start_generation(config, clusters.generation, tokenizer)
+    generation = _start_generation(config, clusters.generation, tokenizer, record)
     if generation is not None:
         undo.callback(generation.shutdown)
     policy = start_policy(
@@ -162,7 +162,7 @@ def _build(
         generation.wait_until_started()
         seconds["vllm_init_time_s"] = time.monotonic() - began
         refitter = Refitter(policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"))
-    train_source, val_source = _sources(config, tokenizer, generation, datasets, actors)
+    train_source, val_source = _sources(config, tokenizer, generation, datasets, actors, record)
     return GRPORun(
         config=config,
         tokenizer=tokenizer,
@@ -188,6 +188,7 @@ def _build(
             config.cluster.gpus_per_node * config.cluster.num_nodes, training_world_size(config), generation_world_size(config) if generation is not None else 0
         ),
         setup_seconds=seconds,
+        resumed_from=checkpoint,
     )
 
 
@@ -255,7 +256,7 @@ def _validates(config: MasterConfig) -> bool:
     return config.grpo.val_period > 0 or config.grpo.val_at_start or config.grpo.val_at_end
 
 
-def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, tokenizer: Any) -> VllmGeneration | None:
+def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, tokenizer: Any, record: Record) -> VllmGeneration | None:
     if cluster is None:
         return None
     generation = config.policy.generation
@@ -268,18 +269,19 @@ def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, t
         seed=config.grpo.seed,
         colocated=generation.colocated.enabled,
         request_timeout_s=float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900")),
+        record=record.bind("generation"),
     )
 
 
 def _sources(
-    config: MasterConfig, tokenizer: Any, generation: VllmGeneration | None, datasets: TaskDatasets, actors: dict[str, Any]
+    config: MasterConfig, tokenizer: Any, generation: VllmGeneration | None, datasets: TaskDatasets, actors: dict[str, Any], record: Record
 ) -> tuple[RolloutSource, RolloutSource | None]:
-    def live(env_of_task: dict[str, str]) -> LiveRollouts:
+    def live(env_of_task: dict[str, str], trained: Record | None = None) -> LiveRollouts:
         environments = {}
         for task, name in env_of_task.items():
             section = section_of(name, config.env)
             environments[task] = EnvironmentHandle(name, actors[name], section.step_timeout_s if section is not None else 600.0)
-        runner = RolloutRunner(generation, tokenizer, environments) if generation is not None else None
+        runner = RolloutRunner(generation, tokenizer, environments, trained) if generation is not None else None
         if runner is None:
             raise RuntimeError("live rollouts need generation")
         return LiveRollouts(runner, pad_token_id=tokenizer.pad_token_id, multiple=config.policy.make_sequence_length_divisible_by)
@@ -287,7 +289,7 @@ def _sources(
     validation = live(datasets.env_of_validation_task) if generation is not None and datasets.validation is not None else None
     if config.grpo.rollout_replay is not None:
         return ReplayedRollouts(config.grpo.rollout_replay), validation
-    training: RolloutSource = live(datasets.env_of_task)
+    training: RolloutSource = live(datasets.env_of_task, record)
     if config.grpo.rollout_record is not None:
         training = RecordedRollouts(training, config.grpo.rollout_record)
     return training, validation

@@ -11,15 +11,16 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl.algorithms.grpo.collect import collect_experience, group_id
+from nemo_rl.algorithms.grpo.collect import collect_experience
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.saving import save_checkpoint
 from nemo_rl.algorithms.grpo.stages import Experience, compute_logprobs, mask_and_weigh, needs_previous_logprobs, needs_reference_logprobs, train
+from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
 from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.checkpoint_retention import should_save
-from nemo_rl.utils.record_events import GroupTrained, StepBegun, StepFinished
+from nemo_rl.utils.record_events import StepBegun
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ def grpo_train(run: GRPORun) -> None:
             except StopIteration:
                 logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
                 break
-            _complete_step(run, experience)
-            val_metrics = validate(run, run.state.step) if _validation_due(run, prompts) else None
+            complete_step(run, experience)
+            val_metrics = validate(run, run.state.step) if validation_due(run, is_last=prompts.finished()) else None
             run.timeout.mark_iteration()
-            stop = _early_stop(run, val_metrics)
+            stop = early_stop(run, val_metrics)
             timed_out = run.timeout.check_save()
             if should_save(run.state.step, run.config.checkpointing, is_last=prompts.finished(), early_stop=stop, timeout=timed_out):
                 with run.timer.time("checkpointing"):
@@ -89,18 +90,6 @@ def run_step(run: GRPORun, prompts: _Prompts) -> tuple[Experience[Any], dict[str
     return experience, step_metrics(run, experience, result), result
 
 
-def _complete_step(run: GRPORun, experience: Experience[Any]) -> None:
-    state, rows = run.state, experience.rows
-    trained = sorted(set(rows["prompt_number"].tolist()))
-    for prompt in trained:
-        run.record.emit(GroupTrained(group_id(state.step, prompt), state.step))
-    run.record.emit(StepFinished(state.step, state.step + 1, len(trained)))
-    state.step += 1
-    state.step_in_epoch += 1
-    state.consumed_samples += run.config.grpo.num_prompts_per_step
-    state.total_valid_tokens += int(rows["generated_lengths"][rows["sample_mask"] != 0].sum())
-
-
 class _Prompts:
     """Prompt batches across epochs, and whether the run is over."""
 
@@ -134,20 +123,3 @@ class _Prompts:
             return not self._endless and state.epoch >= cfg.max_num_epochs
         per_epoch = len(self._run.train_loader)
         return state.epoch >= cfg.max_num_epochs or (state.epoch == cfg.max_num_epochs - 1 and state.step_in_epoch >= per_epoch)
-
-
-def _validation_due(run: GRPORun, prompts: _Prompts) -> bool:
-    cfg, step = run.config.grpo, run.state.step
-    if cfg.val_at_end and prompts.finished():
-        return True
-    return cfg.val_period > 0 and step % cfg.val_period == 0 and step >= max(cfg.val_start_at, 0)
-
-
-def _early_stop(run: GRPORun, val_metrics: dict[str, float] | None) -> bool:
-    name, threshold = run.config.grpo.stop_at_validation_metric, run.config.grpo.stop_at_validation_metric_threshold
-    if name is None or threshold is None or val_metrics is None:
-        return False
-    short = name.removeprefix("val:").removeprefix("validation/")
-    if short not in val_metrics:
-        raise ValueError(f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}")
-    return val_metrics[short] >= threshold

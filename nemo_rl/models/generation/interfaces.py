@@ -47,6 +47,7 @@ class GenerationRequest:
         sampling: How tokens are drawn.
         seed: Seed of this request's draws; None leaves it to the engine.
         stop_strings: End the response when one appears; it is kept in the response.
+        sample_id: Whose turn this is, for the run record; the request itself by default.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class GenerationRequest:
     sampling: GenerationSamplingParams = field(default_factory=GenerationSamplingParams)
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
+    sample_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Dispatcher:
             self._outgoing[shard] = []
             loop.call_soon(lambda: asyncio.ensure_future(self._send(shard)))
         self._outgoing[shard].append(request)
-        self.record.emit(RequestSubmitted(request.request_id, shard, request.request_id.partition("+")[0]))
+        self.record.emit(RequestSubmitted(request.request_id, shard, request.sample_id or request.request_id.partition("+")[0]))
         outcome, count = "failed", 0
         try:
             result = await asyncio.wait_for(answer, max(0.0, deadline - loop.time()))

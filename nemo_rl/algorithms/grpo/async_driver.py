@@ -1,0 +1,160 @@
+"""The asynchronous driver: rollouts run ahead of training into a replay buffer, and every step takes what was made for it.
+
+Decides only when a stage runs; the stages are those of the synchronous driver. A control plane may hook in (see
+`nemo_rl.experience.hooks`): it then lends the accelerators and refits generation itself. Invariants: the version of the
+weights is the number of completed steps; a step trains on groups whose oldest token is at most
+`grpo.async_grpo.max_trajectory_age_steps` versions old; every drawn prompt group is trained once or recorded as dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from nemo_rl.algorithms.grpo.async_parts import build_collector, collected_experience, restore_collector, saved_collector
+from nemo_rl.algorithms.grpo.collect import gather_experience
+from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.saving import save_checkpoint
+from nemo_rl.algorithms.grpo.stages import Experience, compute_logprobs, mask_and_weigh, needs_previous_logprobs, needs_reference_logprobs, train
+from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
+from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
+from nemo_rl.algorithms.grpo.validation import validate
+from nemo_rl.experience.hooks import NoOpRLixHooks, RLixHooksProtocol, time_sharing_enabled
+from nemo_rl.experience.trajectory_collector import TrajectoryCollector
+from nemo_rl.utils.checkpoint_retention import should_save
+from nemo_rl.utils.record_events import StepBegun
+
+logger = logging.getLogger(__name__)
+
+_FIFTIETHS = 50
+
+
+def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) -> None:
+    """Drives a run to its end.
+
+    Args:
+        run: Set up, with generation on accelerators of its own.
+        rlix_hooks: A control plane's hooks; none by default.
+
+    Raises:
+        NonFiniteStepError, WorkerError, CollectorError, CheckpointError: The run cannot go on; the last checkpoint is usable.
+    """
+    hooks: RLixHooksProtocol = rlix_hooks or NoOpRLixHooks()
+    run.timeout.start_iterations()
+    collector = build_collector(run)
+    try:
+        restore_collector(run, collector)
+        hooks.on_trajectory_collector_created(collector)
+        if not time_sharing_enabled():
+            _refit(run, collector, run.state.step)
+        if run.config.grpo.val_at_start and run.state.step == 0:
+            validate(run, 0)
+        collector.set_weight_version(run.state.step)
+        while run.state.step < run.config.grpo.max_num_steps:
+            if _one_step(run, collector, hooks):
+                break
+    finally:
+        collector.stop()
+        hooks.clear_progress()
+    run.checkpointer.finalize_pending()
+
+
+def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> bool:
+    """One step with everything that follows from it; whether the run ends with it."""
+    run.timer.reset()
+    with run.timer.time("total_step_time"):
+        try:
+            experience = _wait_for_experience(run, collector, hooks)
+        except StopIteration:
+            logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
+            return True
+        metrics, result = _train(run, experience, hooks)
+        hooks.before_weight_sync(run.state.step)
+        step = run.state.step
+        complete_step(run, experience)
+        published = hooks.after_training(step)
+        if published is None:
+            _refit(run, collector, run.state.step)
+        position = collector.finish_step(step)
+        run.state.epoch = position.epoch
+        collector.set_weight_version(run.state.step if published is None else published)
+        is_last = run.state.step >= min(run.config.grpo.max_num_steps, run.progress.total_steps)
+        with run.timer.time("idle/validation"):
+            val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
+        run.timeout.mark_iteration()
+        stop, timed_out = early_stop(run, val_metrics), run.timeout.check_save()
+        if should_save(run.state.step, run.config.checkpointing, is_last=is_last, early_stop=stop, timeout=timed_out):
+            with run.timer.time("checkpointing"):
+                save_checkpoint(run, metrics, val_metrics, loader=collector.position(), also=saved_collector(run, collector))
+        log_samples(run, experience, run.state.step)
+    log_step(run, experience, metrics, result)
+    run.store.clear(experience.handle)
+    run.record.flush()
+    if stop or timed_out:
+        logger.info("run=ended step=%d reason=%s", run.state.step, "early_stop" if stop else "checkpoint_must_save_by")
+    return stop or timed_out
+
+
+def _wait_for_experience(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> Experience[Any]:
+    cfg, step = run.config.grpo, run.state.step
+    run.record.emit(StepBegun(step))
+    run.progress.phase("waiting for rollouts")
+    # Progress begins before the wait: whoever lends accelerators hears of the demand by it.
+    hooks.begin_progress_batch(step, cfg.num_prompts_per_step, collector.buffer.count_intended_for_step(step))
+    try:
+        with run.timer.time("exposed_generation"):
+            experience = gather_experience(run, lambda attempt: collected_experience(run, collector, attempt, _reporter(hooks)))
+    finally:
+        hooks.end_progress_batch()
+    judge_versions(experience, run.store, cfg.async_grpo.mixed_versions, step)
+    experience.metrics |= {"buffer_size": float(len(collector.buffer)), "avg_trajectory_age": experience.metrics["lag/mean"]}
+    return experience
+
+
+def _reporter(hooks: RLixHooksProtocol) -> Callable[[int, int], None]:
+    reported = -1
+
+    def report(ready: int, of: int) -> None:
+        nonlocal reported
+        share = _FIFTIETHS * ready // max(1, of)
+        if share != reported:
+            hooks.report_progress(of, ready, reported < 0)
+            reported = share
+
+    return report
+
+
+def _train(run: GRPORun, experience: Experience[Any], hooks: RLixHooksProtocol) -> tuple[dict[str, Any], Any]:
+    cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
+    hooks.before_training(run.state.step)
+    run.progress.phase("log-probabilities")
+    with timer.time("policy_and_reference_logprobs"):
+        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
+            run.policy.prepare_for_lp_inference()
+        compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
+    with timer.time("advantage_calculation"):
+        mask_and_weigh(experience, run.store, cfg, loss_cfg, run.config.policy.train_global_batch_size)
+    run.progress.phase("training")
+    with timer.time("training_prep"):
+        run.policy.prepare_for_training()
+    with timer.time("policy_training"):
+        result = train(experience, run.store, run.policy, run.loss_fn, cfg, loss_cfg, timer)
+    return step_metrics(run, experience, result), result
+
+
+def _refit(run: GRPORun, collector: TrajectoryCollector, version: int) -> None:
+    """Brings generation to `version`: below running requests, or once they have ended."""
+    cfg = run.config.grpo.async_grpo
+    run.progress.phase("refit")
+    with run.timer.time("weight_sync"):
+        if run.refitter is None:
+            raise RuntimeError("an asynchronous run generates: it needs engines")
+        if not cfg.in_flight_weight_updates:
+            with run.timer.time("idle/refit_bubble"):
+                collector.prepare_for_refit(timeout_s=run.config.policy.generation.request_timeout_s())
+        try:
+            run.refitter.bring_to(version, run.timer, recompute_kv=cfg.recompute_kv_cache_after_weight_updates or not cfg.in_flight_weight_updates)
+        finally:
+            collector.resume_after_refit()

@@ -1,0 +1,122 @@
+"""What an asynchronous run has besides a synchronous one: its collector, a step's batch out of it, and both in checkpoints.
+
+Builds and converts; when any of it happens is the driver's business. Invariant: a checkpoint and the loader position
+saved with it hold every prompt group that was drawn and is not trained, finished or not, exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_rl.algorithms.grpo.collect import training_plan
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.prompts import EpochPrompts
+from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
+from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.trajectory_collector import CollectorLimits, GroupRollouts, TrajectoryCollector
+
+logger = logging.getLogger(__name__)
+
+BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
+_COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_versions")
+
+
+def request_timeout_s() -> float:
+    """Deadline of one generation request."""
+    return float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900"))
+
+
+def build_collector(run: GRPORun) -> TrajectoryCollector:
+    """The run's collector, waiting for its first version."""
+    cfg = run.config.grpo
+    rollouts: GroupRollouts = run.rollouts  # type: ignore[assignment]
+    prompts = EpochPrompts(
+        run.train_loader, batch_size=int(cfg.num_prompts_per_step * cfg.batch_multiplier), epoch=run.state.epoch, max_epochs=cfg.max_num_epochs
+    )
+    limits = CollectorLimits(
+        max_age=cfg.async_grpo.max_trajectory_age_steps,
+        generations=cfg.num_generations_per_prompt,
+        last_step=cfg.max_num_steps,
+        max_failures=cfg.async_grpo.max_generation_failures,
+        stall_s=2 * cfg.max_rollout_turns * request_timeout_s(),
+    )
+    return TrajectoryCollector(
+        prompts=prompts,
+        rollouts=rollouts,
+        plan=lambda step: training_plan(run, step),
+        write=run.store.write,
+        start=run.generation.start_on_dispatch_loop,
+        limits=limits,
+        record=run.record,
+    )
+
+
+def collected_experience(run: GRPORun, collector: TrajectoryCollector, attempt: int, on_progress: Callable[[int, int], None]) -> Experience[Any]:
+    """Generation batch `attempt` of the current step, once the collector has it.
+
+    Raises:
+        StopIteration: The prompts are exhausted.
+        CollectorError: The collector cannot deliver.
+    """
+    groups = collector.take(run.state.step, attempt, on_progress)
+    rows = BatchedDataDict.from_batches([group.rows for group in groups])
+    metrics = merged_rollout_metrics([group.metrics for group in groups])
+    return Experience(run.store.concat([group.handle for group in groups]), rows, _texts(run, groups), metrics)
+
+
+def _texts(run: GRPORun, groups: list[BufferedGroup]) -> list[str]:
+    return [text for group in groups for text in group.texts]
+
+
+def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
+    """What a checkpoint holds of the collector: which batches are drawn and not trained, and their finished groups."""
+    groups = [
+        {
+            "key": list(group.key),
+            "tokens": run.store.read(group.handle, _COLUMNS).get_dict(),
+            "rows": group.rows.get_dict(),
+            "texts": group.texts,
+            "metrics": group.metrics,
+            "generated_at": group.generated_at,
+        }
+        for group in collector.buffer.groups()
+    ]
+    return {BUFFER_FILE: {"groups": groups}, ROLLOUTS_FILE: {"draws": collector.draws(), "shape": _shape(run)}}
+
+
+def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
+    """Goes on with the groups of the checkpoint that the run resumed from.
+
+    Groups of past steps, or generated for another batch shape, are left out: their prompts are generated anew.
+    """
+    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
+        return
+    rollouts = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
+    if rollouts["shape"] != _shape(run):
+        logger.warning("resume=buffer_ignored reason=batch_shape_changed saved=%s now=%s", rollouts["shape"], _shape(run))
+        return
+    draws = [(target, attempt) for target, attempt in rollouts["draws"]]
+    saved = torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]
+    oldest = run.state.step - run.config.grpo.async_grpo.max_trajectory_age_steps
+    groups = []
+    for plain in saved:
+        key = GroupKey(*plain["key"])
+        rows = BatchedDataDict(plain["rows"])
+        if key.target < run.state.step or int(rows["weight_version"].min()) < min(oldest, key.target):
+            continue
+        handle = run.store.write(BatchedDataDict(plain["tokens"]))
+        groups.append(BufferedGroup(key, handle, rows, plain["metrics"], plain["generated_at"], plain["texts"]))
+    collector.restore([draw for draw in draws if draw[0] >= run.state.step], groups)
+    logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
+
+
+def _shape(run: GRPORun) -> list[int]:
+    cfg = run.config.grpo
+    return [int(cfg.num_prompts_per_step * cfg.batch_multiplier), cfg.num_generations_per_prompt, cfg.seed]

@@ -1,0 +1,87 @@
+"""The seam at which a control plane lends accelerators to a run and takes them back.
+
+The driver calls these hooks at fixed points; the default does nothing. Knows no control plane, and nothing here imports
+one. Order in a run: `on_trajectory_collector_created` once, then per step `begin_progress_batch`, `report_progress` while
+samples arrive, `end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+CONTROL_PLANE_VARIABLE = "RLIX_CONTROL_PLANE"
+
+
+def time_sharing_enabled() -> bool:
+    """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`): refits, sleep and Ray's end are then its business."""
+    return os.environ.get(CONTROL_PLANE_VARIABLE, "") == "rlix"
+
+
+class RLixHooksProtocol(Protocol):
+    """What a control plane hooks into."""
+
+    def on_trajectory_collector_created(self, collector: Any) -> None:
+        """The collector exists and waits for its first version; generation may be asked for from here on."""
+        ...
+
+    def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
+        """The driver begins to wait for step `step`: `completed` of `target` prompt groups are there already."""
+        ...
+
+    def report_progress(self, step_target_trajectories: int, completed: int, new_batch: bool) -> None:
+        """More of the groups that the driver waits for are there; called when another fiftieth of them is."""
+        ...
+
+    def end_progress_batch(self) -> None:
+        """The wait is over, however it ended."""
+        ...
+
+    def clear_progress(self) -> None:
+        """The run waits for nothing any more."""
+        ...
+
+    def before_training(self, step: int) -> None:
+        """Returns once the training accelerators may be used for step `step`."""
+        ...
+
+    def before_weight_sync(self, step: int) -> None:
+        """Step `step` is trained and its weights are resident: the moment to pack them."""
+        ...
+
+    def after_training(self, step: int) -> int | None:
+        """Brings generation to the weights of step `step` and gives the training accelerators back.
+
+        Returns:
+            The version that generation serves now; None leaves the refit to the driver.
+        """
+        ...
+
+
+class NoOpRLixHooks:
+    """No control plane."""
+
+    def on_trajectory_collector_created(self, collector: Any) -> None:
+        """Nothing."""
+
+    def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
+        """Nothing."""
+
+    def report_progress(self, step_target_trajectories: int, completed: int, new_batch: bool) -> None:
+        """Nothing."""
+
+    def end_progress_batch(self) -> None:
+        """Nothing."""
+
+    def clear_progress(self) -> None:
+        """Nothing."""
+
+    def before_training(self, step: int) -> None:
+        """Nothing."""
+
+    def before_weight_sync(self, step: int) -> None:
+        """Nothing."""
+
+    def after_training(self, step: int) -> int | None:
+        """Leaves the refit to the driver."""
+        return None

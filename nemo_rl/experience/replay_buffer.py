@@ -1,0 +1,135 @@
+"""Finished prompt groups that wait for the step they were generated for.
+
+A plain class without threads, clocks or actors: groups in, whole generation batches out. Every group belongs to one
+batch of one step (its target), fixed before it is generated, so that how old it may become is known from the start.
+Invariants: a group is in the buffer at most once and leaves it once; what leaves is complete and within the staleness bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+class StaleGroupError(RuntimeError):
+    """A group is older than the staleness bound allows at its step."""
+
+
+class BufferProtocolError(RuntimeError):
+    """A group arrived twice, for no known batch, or a batch was taken that is not complete."""
+
+
+class GroupKey(NamedTuple):
+    """A prompt group's place in the run: the step that trains it, the generation batch of that step (from 0), its number in the step."""
+
+    target: int
+    attempt: int
+    number: int
+
+
+@dataclass
+class BufferedGroup:
+    """One finished group.
+
+    Attributes:
+        key: Its place in the run.
+        handle: Its token columns in the store.
+        rows: Its small columns [G].
+        metrics: What its rollouts measured.
+        generated_at: Version that was published when its generation began.
+    """
+
+    key: GroupKey
+    handle: Any
+    rows: BatchedDataDict[Any]
+    metrics: dict[str, Any] = field(default_factory=dict)
+    generated_at: int = 0
+
+    @property
+    def oldest(self) -> int:
+        """Oldest version among its tokens."""
+        return int(self.rows["weight_version"].min())
+
+
+class ReplayBuffer:
+    """Groups by batch.
+
+    Args:
+        max_age: How many versions older than its step's weights a group's oldest token may be.
+    """
+
+    def __init__(self, max_age: int) -> None:
+        self._max_age = max_age
+        self._expected: dict[tuple[int, int], set[int]] = {}
+        self._groups: dict[GroupKey, BufferedGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def expect(self, target: int, attempt: int, numbers: Sequence[int]) -> None:
+        """A batch is going to be generated, with these group numbers.
+
+        Raises:
+            BufferProtocolError: The batch is known already.
+        """
+        if (target, attempt) in self._expected:
+            raise BufferProtocolError(f"generation batch {attempt} of step {target} is expected already")
+        self._expected[target, attempt] = set(numbers)
+
+    def knows(self, target: int, attempt: int) -> bool:
+        """Whether a batch is expected, finished or not."""
+        return (target, attempt) in self._expected
+
+    def add(self, group: BufferedGroup) -> None:
+        """A group is finished.
+
+        Raises:
+            BufferProtocolError: It was not expected, or is here already.
+        """
+        key = group.key
+        if key.number not in self._expected.get((key.target, key.attempt), set()):
+            raise BufferProtocolError(f"group {key.number} of step {key.target} (generation batch {key.attempt}) was not expected")
+        if key in self._groups:
+            raise BufferProtocolError(f"group {key.number} of step {key.target} arrived twice")
+        self._groups[key] = group
+
+    def ready(self, target: int, attempt: int) -> int:
+        """Finished groups of a batch."""
+        return sum((key.target, key.attempt) == (target, attempt) for key in self._groups)
+
+    def count_intended_for_step(self, version: int) -> int:
+        """Finished groups that the step starting from `version` trains."""
+        return sum(key.target == version for key in self._groups)
+
+    def complete(self, target: int, attempt: int) -> bool:
+        """Whether every group of a batch is finished."""
+        return self.knows(target, attempt) and self.ready(target, attempt) == len(self._expected[target, attempt])
+
+    def missing(self, target: int, attempt: int) -> list[int]:
+        """Numbers of a batch's groups that are not finished."""
+        return sorted(number for number in self._expected[target, attempt] if GroupKey(target, attempt, number) not in self._groups)
+
+    def take(self, target: int, attempt: int) -> list[BufferedGroup]:
+        """A whole batch, in the order of its prompts; it leaves the buffer.
+
+        Raises:
+            BufferProtocolError: Groups are missing.
+            StaleGroupError: A group is too old for its step.
+        """
+        if not self.complete(target, attempt):
+            raise BufferProtocolError(f"generation batch {attempt} of step {target} is not complete: {self.missing(target, attempt)} are missing")
+        groups = [self._groups.pop(GroupKey(target, attempt, number)) for number in sorted(self._expected.pop((target, attempt)))]
+        for group in groups:
+            # A group without a token (its prompts left no room) has no version.
+            if 0 <= group.oldest < target - self._max_age:
+                raise StaleGroupError(
+                    f"group {group.key.number} of step {target} has tokens of version {group.oldest}; grpo.async_grpo.max_trajectory_age_steps is {self._max_age}"
+                )
+        return groups
+
+    def groups(self) -> list[BufferedGroup]:
+        """Everything that waits, by step and prompt."""
+        return [self._groups[key] for key in sorted(self._groups)]

@@ -1,0 +1,350 @@
+"""Rolls prompts out ahead of training and holds the finished groups until their step takes them.
+
+Prompts are drawn a batch at a time, each batch for one step; a step's rollouts may begin as soon as a version is published
+that is at most `max_age` older than the step's. Rollouts run as coroutines where requests are dispatched; the driver calls
+from its own thread. Knows no training. Invariants: every drawn prompt group reaches the buffer exactly once or ends the
+run with its error; every wait has a deadline; at `stop` nothing runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.experience.prompts import Position, PromptSource
+from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey, ReplayBuffer
+from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.rollouts import RolloutPlan, number_samples
+from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = (0.1, 5.0)
+
+
+class CollectorError(RuntimeError):
+    """The collector cannot deliver: too many rollouts failed, it was stopped, or nothing arrived in time."""
+
+
+class GroupRollouts(Protocol):
+    """Rolls single groups out."""
+
+    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
+        """The samples of one prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class CollectorLimits:
+    """What bounds the collector.
+
+    Attributes:
+        max_age: How many versions a step's rollouts may begin early.
+        generations: Samples per prompt.
+        last_step: No prompt is drawn for this step or later ones.
+        max_failures: Failed rollouts in a row that are tried again; one more ends the run.
+        stall_s: Without any finished group for so long, waiting ends with an error.
+    """
+
+    max_age: int
+    generations: int
+    last_step: int
+    max_failures: int = 0
+    stall_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A batch of prompts that was drawn: for which step, and where the loader stood before."""
+
+    target: int
+    attempt: int
+    before: Position
+
+
+class TrajectoryCollector:
+    """Collects one run's experience.
+
+    Args:
+        prompts: Batches of prompts.
+        rollouts: Rolls groups out.
+        plan: How a step's rollouts are drawn.
+        write: Puts token columns into the store; the handle. Called from worker threads.
+        start: Starts a coroutine on the loop where requests are dispatched.
+        limits: Bounds.
+        record: Run record.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptSource,
+        rollouts: GroupRollouts,
+        plan: Callable[[int], RolloutPlan],
+        write: Callable[[Any], Any],
+        start: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
+        limits: CollectorLimits,
+        record: Record,
+    ) -> None:
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._plan = plan
+        self._write = write
+        self._start = start
+        self._limits = limits
+        self._record = record
+        self.buffer = ReplayBuffer(limits.max_age)
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._draws: list[Draw] = []
+        self._attempts: dict[int, int] = {}
+        self._restored: list[tuple[int, int]] = []
+        self._version: int | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running: dict[GroupKey, Future[None]] = {}
+        self._rolling = 0
+        self._failures = 0
+        self._last_progress = time.monotonic()
+        self._fatal: BaseException | None = None
+        self.exhausted = False
+        self.stopped = False
+
+    # -- prompts in ---------------------------------------------------------------------------------------------------
+
+    def set_weight_version(self, version: int) -> None:
+        """Version `version` is published: rollouts of the steps up to `version + max_age` may begin."""
+        with self._changed:
+            self._version = version
+        # What was drawn before a restart comes back first, whatever its step.
+        while self._restored and not self.exhausted:
+            self._draw(*self._restored.pop(0))
+        for target in range(version, min(version + self._limits.max_age + 1, self._limits.last_step)):
+            if target not in self._attempts and not self.exhausted:
+                self._draw(target, 0)
+
+    def _draw(self, target: int, attempt: int) -> None:
+        before = self._prompts.position()
+        try:
+            prompts = self._prompts.next()
+        except StopIteration:
+            self.exhausted = True
+            return
+        self._attempts[target] = attempt + 1
+        first = attempt * prompts.size
+        numbers = [first + row for row in range(prompts.size)]
+        with self._changed:
+            self._draws.append(Draw(target, attempt, before))
+            held = {group.key for group in self.buffer.groups()}
+            if not self.buffer.knows(target, attempt):
+                self.buffer.expect(target, attempt, numbers)
+        for row, number in enumerate(numbers):
+            key = GroupKey(target, attempt, number)
+            prompt = prompts.slice(row, row + 1)
+            self._record.emit(GroupAdmitted(group_name(key), f"{self._prompts.epoch}-{prompt['idx'][0]}", self._limits.generations, target))
+            if key not in held:
+                self._launch(key, number_samples(prompt, self._limits.generations, number))
+
+    def _launch(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
+        future = self._start(self._collect(key, batch))
+        with self._changed:
+            self._running[key] = future
+        future.add_done_callback(lambda done: self._ended(key, done))
+
+    def _ended(self, key: GroupKey, future: Future[None]) -> None:
+        with self._changed:
+            self._running.pop(key, None)
+            error = CollectorError(f"the rollout of group {group_name(key)} was cancelled") if future.cancelled() else future.exception()
+            if error is not None and not self.stopped:
+                self._fatal = self._fatal or error
+            self._changed.notify_all()
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    async def _collect(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
+        pause_s = _RETRY_S[0]
+        while True:
+            await self._open.wait()
+            version = self._version or 0
+            self._rolling += 1
+            try:
+                rollout = await self._rollouts.roll_out_group(batch, self._plan(key.target))
+            except (GenerationError, EnvironmentFailure) as error:
+                self._note_failure(key, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_S[1])
+                continue
+            finally:
+                self._rolling -= 1
+                with self._changed:
+                    self._changed.notify_all()
+            await asyncio.to_thread(self._commit, key, rollout, version)
+            return
+
+    def _note_failure(self, key: GroupKey, error: BaseException) -> None:
+        with self._changed:
+            self._failures += 1
+            failures = self._failures
+        if failures > self._limits.max_failures:
+            raise CollectorError(
+                f"{failures} rollouts in a row failed, grpo.async_grpo.max_generation_failures allows {self._limits.max_failures}; "
+                f"the last, of group {group_name(key)}: {error}"
+            ) from error
+        logger.warning("group=%s rollout=failed again_in_a_row=%d reason=%s", group_name(key), failures, error)
+
+    def _commit(self, key: GroupKey, rollout: Rollout, version: int) -> None:
+        rows = rollout.columns.rows
+        # Stores take one call at a time.
+        with self._writing:
+            handle = self._write(rollout.columns.tokens)
+        group = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
+        self._record.emit(GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum())))
+        with self._changed:
+            self.buffer.add(group)
+            self._failures = 0
+            self._last_progress = time.monotonic()
+            self._changed.notify_all()
+
+    # -- groups out ---------------------------------------------------------------------------------------------------
+
+    def take(self, target: int, attempt: int, on_progress: Callable[[int, int], None] = lambda ready, of: None) -> list[BufferedGroup]:
+        """The groups of one generation batch of a step, as soon as all of them are finished.
+
+        Args:
+            target: The step.
+            attempt: Which of its generation batches; one that was not drawn yet is drawn now.
+            on_progress: Called with the finished groups and their total, as they grow.
+
+        Raises:
+            StopIteration: The prompts are exhausted.
+            CollectorError: Rollouts failed, the collector was stopped, or nothing arrived in time.
+        """
+        if not self.buffer.knows(target, attempt):
+            self._draw(target, attempt)
+            if not self.buffer.knows(target, attempt):
+                raise StopIteration
+        wait = f"groups of step {target}"
+        self._record.emit(WaitBegun(wait, wait, time.time() + self._limits.stall_s))
+        outcome = "cancelled"
+        try:
+            with self._changed:
+                self._last_progress = time.monotonic()
+            while True:
+                with self._changed:
+                    self.check_health()
+                    ready, missing = self.buffer.ready(target, attempt), self.buffer.missing(target, attempt)
+                    if not missing:
+                        outcome = "done"
+                        return self.buffer.take(target, attempt)
+                    left = self._last_progress + self._limits.stall_s - time.monotonic()
+                if left <= 0:
+                    outcome = "expired"
+                    raise CollectorError(f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for groups {missing[:8]}")
+                on_progress(ready, ready + len(missing))
+                with self._changed:
+                    if self.buffer.ready(target, attempt) == ready:
+                        self._changed.wait(min(left, 5.0))
+        finally:
+            self._record.emit(WaitEnded(wait, outcome))
+
+    def finish_step(self, target: int) -> Position:
+        """Step `target` is trained: its draws are forgotten. Where the loader stood before what is still to be trained."""
+        with self._changed:
+            self._draws = [draw for draw in self._draws if draw.target > target]
+            self._attempts = {step: count for step, count in self._attempts.items() if step > target}
+        return self.position()
+
+    def check_health(self) -> None:
+        """Raises what ended the collector, if something did.
+
+        Raises:
+            CollectorError: Rollouts failed or the collector was stopped.
+        """
+        if self._fatal is not None:
+            raise self._fatal if isinstance(self._fatal, CollectorError) else CollectorError(f"a rollout ended the run: {self._fatal}") from self._fatal
+        if self.stopped:
+            raise CollectorError("the trajectory collector was stopped while the run still waits for it")
+
+    # -- refits -------------------------------------------------------------------------------------------------------
+
+    def prepare_for_refit(self, timeout_s: float) -> None:
+        """Lets no rollout begin, and waits for those that run.
+
+        Raises:
+            CollectorError: Rollouts still run after `timeout_s`, or failed.
+        """
+        self._start(self._gate(is_open=False)).result(timeout=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._rolling:
+                self.check_health()
+                if time.monotonic() > deadline:
+                    raise CollectorError(
+                        f"{self._rolling} rollouts did not end within {timeout_s:.0f} s, so the weights cannot be replaced; "
+                        "grpo.async_grpo.in_flight_weight_updates: true replaces them below running requests"
+                    )
+                self._changed.wait(1.0)
+
+    def resume_after_refit(self) -> None:
+        """Rollouts begin again."""
+        self._start(self._gate(is_open=True)).result(timeout=30.0)
+
+    async def _gate(self, *, is_open: bool) -> None:
+        if is_open:
+            self._open.set()
+        else:
+            self._open.clear()
+
+    # -- checkpoints and end ------------------------------------------------------------------------------------------
+
+    def position(self) -> Position:
+        """Where the loader stood before the first batch that is not wholly trained."""
+        with self._changed:
+            return self._draws[0].before if self._draws else self._prompts.position()
+
+    def draws(self) -> list[tuple[int, int]]:
+        """Step and number of every generation batch that is not trained yet, in the order in which they were drawn."""
+        with self._changed:
+            return [(draw.target, draw.attempt) for draw in self._draws] + self._restored
+
+    def restore(self, draws: list[tuple[int, int]], groups: list[BufferedGroup]) -> None:
+        """Goes on from a checkpoint: the loader stands before `draws`, of which `groups` are finished already."""
+        with self._changed:
+            self._restored = list(draws)
+            by_batch: dict[tuple[int, int], list[int]] = {}
+            size = self._prompts.batch_size
+            for target, attempt in draws:
+                by_batch[target, attempt] = [attempt * size + row for row in range(size)]
+            for (target, attempt), numbers in by_batch.items():
+                self.buffer.expect(target, attempt, numbers)
+            for group in groups:
+                self.buffer.add(group)
+
+    def stop(self) -> None:
+        """Ends every rollout; groups that nobody trained are recorded as dropped. Safe to call twice."""
+        with self._changed:
+            if self.stopped:
+                return
+            self.stopped = True
+            running = dict(self._running)
+            left = [group.key for group in self.buffer.groups()]
+            self._changed.notify_all()
+        for future in running.values():
+            future.cancel()
+        for key in sorted({*running, *left}):
+            self._record.emit(GroupDropped(group_name(key), "end_of_run"))
+
+
+def group_name(key: GroupKey) -> str:
+    """Identity of a group in the run record."""
+    return f"{key.target}-{key.number}"
