@@ -134,11 +134,13 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from nemo_rl.distributed.worker_calls import WorkerError
     from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
     from nemo_rl.experience.rollout_source import RecordingError
+    from nemo_rl.experience.trajectory_collector import CollectorError
     from nemo_rl.models.dtensor.load import CheckpointMismatchError, ModelNotFoundError
     from nemo_rl.models.dtensor.parallelize import UnsupportedModelError
     from nemo_rl.models.generation.interfaces import GenerationError
     from nemo_rl.models.policy.optimizer import OptimizerConfigError
     from nemo_rl.utils.checkpoint import CheckpointError
+    from nemo_rl.weight_sync.cache import CacheError
     from nemo_rl.weight_sync.transports.base import TransportError
 
     return (
@@ -159,6 +161,8 @@ def user_errors() -> tuple[type[BaseException], ...]:
         CheckpointError,
         TransportError,
         DynamicSamplingError,
+        CollectorError,
+        CacheError,
     )
 
 

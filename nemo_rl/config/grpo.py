@@ -69,7 +69,7 @@ class GRPOConfig(Section):
     num_prompts_per_step: PositiveInt = Field(32, description="Prompts per RL step.")
     num_generations_per_prompt: PositiveInt = Field(16, description="Samples per prompt: the group size.")
     max_rollout_turns: PositiveInt = Field(1, description="Rounds of generation and environment per sample.")
-    max_num_epochs: PositiveInt = Field(1, description="Passes over the training data; ignored with several dataloaders and in asynchronous runs.")
+    max_num_epochs: PositiveInt = Field(1, description="Passes over the training data; ignored with several dataloaders.")
     max_num_steps: PositiveInt = Field(1_000_000, description="RL steps; whichever of epochs and steps is reached first ends the run.")
     normalize_rewards: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     use_leave_one_out_baseline: bool = Field(True, description="Leave a sample out of its own baseline; also used by dynamic sampling's deviation.")
@@ -105,7 +105,7 @@ class GRPOConfig(Section):
     deduplicate_multimodal_data: Annotated[bool, NotYet("vision-language models")] = Field(False, description="Share images between samples of a group.")
     debug_payload_metrics: bool = Field(False, description="Log the bytes that move between stages.")
     seed: int = Field(42, description="Seed of the run: data order, sampling, initial weights.")
-    async_grpo: Annotated[AsyncGRPOConfig, NotYet("the asynchronous driver")] = Field(AsyncGRPOConfig(), description="Asynchronous training.")
+    async_grpo: AsyncGRPOConfig = Field(AsyncGRPOConfig(), description="Asynchronous training.")
     rollout_record: str | None = Field(None, description="Directory to which every step's rollouts are written; null writes none.")
     rollout_replay: str | None = Field(None, description="Directory from which rollouts are read instead of generating; null generates.")
 

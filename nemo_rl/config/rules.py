@@ -144,6 +144,14 @@ def async_training_is_possible(config: MasterConfig) -> Iterator[str]:
         yield "grpo.async_grpo.enabled needs policy.generation.colocated.enabled: false, for generation goes on while training runs"
     if config.data.use_multiple_dataloader:
         yield "grpo.async_grpo.enabled does not take data.use_multiple_dataloader"
+    if config.grpo.async_grpo.max_trajectory_age_steps < 1:
+        yield (
+            "grpo.async_grpo.max_trajectory_age_steps is 0: training would wait for rollouts that may only begin once it has ended; "
+            "the smallest that works is 1 (grpo.async_grpo.enabled: false takes turns)"
+        )
+    for key in ("rollout_record", "rollout_replay"):
+        if config.grpo[key] is not None:
+            yield f"grpo.async_grpo.enabled does not take grpo.{key}, which repeats runs step by step; record a synchronous run"
     if config.async_rl is not None:
         yield "async_rl needs grpo.async_grpo left out: both are asynchronous drivers"
 

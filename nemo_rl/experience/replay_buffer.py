@@ -126,7 +126,8 @@ class ReplayBuffer:
             # A group without a token (its prompts left no room) has no version.
             if 0 <= group.oldest < target - self._max_age:
                 raise StaleGroupError(
-                    f"group {group.key.number} of step {target} has tokens of version {group.oldest}; grpo.async_grpo.max_trajectory_age_steps is {self._max_age}"
+                    f"group {group.key.number} of step {target} has tokens of version {group.oldest}; "
+                    f"grpo.async_grpo.max_trajectory_age_steps is {self._max_age}"
                 )
         return groups
 

@@ -12,10 +12,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.errors import EnvironmentFailure
@@ -63,13 +63,22 @@ class CollectorLimits:
     stall_s: float = 1800.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draw:
-    """A batch of prompts that was drawn: for which step, and where the loader stood before."""
+    """A batch of prompts that was drawn: for which step, where the loader stood before, and whether the step is trained."""
 
     target: int
     attempt: int
     before: Position
+    trained: bool = False
+
+
+class SavedDraw(NamedTuple):
+    """A draw as a checkpoint has it; one that is trained lies between others that are not, and is only skipped."""
+
+    target: int
+    attempt: int
+    trained: bool
 
 
 class TrajectoryCollector:
@@ -108,11 +117,12 @@ class TrajectoryCollector:
         self._writing = threading.Lock()
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
-        self._restored: list[tuple[int, int]] = []
+        self._restored: list[SavedDraw] = []
         self._version: int | None = None
         self._open = asyncio.Event()
         self._open.set()
         self._running: dict[GroupKey, Future[None]] = {}
+        self._untrained: set[GroupKey] = set()
         self._rolling = 0
         self._failures = 0
         self._last_progress = time.monotonic()
@@ -133,12 +143,17 @@ class TrajectoryCollector:
             if target not in self._attempts and not self.exhausted:
                 self._draw(target, 0)
 
-    def _draw(self, target: int, attempt: int) -> None:
+    def _draw(self, target: int, attempt: int, trained: bool = False) -> None:
         before = self._prompts.position()
         try:
             prompts = self._prompts.next()
         except StopIteration:
             self.exhausted = True
+            return
+        if trained:
+            with self._changed:
+                self._draws.append(Draw(target, attempt, before, trained=True))
+            self._forget_trained()
             return
         self._attempts[target] = attempt + 1
         first = attempt * prompts.size
@@ -146,6 +161,7 @@ class TrajectoryCollector:
         with self._changed:
             self._draws.append(Draw(target, attempt, before))
             held = {group.key for group in self.buffer.groups()}
+            self._untrained |= {GroupKey(target, attempt, number) for number in numbers}
             if not self.buffer.knows(target, attempt):
                 self.buffer.expect(target, attempt, numbers)
         for row, number in enumerate(numbers):
@@ -245,7 +261,9 @@ class TrajectoryCollector:
                     ready, missing = self.buffer.ready(target, attempt), self.buffer.missing(target, attempt)
                     if not missing:
                         outcome = "done"
-                        return self.buffer.take(target, attempt)
+                        groups = self.buffer.take(target, attempt)
+                        self._untrained -= {group.key for group in groups}
+                        return groups
                     left = self._last_progress + self._limits.stall_s - time.monotonic()
                 if left <= 0:
                     outcome = "expired"
@@ -258,11 +276,18 @@ class TrajectoryCollector:
             self._record.emit(WaitEnded(wait, outcome))
 
     def finish_step(self, target: int) -> Position:
-        """Step `target` is trained: its draws are forgotten. Where the loader stood before what is still to be trained."""
+        """Step `target` is trained. Where the loader stood before what is still to be trained."""
         with self._changed:
-            self._draws = [draw for draw in self._draws if draw.target > target]
+            for draw in self._draws:
+                draw.trained = draw.trained or draw.target <= target
             self._attempts = {step: count for step, count in self._attempts.items() if step > target}
+        self._forget_trained()
         return self.position()
+
+    def _forget_trained(self) -> None:
+        with self._changed:
+            while self._draws and self._draws[0].trained:
+                self._draws.pop(0)
 
     def check_health(self) -> None:
         """Raises what ended the collector, if something did.
@@ -312,21 +337,19 @@ class TrajectoryCollector:
         with self._changed:
             return self._draws[0].before if self._draws else self._prompts.position()
 
-    def draws(self) -> list[tuple[int, int]]:
-        """Step and number of every generation batch that is not trained yet, in the order in which they were drawn."""
+    def draws(self) -> list[SavedDraw]:
+        """Every generation batch since `position`, in the order in which they were drawn."""
         with self._changed:
-            return [(draw.target, draw.attempt) for draw in self._draws] + self._restored
+            return [SavedDraw(draw.target, draw.attempt, draw.trained) for draw in self._draws] + self._restored
 
-    def restore(self, draws: list[tuple[int, int]], groups: list[BufferedGroup]) -> None:
+    def restore(self, draws: Sequence[SavedDraw], groups: Sequence[BufferedGroup]) -> None:
         """Goes on from a checkpoint: the loader stands before `draws`, of which `groups` are finished already."""
+        size = self._prompts.batch_size
         with self._changed:
             self._restored = list(draws)
-            by_batch: dict[tuple[int, int], list[int]] = {}
-            size = self._prompts.batch_size
-            for target, attempt in draws:
-                by_batch[target, attempt] = [attempt * size + row for row in range(size)]
-            for (target, attempt), numbers in by_batch.items():
-                self.buffer.expect(target, attempt, numbers)
+            for draw in draws:
+                if not draw.trained:
+                    self.buffer.expect(draw.target, draw.attempt, [draw.attempt * size + row for row in range(size)])
             for group in groups:
                 self.buffer.add(group)
 
@@ -336,12 +359,11 @@ class TrajectoryCollector:
             if self.stopped:
                 return
             self.stopped = True
-            running = dict(self._running)
-            left = [group.key for group in self.buffer.groups()]
+            running = list(self._running.values())
             self._changed.notify_all()
-        for future in running.values():
+        for future in running:
             future.cancel()
-        for key in sorted({*running, *left}):
+        for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
 
 

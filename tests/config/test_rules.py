@@ -37,7 +37,6 @@ NOT_BUILT = [
     "on_policy_distillation.enabled=true",
     "policy.generation.refit_transport=nixl",
     "data_plane.enabled=true",
-    "grpo.async_grpo.enabled=true",
     "async_rl={max_inflight_prompts: 4}",
     "reward_penalties.penalize_empty_final_answer=true",
 ]
@@ -136,8 +135,6 @@ BROKEN = [
     (["data.default.env_name=mth"], "there is no environment 'mth'. Did you mean 'math'?"),
     (["+env.mth.num_workers=2"], "env.mth: unknown environment, and nothing uses it. Did you mean 'math'?"),
     (["grpo.rollout_record=x", "grpo.rollout_replay=x"], "same directory"),
-    (["grpo.async_grpo.enabled=true"], "needs loss_fn.use_importance_sampling_correction: true"),
-    (["grpo.async_grpo.enabled=true"], "needs policy.generation.colocated.enabled: false"),
     (["policy.draft.enabled=true"], "policy.draft.enabled needs policy.megatron_cfg.enabled"),
     (["policy.generation=null"], "policy.generation: null, but GRPO generates"),
 ]

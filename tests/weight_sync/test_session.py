@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,32 +22,10 @@ from nemo_rl.weight_sync.session import SyncOptions, SyncSession, SyncTimeoutErr
 from nemo_rl.weight_sync.transports.base import TransportError
 from nemo_rl.weight_sync.transports.factory import choose_transport
 from nemo_rl.weight_sync.transports.host import HostStaging, remove_stale_segments
+from tests.weight_sync.models import DictModel, Engines, weights
 
 CPU = torch.device("cpu")
 OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
-
-
-class DictModel:
-    """Takes weights as an engine does, window by window."""
-
-    def __init__(self, on_load: Callable[[], None] = lambda: None) -> None:
-        self.loading: dict[str, torch.Tensor] | None = None
-        self.weights: dict[str, torch.Tensor] = {}
-        self.windows = 0
-        self._on_load = on_load
-
-    def begin_load(self) -> None:
-        self.loading = {}
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._on_load()
-        assert self.loading is not None
-        self.loading |= {name: tensor.clone() for name, tensor in weights}
-        self.windows += 1
-
-    def finish_load(self) -> None:
-        assert self.loading is not None
-        self.weights, self.loading = self.loading, None
 
 
 class Trainer:
@@ -88,45 +66,6 @@ class Trainer:
         self.closed += 1
         if self.sender is not None:
             self.sender.close()
-
-
-class Engines:
-    """Targets, each a receiver on a model of its own."""
-
-    def __init__(self, *models: DictModel) -> None:
-        self.models = models
-        self.receivers = [WeightReceiver(model, CPU) for model in models]
-        self.aborted = 0
-
-    def devices(self) -> list[str]:
-        return [device_uuid(CPU)] * len(self.receivers)
-
-    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        for receiver in self.receivers:
-            receiver.begin(session)
-
-    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
-        for receiver in self.receivers:
-            receiver.receive(window)
-
-    def finish(self, version: int, timeout_s: float) -> list[float]:
-        for receiver in self.receivers:
-            receiver.finish(version)
-        return [0.0] * len(self.receivers)
-
-    def abort(self, session_id: str) -> None:
-        self.aborted += 1
-        for receiver in self.receivers:
-            receiver.abort(session_id)
-
-    @property
-    def versions(self) -> list[int | None]:
-        return [receiver.version for receiver in self.receivers]
-
-
-def weights(fill: float = 0.0) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return {f"w{index}": torch.randn(17, 23 + index, generator=draw) + fill for index in range(9)}
 
 
 def segments() -> set[str]:

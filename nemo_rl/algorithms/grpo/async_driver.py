@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.algorithms.grpo.async_parts import build_collector, collected_experience, restore_collector, saved_collector
+from nemo_rl.algorithms.grpo.async_parts import build_collector, collected_experience, request_timeout_s, restore_collector, saved_collector
 from nemo_rl.algorithms.grpo.collect import gather_experience
 from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
 from nemo_rl.algorithms.grpo.run import GRPORun
@@ -78,7 +78,8 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
         if published is None:
             _refit(run, collector, run.state.step)
         position = collector.finish_step(step)
-        run.state.epoch = position.epoch
+        if position.epoch != run.state.epoch:
+            run.state.epoch, run.state.step_in_epoch = position.epoch, 0
         collector.set_weight_version(run.state.step if published is None else published)
         is_last = run.state.step >= min(run.config.grpo.max_num_steps, run.progress.total_steps)
         with run.timer.time("idle/validation"):
@@ -153,7 +154,7 @@ def _refit(run: GRPORun, collector: TrajectoryCollector, version: int) -> None:
             raise RuntimeError("an asynchronous run generates: it needs engines")
         if not cfg.in_flight_weight_updates:
             with run.timer.time("idle/refit_bubble"):
-                collector.prepare_for_refit(timeout_s=run.config.policy.generation.request_timeout_s())
+                collector.prepare_for_refit(timeout_s=run.config.grpo.max_rollout_turns * request_timeout_s())
         try:
             run.refitter.bring_to(version, run.timer, recompute_kv=cfg.recompute_kv_cache_after_weight_updates or not cfg.in_flight_weight_updates)
         finally:

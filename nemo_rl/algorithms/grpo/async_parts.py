@@ -20,12 +20,12 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
-from nemo_rl.experience.trajectory_collector import CollectorLimits, GroupRollouts, TrajectoryCollector
+from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, TrajectoryCollector
 
 logger = logging.getLogger(__name__)
 
 BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
-_COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_versions")
+_COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_versions", "content")
 
 
 def request_timeout_s() -> float:
@@ -36,7 +36,7 @@ def request_timeout_s() -> float:
 def build_collector(run: GRPORun) -> TrajectoryCollector:
     """The run's collector, waiting for its first version."""
     cfg = run.config.grpo
-    rollouts: GroupRollouts = run.rollouts  # type: ignore[assignment]
+    rollouts: Any = run.rollouts
     prompts = EpochPrompts(
         run.train_loader, batch_size=int(cfg.num_prompts_per_step * cfg.batch_multiplier), epoch=run.state.epoch, max_epochs=cfg.max_num_epochs
     )
@@ -68,11 +68,7 @@ def collected_experience(run: GRPORun, collector: TrajectoryCollector, attempt: 
     groups = collector.take(run.state.step, attempt, on_progress)
     rows = BatchedDataDict.from_batches([group.rows for group in groups])
     metrics = merged_rollout_metrics([group.metrics for group in groups])
-    return Experience(run.store.concat([group.handle for group in groups]), rows, _texts(run, groups), metrics)
-
-
-def _texts(run: GRPORun, groups: list[BufferedGroup]) -> list[str]:
-    return [text for group in groups for text in group.texts]
+    return Experience(run.store.concat([group.handle for group in groups]), rows, metrics)
 
 
 def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
@@ -82,13 +78,12 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
             "key": list(group.key),
             "tokens": run.store.read(group.handle, _COLUMNS).get_dict(),
             "rows": group.rows.get_dict(),
-            "texts": group.texts,
             "metrics": group.metrics,
             "generated_at": group.generated_at,
         }
         for group in collector.buffer.groups()
     ]
-    return {BUFFER_FILE: {"groups": groups}, ROLLOUTS_FILE: {"draws": collector.draws(), "shape": _shape(run)}}
+    return {BUFFER_FILE: {"groups": groups}, ROLLOUTS_FILE: {"draws": [list(draw) for draw in collector.draws()], "shape": _shape(run)}}
 
 
 def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
@@ -102,7 +97,7 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
     if rollouts["shape"] != _shape(run):
         logger.warning("resume=buffer_ignored reason=batch_shape_changed saved=%s now=%s", rollouts["shape"], _shape(run))
         return
-    draws = [(target, attempt) for target, attempt in rollouts["draws"]]
+    draws = [SavedDraw(*draw) for draw in rollouts["draws"]]
     saved = torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]
     oldest = run.state.step - run.config.grpo.async_grpo.max_trajectory_age_steps
     groups = []
@@ -112,8 +107,8 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
         if key.target < run.state.step or int(rows["weight_version"].min()) < min(oldest, key.target):
             continue
         handle = run.store.write(BatchedDataDict(plain["tokens"]))
-        groups.append(BufferedGroup(key, handle, rows, plain["metrics"], plain["generated_at"], plain["texts"]))
-    collector.restore([draw for draw in draws if draw[0] >= run.state.step], groups)
+        groups.append(BufferedGroup(key, handle, rows, plain["metrics"], plain["generated_at"]))
+    collector.restore(draws, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
 
 

@@ -26,7 +26,8 @@ def main(arguments: Sequence[str], *, default_config: Path) -> int:
 
 def run_to_end(config: MasterConfig) -> int:
     """Runs a checked configuration; the exit code."""
+    from nemo_rl.algorithms.grpo.async_driver import async_grpo_train
     from nemo_rl.algorithms.grpo.setup import close, setup
     from nemo_rl.algorithms.grpo.sync_driver import grpo_train
 
-    return launch.run_to_end(config, setup, grpo_train, close)
+    return launch.run_to_end(config, setup, async_grpo_train if config.grpo.async_grpo.enabled else grpo_train, close)

@@ -8,13 +8,13 @@ raises before Ray starts; whatever was built is ended again when a later part fa
 from __future__ import annotations
 
 import logging
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.algorithms.grpo.async_parts import request_timeout_s
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.placement import reserve, start_policy
@@ -268,7 +268,7 @@ def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, t
         stop_token_ids=generation.stop_token_ids or [tokenizer.eos_token_id],
         seed=config.grpo.seed,
         colocated=generation.colocated.enabled,
-        request_timeout_s=float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900")),
+        request_timeout_s=request_timeout_s(),
         record=record.bind("generation"),
     )
 

@@ -8,7 +8,6 @@ the weights is the number of completed steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from nemo_rl.algorithms.grpo.collect import collect_experience
@@ -19,6 +18,7 @@ from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validati
 from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.utils.checkpoint_retention import should_save
 from nemo_rl.utils.record_events import StepBegun
 
@@ -96,7 +96,9 @@ class _Prompts:
     def __init__(self, run: GRPORun) -> None:
         self._run = run
         self._endless = run.config.data.use_multiple_dataloader
-        self._iterator: Iterator[BatchedDataDict[Any]] = iter(run.train_loader)
+        cfg = run.config.grpo
+        size = int(cfg.num_prompts_per_step * cfg.batch_multiplier)
+        self._prompts = EpochPrompts(run.train_loader, batch_size=size, epoch=run.state.epoch, max_epochs=cfg.max_num_epochs)
 
     def next(self) -> BatchedDataDict[Any]:
         """The next batch; at an epoch's end the next epoch's first.
@@ -104,15 +106,11 @@ class _Prompts:
         Raises:
             StopIteration: The last epoch is over.
         """
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._run.state.epoch += 1
-            self._run.state.step_in_epoch = 0
-            if self._run.state.epoch >= self._run.config.grpo.max_num_epochs:
-                raise StopIteration
-            self._iterator = iter(self._run.train_loader)
-            batch = next(self._iterator)
-        return batch
+        try:
+            return self._prompts.next()
+        finally:
+            if self._prompts.epoch != self._run.state.epoch:
+                self._run.state.epoch, self._run.state.step_in_epoch = self._prompts.epoch, 0
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""

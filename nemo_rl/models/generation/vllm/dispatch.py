@@ -144,7 +144,8 @@ class Dispatcher:
     async def _book(self, request: GenerationRequest, tokens: int, deadline: float, timeout_s: float) -> int:
         while not self._router.active:
             if len(self.failed) == len(self._workers):
-                reasons = "; ".join(f"{self._names[shard]} is gone while request {request.request_id} ran: {why}" for shard, why in self.failed.items())
+                name = request.request_id.partition("+")[0]
+                reasons = "; ".join(f"{self._names[shard]} is gone while request {name} ran: {why}" for shard, why in self.failed.items())
                 raise GenerationError(f"no shard is left to serve: {reasons}")
             try:
                 await asyncio.wait_for(self._routed.wait(), max(0.0, deadline - asyncio.get_running_loop().time()))

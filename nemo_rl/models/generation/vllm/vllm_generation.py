@@ -12,6 +12,7 @@ import logging
 import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
@@ -134,6 +135,10 @@ class VllmGeneration(GenerationInterface):
     def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per request."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def start_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the dispatcher's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _requests(self, data: BatchedDataDict[Any], greedy: bool) -> list[GenerationRequest]:
         sampling = self.default_sampling(greedy=greedy)

@@ -1,0 +1,325 @@
+"""Rollouts run ahead within their bound, every drawn group arrives once, failures are tried again or end the run, and a restart repeats nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.prompts import EpochPrompts, Position
+from nemo_rl.experience.replay_buffer import BufferedGroup, BufferProtocolError, GroupKey, ReplayBuffer, StaleGroupError
+from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
+from nemo_rl.experience.trajectory_collector import CollectorError, CollectorLimits, TrajectoryCollector
+from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
+from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+
+BATCH = 3
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def start(self, work: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(timeout=10.0)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    one = Loop()
+    yield one
+    one.close()
+
+
+class Loader:
+    """Batches of prompts 0, 1, 2, ... with a position."""
+
+    def __init__(self, batches: int = 100) -> None:
+        self.batches = batches
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < self.batches:
+            self.at += 1
+            first = BATCH * (self.at - 1)
+            yield BatchedDataDict(idx=[first + row for row in range(BATCH)], loss_multiplier=torch.ones(BATCH), length=torch.ones(BATCH))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+
+class Rollouts:
+    """Answers with the prompt's own number; can be held, and made to fail."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, int]] = []
+        self.fail: list[BaseException] = []
+        self.hold: asyncio.Event | None = None
+        self.version = 0
+
+    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
+        version = self.version
+        if self.hold is not None:
+            await self.hold.wait()
+        await asyncio.sleep(0.001)
+        if self.fail:
+            raise self.fail.pop()
+        self.done.append((plan.step, int(batch["idx"][0])))
+        rows = batch.size
+        columns = BatchedDataDict(prompt=torch.tensor(batch["idx"]))
+        return Rollout(
+            RolloutColumns(
+                columns,
+                BatchedDataDict(
+                    prompt_number=batch["prompt_number"],
+                    weight_version=torch.full((rows,), version),
+                    newest_version=torch.full((rows,), version),
+                    generated_lengths=torch.ones(rows),
+                ),
+            ),
+            {},
+        )
+
+
+def collector_of(loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *, epoch: int = 0, **limits: Any) -> tuple[TrajectoryCollector, MemoryRecord]:
+    record = MemoryRecord()
+    bounds = CollectorLimits(**({"max_age": 1, "generations": 2, "last_step": 50, "stall_s": 20.0} | limits))
+    collector = TrajectoryCollector(
+        prompts=EpochPrompts(loader or Loader(), batch_size=BATCH, epoch=epoch, max_epochs=1),
+        rollouts=rollouts,
+        plan=lambda step: RolloutPlan(1, step, GenerationSamplingParams(), RolloutLimits(8, 4, 1)),
+        write=lambda tokens: tokens,
+        start=loop.start,
+        limits=bounds,
+        record=record,
+    )
+    return collector, record
+
+
+def prompts_of(groups: list[BufferedGroup]) -> list[int]:
+    return [int(group.handle["prompt"][0]) for group in groups]
+
+
+def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Loop) -> None:
+    rollouts = Rollouts()
+    collector, record = collector_of(loop, rollouts, max_age=2)
+    collector.set_weight_version(0)
+    assert prompts_of(collector.take(0, 0)) == [0, 1, 2]
+    assert prompts_of(collector.take(1, 0)) == [3, 4, 5]
+    assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {0, 1, 2}
+    collector.finish_step(0)
+    collector.set_weight_version(1)
+    assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {0, 1, 2, 3}
+    collector.stop()
+
+
+def test_every_group_is_admitted_committed_and_taken_once(loop: Loop) -> None:
+    rollouts = Rollouts()
+    collector, record = collector_of(loop, rollouts)
+    taken = []
+    for step in range(5):
+        rollouts.version = step
+        collector.set_weight_version(step)
+        taken += prompts_of(collector.take(step, 0))
+        collector.finish_step(step)
+    collector.stop()
+    collector.stop()
+    assert taken == list(range(15))
+    events = [entry.event for entry in record.entries]
+    committed = [event.group_id for event in events if isinstance(event, GroupCommitted)]
+    admitted = [event.group_id for event in events if isinstance(event, GroupAdmitted)]
+    assert len(set(admitted)) == len(admitted) and set(committed) <= set(admitted)
+    dropped = {event.group_id for event in events if isinstance(event, GroupDropped)}
+    assert dropped == set(admitted) - {f"{step}-{row}" for step in range(5) for row in range(BATCH)}
+    waits = [event.wait_id for event in events if isinstance(event, WaitBegun)]
+    assert waits == [event.wait_id for event in events if isinstance(event, WaitEnded)]
+
+
+def test_more_generation_batches_of_one_step_have_numbers_of_their_own(loop: Loop) -> None:
+    collector, _ = collector_of(loop, Rollouts())
+    collector.set_weight_version(0)
+    first, second = collector.take(0, 0), collector.take(0, 1)
+    assert [group.key.number for group in first + second] == [0, 1, 2, 3, 4, 5]
+    # Batch 1 of step 0 was asked for after batch 0 of step 1 had been drawn.
+    assert prompts_of(second) == [6, 7, 8]
+    collector.stop()
+
+
+def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop: Loop) -> None:
+    rollouts = Rollouts()
+    rollouts.fail = [GenerationError("planted")] * 2
+    collector, _ = collector_of(loop, rollouts, max_failures=2)
+    collector.set_weight_version(0)
+    assert prompts_of(collector.take(0, 0)) == [0, 1, 2]
+    collector.stop()
+
+    rollouts.fail = [GenerationError("planted")] * 9
+    collector, _ = collector_of(loop, rollouts, max_failures=2)
+    collector.set_weight_version(0)
+    with pytest.raises(CollectorError, match=r"3 rollouts in a row failed, grpo.async_grpo.max_generation_failures allows 2; the last, .*: planted"):
+        collector.take(0, 0)
+    collector.stop()
+
+
+def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(loop: Loop) -> None:
+    rollouts = Rollouts()
+    rollouts.hold = asyncio.Event()
+    collector, _ = collector_of(loop, rollouts)
+    collector.set_weight_version(0)
+    next(iter(collector._running.values())).cancel()
+    with pytest.raises(CollectorError, match="the rollout of group 0-0 was cancelled"):
+        collector.take(0, 0)
+    collector.stop()
+
+    collector, _ = collector_of(loop, rollouts)
+    collector.set_weight_version(0)
+    threading.Timer(0.1, collector.stop).start()
+    with pytest.raises(CollectorError, match="was stopped while the run still waits"):
+        collector.take(0, 0)
+
+
+def test_an_error_that_nobody_expects_ends_the_run_with_it(loop: Loop) -> None:
+    rollouts = Rollouts()
+    rollouts.fail = [KeyError("task 'riddle' has no environment")]
+    collector, _ = collector_of(loop, rollouts, max_failures=5)
+    collector.set_weight_version(0)
+    with pytest.raises(CollectorError, match="riddle"):
+        collector.take(0, 0)
+    collector.stop()
+
+
+def test_waiting_for_groups_that_never_come_ends_at_the_deadline(loop: Loop) -> None:
+    rollouts = Rollouts()
+    rollouts.hold = asyncio.Event()
+    collector, record = collector_of(loop, rollouts, stall_s=0.2)
+    collector.set_weight_version(0)
+    with pytest.raises(CollectorError, match=r"no group was finished for 0 s; step 0 waits for groups \[0, 1, 2\]"):
+        collector.take(0, 0)
+    assert [entry.event.outcome for entry in record.entries if isinstance(entry.event, WaitEnded)] == ["expired"]
+    collector.stop()
+
+
+def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) -> None:
+    rollouts = Rollouts()
+    rollouts.hold = asyncio.Event()
+    collector, _ = collector_of(loop, rollouts)
+    collector.set_weight_version(0)
+    with pytest.raises(CollectorError, match=r"\d rollouts did not end within 0 s.*in_flight_weight_updates"):
+        collector.prepare_for_refit(0.2)
+    loop.loop.call_soon_threadsafe(rollouts.hold.set)
+    collector.prepare_for_refit(10.0)
+    collector.take(0, 0)
+    collector.finish_step(0)
+    collector.set_weight_version(1)
+    assert {step for step, _ in rollouts.done} == {0, 1}
+    rollouts.version = 1
+    collector.resume_after_refit()
+    collector.take(1, 0)
+    collector.take(2, 0)
+    assert {step for step, _ in rollouts.done} == {0, 1, 2}
+    collector.stop()
+
+
+def test_exhausted_prompts_end_with_what_was_drawn(loop: Loop) -> None:
+    collector, _ = collector_of(loop, Rollouts(), Loader(batches=2))
+    collector.set_weight_version(0)
+    assert prompts_of(collector.take(0, 0)) + prompts_of(collector.take(1, 0)) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(StopIteration):
+        collector.take(2, 0)
+    collector.stop()
+
+
+def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_group_again(loop: Loop) -> None:
+    rollouts = Rollouts()
+    collector, _ = collector_of(loop, rollouts, max_age=2)
+    collector.set_weight_version(0)
+    trained = prompts_of(collector.take(0, 0)) + prompts_of(collector.take(0, 1))
+    collector.finish_step(0)
+    collector.take(1, 0)  # all of step 1 is finished
+    # As a checkpoint after step 0 sees it: step 1 has finished groups, step 2 half of them.
+    again, _ = collector_of(loop, rollouts, max_age=2)
+    again.set_weight_version(0)
+    again.take(0, 0)
+    again.take(0, 1)
+    position = again.finish_step(0)
+    again.set_weight_version(1)
+    while again.buffer.ready(1, 0) < BATCH or again.buffer.ready(2, 0) < BATCH:
+        threading.Event().wait(0.01)
+    finished = [group for group in again.buffer.groups() if group.key.target == 1 or (group.key.target == 2 and group.key.number == 1)]
+    draws = again.draws()
+    again.stop()
+    collector.stop()
+
+    rollouts.done.clear()
+    loader = Loader()
+    loader.at = position.loader_state["at"]
+    resumed, _ = collector_of(loop, rollouts, loader, epoch=position.epoch, max_age=2)
+    resumed.restore(draws, finished)
+    for step in (1, 2, 3, 4):
+        rollouts.version = step
+        resumed.set_weight_version(step)
+        trained += prompts_of(resumed.take(step, 0))
+        resumed.finish_step(step)
+    resumed.stop()
+    assert sorted(trained) == list(range(len(trained)))
+    assert not {(group.key.target, int(group.handle["prompt"][0])) for group in finished} & set(rollouts.done)
+
+
+def test_a_position_is_where_the_next_batch_begins() -> None:
+    loader = Loader(batches=2)
+    prompts = EpochPrompts(loader, batch_size=BATCH, epoch=0, max_epochs=2)
+    first = prompts.position()
+    seen = [prompts.next()["idx"][0] for _ in range(3)]
+    assert (seen, prompts.epoch) == ([0, 3, 0], 1)
+    assert first == Position({"at": 0}, 0) and prompts.position() == Position({"at": 1}, 1)
+    prompts.next()
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            prompts.next()
+
+
+def group(target: int, number: int, version: int, attempt: int = 0) -> BufferedGroup:
+    rows: BatchedDataDict[Any] = BatchedDataDict(weight_version=torch.tensor([version, version + 1]))
+    return BufferedGroup(GroupKey(target, attempt, number), None, rows)
+
+
+def test_the_buffer_gives_whole_batches_in_order_and_only_once() -> None:
+    buffer = ReplayBuffer(max_age=1)
+    buffer.expect(4, 0, [0, 1])
+    buffer.add(group(4, 1, 3))
+    assert (buffer.ready(4, 0), buffer.missing(4, 0), buffer.count_intended_for_step(4), buffer.count_intended_for_step(5)) == (1, [0], 1, 0)
+    with pytest.raises(BufferProtocolError, match=r"\[0\] are missing"):
+        buffer.take(4, 0)
+    with pytest.raises(BufferProtocolError, match="group 1 of step 4 arrived twice"):
+        buffer.add(group(4, 1, 3))
+    with pytest.raises(BufferProtocolError, match="was not expected"):
+        buffer.add(group(5, 1, 3))
+    buffer.add(group(4, 0, 4))
+    assert [taken.key.number for taken in buffer.take(4, 0)] == [0, 1]
+    assert len(buffer) == 0 and not buffer.complete(4, 0)
+
+
+def test_a_group_older_than_the_bound_is_never_trained() -> None:
+    buffer = ReplayBuffer(max_age=1)
+    buffer.expect(4, 0, [0])
+    buffer.add(group(4, 0, 2))
+    with pytest.raises(StaleGroupError, match="has tokens of version 2; grpo.async_grpo.max_trajectory_age_steps is 1"):
+        buffer.take(4, 0)
