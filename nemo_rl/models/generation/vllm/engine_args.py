@@ -25,7 +25,6 @@ class EngineSpec:
         sleep_level: Level at which the engine sleeps.
         max_model_len: Longest sequence in tokens.
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
-        own_stamps: Count which version drew which token here, also where the engine labels tokens itself.
     """
 
     engine_kwargs: dict[str, Any]
@@ -34,7 +33,6 @@ class EngineSpec:
     sleep_level: int = 2
     max_model_len: int = 0
     cuts_to_room: bool = True
-    own_stamps: bool = False
 
 
 def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int) -> EngineSpec:

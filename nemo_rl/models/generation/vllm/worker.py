@@ -99,7 +99,7 @@ class VllmGenerationWorker:
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs))
         except (RuntimeError, ValueError, OSError) as error:
             raise GenerationError(f"the engine of shard {self._shard} could not start: {_failure('', error).message}") from error
-        self._stamps = VersionStamps(self._engine, own=self._spec.own_stamps)
+        self._stamps = VersionStamps(self._engine)
         await self._stamps.publish(0, kv_recomputed=True)
         return await self._rpc("nrl_describe")
 
@@ -380,6 +380,12 @@ class VllmGenerationWorker:
         seconds = time.monotonic() - self._paused_at
         self._paused_at = None
         return seconds
+
+    async def count_versions(self, own: bool) -> None:
+        """Counts which version draws which token here (`own`), or believes the engine's labels where it has them; for an idle shard."""
+        version = self._stamps.version
+        self._stamps = VersionStamps(self._engine, own=own)
+        await self._stamps.publish(version, kv_recomputed=True)
 
     async def rlix_model_update_rpc(self, name: str, *args: Any, timeout_s: float = 150.0) -> list[Any]:
         """Calls one of the receiver's methods on every rank, for sync services that drive them one by one."""

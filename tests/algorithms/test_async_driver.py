@@ -1,0 +1,349 @@
+"""The asynchronous driver calls its hooks in their order, leaves refits to a control plane, trains every prompt once, and goes on after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.grpo.async_driver import async_grpo_train
+from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
+from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.config import ConfigError, load_master_config
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.store import InProcessStore
+from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
+from nemo_rl.utils.timer import TimeoutChecker, Timer
+
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_async_cpu.yaml"
+PROMPTS, SAMPLES = 3, 2
+SMALL = (
+    f"grpo.num_prompts_per_step={PROMPTS}",
+    f"grpo.num_generations_per_prompt={SAMPLES}",
+    f"policy.train_global_batch_size={PROMPTS * SAMPLES}",
+    "policy.train_micro_batch_size=2",
+    "policy.logprob_batch_size=2",
+    "grpo.val_at_start=false",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "grpo.max_num_epochs=1",
+    "grpo.max_num_steps=5",
+    "checkpointing.metric_name=null",
+    "checkpointing.keep_top_k=null",
+)
+
+
+class Loader:
+    """Prompts 0, 1, 2, ..."""
+
+    def __init__(self, batches: int = 40, at: int = 0) -> None:
+        self.at, self._batches = at, batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
+        while self.at < self._batches:
+            self.at += 1
+            first = PROMPTS * (self.at - 1)
+            yield BatchedDataDict(idx=list(range(first, first + PROMPTS)), length=torch.ones(PROMPTS), loss_multiplier=torch.ones(PROMPTS))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+
+class World:
+    """Everything around the driver, writing down what happens."""
+
+    def __init__(self, tmp_path: Path, *overrides: str, loader: Loader | None = None, state: GRPOState | None = None, resumed_from: Path | None = None) -> None:
+        self.happened: list[str] = []
+        self.trained: list[int] = []
+        self.rewards = lambda prompt, sample: float(sample)
+        self.served = -1
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.saved: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        config = load_master_config(CONFIG, [*SMALL, f"checkpointing.checkpoint_dir={tmp_path}/ck", *overrides])
+        loader = loader or Loader()
+        self.run: Any = SimpleNamespace(
+            config=config,
+            policy=self,
+            generation=self,
+            refitter=self,
+            rollouts=self,
+            validation_rollouts=None,
+            store=InProcessStore(0),
+            loss_fn=None,
+            train_loader=loader,
+            val_loader=None,
+            logger=SimpleNamespace(log_metrics=self.log_metrics, log_dir=tmp_path),
+            checkpointer=SimpleNamespace(finalize_pending=lambda: None),
+            state=state or GRPOState(),
+            record=MemoryRecord(),
+            timer=Timer(),
+            timeout=TimeoutChecker(None),
+            progress=SimpleNamespace(phase=lambda name: None, step_done=lambda *a, **k: None, total_steps=len(loader)),
+            device_count=SimpleNamespace(total=2, training=1, generation=1),
+            resumed_from=resumed_from,
+        )
+        self.logged: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str, **_: Any) -> None:
+        if prefix == "train":
+            self.logged.append(metrics)
+
+    # generation
+    def start_on_dispatch_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
+        version = max(0, self.served)
+        await asyncio.sleep(0.002)
+        rows, prompt = batch.size, int(batch["idx"][0])
+        rewards = torch.tensor([self.rewards(prompt, sample) for sample in range(rows)])
+        tokens = BatchedDataDict(
+            input_ids=torch.full((rows, 4), prompt),
+            input_lengths=torch.full((rows,), 4),
+            token_mask=torch.tensor([[0, 1, 1, 1]] * rows),
+            generation_logprobs=torch.zeros(rows, 4),
+            token_versions=torch.full((rows, 4), version, dtype=torch.int32),
+            content=[str(prompt)] * rows,
+        )
+        columns = BatchedDataDict(
+            total_reward=rewards,
+            truncated=torch.zeros(rows, dtype=torch.bool),
+            sample_mask=torch.ones(rows),
+            prompt_lengths=torch.ones(rows),
+            response_lengths=torch.full((rows,), 3),
+            generated_lengths=torch.full((rows,), 3),
+            total_lengths=torch.full((rows,), 4),
+            prompt_number=batch["prompt_number"],
+            sample_number=batch["sample_number"],
+            weight_version=torch.full((rows,), version),
+            newest_version=torch.full((rows,), version),
+            mixed_kv=torch.zeros(rows, dtype=torch.bool),
+        )
+        return Rollout(RolloutColumns(tokens, columns), {"total_turns": float(rows)})
+
+    # refitter
+    def bring_to(self, version: int, timer: Any = None, *, recompute_kv: bool = True) -> None:
+        self.happened.append(f"refit {version}")
+        self.served = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    # policy
+    def prepare_for_lp_inference(self) -> None:
+        self.happened.append("logprobs")
+
+    def get_logprobs(self, data: BatchedDataDict[Any], timer: Any = None) -> BatchedDataDict[Any]:
+        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+
+    def prepare_for_training(self) -> None:
+        pass
+
+    def train(self, data: BatchedDataDict[Any], loss_fn: Any, timer: Any = None) -> dict[str, Any]:
+        self.happened.append("train")
+        self.trained += data["input_ids"][::SAMPLES, 0].tolist()
+        return {"loss": torch.zeros(1), "grad_norm": 0.0, "all_mb_metrics": {}, "num_ranks": 1}
+
+
+class Hooks:
+    """Writes down every call; as a control plane it refits by itself."""
+
+    def __init__(self, world: World, *, refits: bool) -> None:
+        self._world, self._refits = world, refits
+        self.progress: list[tuple[int, int, bool]] = []
+
+    def on_trajectory_collector_created(self, collector: Any) -> None:
+        self._world.happened.append("collector")
+        self._world.served = 0 if self._refits else self._world.served
+
+    def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
+        self._world.happened.append(f"begin {step}")
+
+    def report_progress(self, step_target_trajectories: int, completed: int, new_batch: bool) -> None:
+        self.progress.append((step_target_trajectories, completed, new_batch))
+
+    def end_progress_batch(self) -> None:
+        self._world.happened.append("end")
+
+    def clear_progress(self) -> None:
+        self._world.happened.append("clear")
+
+    def before_training(self, step: int) -> None:
+        self._world.happened.append(f"before training {step}")
+
+    def before_weight_sync(self, step: int) -> None:
+        self._world.happened.append(f"before sync {step}")
+
+    def after_training(self, step: int) -> int | None:
+        self._world.happened.append(f"after training {step}")
+        self._world.served = step + 1 if self._refits else self._world.served
+        return step + 1 if self._refits else None
+
+
+@pytest.fixture(autouse=True)
+def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints in memory: what would be written, by step."""
+
+    def save(run: Any, *_: Any, loader: Any, also: Any) -> None:
+        run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
+
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.async_driver.save_checkpoint", save)
+
+
+def events(world: World, kind: type) -> list[Any]:
+    return [entry.event for entry in world.run.record.entries if isinstance(entry.event, kind)]
+
+
+def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
+    world = World(tmp_path, "grpo.max_num_steps=2")
+    hooks = Hooks(world, refits=False)
+    async_grpo_train(world.run, hooks)
+    step = ["begin {0}", "end", "before training {0}", "logprobs", "train", "before sync {0}", "after training {0}", "refit {1}"]
+    expected = ["collector", "refit 0", *[line.format(n, n + 1) for n in range(2) for line in step], "clear"]
+    assert world.happened == expected
+    assert hooks.progress[0][2] and not any(new for *_, new in hooks.progress if _[1] > hooks.progress[0][1])
+
+
+def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
+    world = World(tmp_path, "grpo.max_num_steps=3")
+    async_grpo_train(world.run, Hooks(world, refits=True))
+    assert not [line for line in world.happened if line.startswith("refit")]
+    assert world.trained == list(range(9)) and world.run.state.step == 3
+
+
+def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_bound(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async_grpo_train(world.run)
+    assert world.trained == list(range(5 * PROMPTS))
+    assert all(metrics["lag/max"] <= 1 for metrics in world.logged)
+    trained = [event.group_id for event in events(world, GroupTrained)]
+    dropped = [event.group_id for event in events(world, GroupDropped)]
+    admitted = [event.group_id for event in events(world, GroupAdmitted)]
+    assert sorted(trained + dropped) == sorted(admitted) and len(set(admitted)) == len(admitted)
+    assert [event.version for event in events(world, StepFinished)] == [1, 2, 3, 4, 5]
+
+
+def test_an_exhausted_loader_ends_the_run_after_its_last_batch(tmp_path: Path) -> None:
+    world = World(tmp_path, "grpo.max_num_steps=100", loader=Loader(batches=4))
+    async_grpo_train(world.run)
+    assert (world.trained, world.run.state.step) == (list(range(4 * PROMPTS)), 4)
+
+
+def test_dynamic_sampling_refills_a_step_from_later_prompts(tmp_path: Path) -> None:
+    world = World(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false", "grpo.max_num_steps=3")
+    world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
+    async_grpo_train(world.run)
+    assert len(world.trained) == 9 and len(set(world.trained)) == 9
+    assert all(prompt % 3 for prompt in world.trained)
+    assert {event.reason for event in events(world, GroupDropped)} == {"zero_variance"}
+    assert any(metrics["dynamic_sampling_num_gen_batches"] > 1 for metrics in world.logged)
+
+
+def test_reward_scaling_and_shaping_work_as_in_the_synchronous_driver(tmp_path: Path) -> None:
+    scaling = ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=-1", "grpo.reward_scaling.target_max=1"]
+    world = World(tmp_path, *scaling, "grpo.max_num_steps=1")
+    async_grpo_train(world.run)
+    assert world.logged[0]["reward"] == 0.0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path: Path, dynamic: bool) -> None:
+    switches = ["grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"] if dynamic else []
+    period = ["checkpointing.save_period=1", "grpo.async_grpo.max_trajectory_age_steps=2", *switches]
+
+    def rewards(prompt: int, sample: int) -> float:
+        return float(sample) if prompt % 4 or not dynamic else 1.0
+
+    whole = World(tmp_path, *period)
+    whole.rewards = rewards
+    async_grpo_train(whole.run)
+    for step in (1, 2, 3):
+        loader_state, files = whole.saved[step]
+        folder = tmp_path / f"step_{step}"
+        folder.mkdir()
+        for name, content in files.items():
+            torch.save(content, folder / name)
+        again = World(tmp_path, *period, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder)
+        again.rewards = rewards
+        async_grpo_train(again.run)
+        both = whole.trained[: step * PROMPTS] + again.trained
+        assert len(set(both)) == len(both)
+        if not dynamic:
+            # Refills are drawn when they are needed, so with dynamic sampling other prompts may fill a step.
+            assert both == whole.trained
+
+
+def test_settings_that_leave_training_waiting_for_itself_are_refused_with_the_smallest_that_works() -> None:
+    with pytest.raises(ConfigError, match=r"grpo.async_grpo.max_trajectory_age_steps is 0: .* the smallest that works is 1"):
+        load_master_config(CONFIG, ["grpo.async_grpo.max_trajectory_age_steps=0"])
+    with pytest.raises(ConfigError, match=r"grpo.async_grpo.enabled does not take grpo.rollout_record"):
+        load_master_config(CONFIG, ["grpo.rollout_record=somewhere"])
+
+
+@contextmanager
+def mixed() -> Iterator[tuple[Experience[Any], InProcessStore]]:
+    store = InProcessStore(0)
+    handle = store.write(
+        BatchedDataDict(
+            input_ids=torch.ones(2, 5, dtype=torch.long),
+            input_lengths=torch.tensor([5, 5]),
+            token_mask=torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 1, 0]]),
+            token_versions=torch.tensor([[-1, 3, 3, 4, 4], [-1, 4, 4, 4, -1]]),
+        )
+    )
+    rows = BatchedDataDict(
+        weight_version=torch.tensor([3, 4]),
+        newest_version=torch.tensor([4, 4]),
+        mixed_kv=torch.tensor([True, False]),
+        sample_mask=torch.ones(2),
+        generated_lengths=torch.tensor([4, 3]),
+    )
+    yield Experience(handle, rows, {}), store
+
+
+def test_mixed_samples_are_corrected_masked_or_dropped_as_configured() -> None:
+    for rule, mask, samples, dropped in (
+        ("importance", [[0, 1, 1, 1, 1], [0, 1, 1, 1, 0]], [1, 1], 0.0),
+        ("mask", [[0, 0, 0, 1, 1], [0, 1, 1, 1, 0]], [1, 1], 2 / 7),
+        ("drop", [[0, 1, 1, 1, 1], [0, 1, 1, 1, 0]], [0, 1], 0.5),
+    ):
+        with mixed() as (experience, store):
+            judge_versions(experience, store, rule, 5)  # type: ignore[arg-type]
+            assert experience.handle["token_mask"].tolist() == mask
+            assert experience.rows["sample_mask"].tolist() == samples
+            assert experience.metrics["dropped_share"] == pytest.approx(dropped)
+            assert (experience.metrics["lag/max"], experience.metrics["lag/mean"]) == (2.0, 1.5)
+            assert (experience.metrics["mixed_share"], experience.metrics["mixed_kv_share"]) == (0.5, 0.5)
+
+
+def test_rollout_metrics_of_groups_are_joined_as_one_batch() -> None:
+    parts = [
+        {"total_turns": 2.0, "avg_turns_per_sample": 1.0, "max_total_reward": 1.0, "min_total_reward": 0.0, "histogram/a": [1, 2]},
+        {"total_turns": 4.0, "avg_turns_per_sample": 2.0, "max_total_reward": 3.0, "min_total_reward": -1.0, "histogram/a": [3]},
+    ]
+    assert merged_rollout_metrics(parts) == {
+        "total_turns": 6.0,
+        "avg_turns_per_sample": 1.5,
+        "max_total_reward": 3.0,
+        "min_total_reward": -1.0,
+        "histogram/a": [1, 2, 3],
+    }

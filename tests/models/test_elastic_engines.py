@@ -1,0 +1,253 @@
+"""Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or mislabelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.utils.record_events import ShardRouted, ShardSlept, ShardUnrouted, ShardWoken, SyncFinished, VersionPublished
+from nemo_rl.weight_sync.session import SyncSession
+from tests.models.elastic_engines import Elastic, elastic_engines
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+
+SHARDS = 3
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def no_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory") / "taken"
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, tiny_model: Path, no_memory: Path) -> Iterator[Elastic]:
+    extension = "+policy.generation.vllm_kwargs.worker_extension_cls=tests.models.failing_extension.FailingExtension"
+    with elastic_engines(tiny_model, SHARDS, extension, f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_NO_MEMORY={no_memory}") as some:
+        yield some
+
+
+def shards_of(results: list) -> set[int]:
+    return {result.shard for result in results}
+
+
+def test_every_shard_serves_and_every_token_is_of_its_version(engines: Elastic) -> None:
+    requests = engines.requests(24)
+    results = asyncio.run(engines.run(requests))
+    assert shards_of(results) == {0, 1, 2}
+    assert engines.worst(requests, results) < TOLERANCE
+
+
+def test_requests_of_a_leaving_shard_go_on_elsewhere_with_every_token_they_have(engines: Elastic) -> None:
+    requests = engines.requests(30, tokens=40)
+    before = engines.generation._dispatcher.preempted
+    results = asyncio.run(engines.while_running(requests, lambda: engines.elastic.shrink([1, 2])))
+    assert engines.generation._dispatcher.preempted > before
+    assert {len(result.token_ids) for result in results if result.finish_reason == "length"} <= {40}
+    assert engines.worst(requests, results) < TOLERANCE
+    assert engines.generation.router.active == {0}
+    resized = engines.elastic.expand([1, 2])
+    assert (resized.shards, resized.failed) == ([1, 2], {})
+    assert engines.generation.router.active == {0, 1, 2}
+
+
+def test_a_greedy_response_is_the_same_whether_its_shard_left_or_not(engines: Elastic) -> None:
+    requests = engines.requests(12, tokens=40, greedy=True)
+    undisturbed = asyncio.run(engines.run([replace(request, request_id=f"{request.request_id}u") for request in requests]))
+    results = asyncio.run(engines.while_running(requests, lambda: engines.elastic.shrink([0, 1])))
+    engines.elastic.expand([0, 1])
+    assert [result.token_ids for result in results] == [result.token_ids for result in undisturbed]
+
+
+def test_sleep_frees_the_memory_is_idempotent_and_zero_shards_is_legal(engines: Elastic) -> None:
+    resident = engines.generation.group.run("model_bytes")
+    reports = engines.generation.sleep_partial([0, 1, 2])
+    for shard, report in reports.items():
+        assert report["before"] - report["after"] >= 0.9 * (resident[shard][0]["weights"] + resident[shard][0]["kv_cache"])
+    assert engines.generation.sleep_partial([0, 1, 2]) == {}
+    assert engines.generation.router.active == frozenset()
+    assert engines.generation.shards.having(ShardState.ASLEEP) == [0, 1, 2]
+
+    async def wait_for_a_shard() -> None:
+        requests = engines.requests(6)
+        results = await engines.while_running(requests, lambda: engines.elastic.expand([2]))
+        assert shards_of(results) == {2}
+        assert engines.worst(requests, results) < TOLERANCE
+
+    asyncio.run(wait_for_a_shard())
+    engines.elastic.expand([0, 1, 2])
+    assert engines.generation.router.active == {0, 1, 2}
+
+
+def test_no_shard_within_the_deadline_is_an_error_that_says_so(engines: Elastic) -> None:
+    engines.generation.mark_dp_ranks_inactive([0, 1, 2])
+    request = engines.requests(1)[0]
+
+    async def hasty() -> None:
+        await asyncio.wrap_future(engines.generation.start_on_dispatch_loop(engines.generation._dispatcher.run(request, 0.3)))
+
+    with pytest.raises(GenerationError, match="no shard took requests within 0 s; all of them sleep or left"):
+        asyncio.run(hasty())
+    engines.generation.activate_dp_ranks([0, 1, 2])
+
+
+def test_a_shard_without_current_weights_is_never_routed(engines: Elastic) -> None:
+    engines.generation.sleep_partial([1])
+    with pytest.raises(WorkerError, match="shard 1 sleeps"):
+        engines.generation.activate_dp_ranks([1])
+    engines.generation.wake_up_partial([1], skip_activate=True)
+    engines.generation.wake_up_partial([1], skip_activate=True)
+    with pytest.raises(WorkerError, match="shard 1 slept at level 2 and has had no weights since"):
+        engines.generation.activate_dp_ranks([1])
+    engines.elastic.sync_selected_workers([1])
+    engines.generation.activate_dp_ranks([1])
+    requests = engines.requests(9)
+    assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_spans_are_exact_across_refits_below_running_requests(engines: Elastic, own: bool) -> None:
+    engines.generation.group.run("count_versions", own=own)
+    version = engines.cache.version or 0
+    requests = engines.requests(24, tokens=48)
+    reports = []
+
+    def two_refits() -> None:
+        reports.append(engines.refresh(version + 1))
+        reports.append(engines.refresh(version + 2))
+
+    results = asyncio.run(engines.while_running(requests, two_refits))
+    assert any(len(result.spans) > 1 for result in results), "no request ran across a refit"
+    assert not any(span.mixed_kv for result in results for span in result.spans)
+    assert engines.worst(requests, results) < TOLERANCE
+    assert max(engines.differences(requests, results, shift=1)) > 100 * TOLERANCE
+    assert all(0 < pause < 60 for report in reports for pause in report.pauses_s) and len(reports[0].pauses_s) == SHARDS
+    assert engines.elastic.pause_metrics()["pause_s/p50"] > 0
+    engines.generation.group.run("count_versions", own=False)
+
+
+def test_without_recomputing_keys_the_spans_say_so(engines: Elastic) -> None:
+    version = engines.cache.version or 0
+    requests = engines.requests(24, tokens=48)
+    results = asyncio.run(engines.while_running(requests, lambda: engines.refresh(version + 1, recompute_kv=False)))
+    across = [result for result in results if len(result.spans) > 1]
+    assert across
+    for result in across:
+        assert [span.mixed_kv for span in result.spans] == [False, True]
+    later = engines.requests(9)
+    results = asyncio.run(engines.run(later))
+    assert not any(span.mixed_kv for result in results for span in result.spans)
+    assert engines.worst(later, results) < TOLERANCE
+
+
+def test_a_shard_that_was_left_out_of_a_refit_notices_nothing(engines: Elastic) -> None:
+    version = engines.cache.version or 0
+    engines.cache.build(version + 1)
+    engines.elastic.refresh([0, 1])
+    requests = engines.requests(24)
+    results = asyncio.run(engines.run(requests))
+    stamped = {result.shard: {span.version for span in result.spans} for result in results}
+    assert (stamped[0], stamped[1], stamped[2]) == ({version + 1}, {version + 1}, {version})
+    assert engines.worst(requests, results) < TOLERANCE
+    engines.elastic.refresh([2])
+
+
+def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) -> None:
+    version = engines.cache.version or 0
+    engines.generation.sleep_partial([1])
+    with pytest.raises(ShardStateError, match="cannot sync shards that are {1: 'asleep'}"):
+        engines.elastic.sync_selected_workers([0, 1])
+    engines.elastic.expand([1])
+
+    class Older(type(engines.cache.source(version))):  # type: ignore[misc]
+        def begin(self, *arguments: object) -> None:
+            self._version = version
+            super().begin(*arguments)
+
+    source = Older(engines.cache, version - 1, None)
+    targets = engines.generation.get_model_update_receiver([0, 1])
+    with pytest.raises(WorkerError, match=f"brings version {version - 1} to shard . which has {version}|brings version {version - 1} to shard"):
+        SyncSession(source, targets, version=version - 1, options=engines.elastic._options, cuda=False).run()
+    requests = engines.requests(9)
+    assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
+
+
+def test_an_engine_out_of_memory_at_wake_sleeps_again_and_the_others_live(engines: Elastic, no_memory: Path) -> None:
+    engines.elastic.shrink([0])
+    no_memory.touch()
+    resized = engines.elastic.expand([0])
+    no_memory.unlink()
+    assert resized.shards == [] and "planted: no memory is left" in resized.failed[0]
+    assert engines.generation.shards.state(0) is ShardState.ASLEEP
+    requests = engines.requests(6)
+    assert shards_of(asyncio.run(engines.run(requests))) == {1, 2}
+    assert engines.elastic.expand([0]).shards == [0]
+
+
+def test_the_record_tells_every_move_in_its_order(engines: Elastic) -> None:
+    start = len(engines.record.entries)
+    engines.elastic.shrink([1])
+    engines.elastic.expand([1])
+    kinds = (ShardUnrouted, ShardSlept, ShardWoken, SyncFinished, VersionPublished, ShardRouted)
+    told = [entry.event for entry in engines.record.entries[start:] if isinstance(entry.event, kinds)]
+    assert [type(event) for event in told] == list(kinds)
+    assert told[1].freed_bytes > 30 << 20
+
+
+def test_a_shard_with_wrong_weights_is_quarantined_and_the_others_live(engines: Elastic) -> None:
+    engines.elastic.shrink([2])
+    manifest = engines.cache.manifest()
+    with open(manifest.path, "r+b") as segment:
+        segment.seek(4096)
+        byte = segment.read(1)[0]
+        segment.seek(4096)
+        segment.write(bytes([byte ^ 1]))
+    resized = engines.elastic.expand([2])
+    assert resized.shards == [] and "received" in resized.failed[2] and "sent" in resized.failed[2]
+    assert engines.generation.shards.state(2) is ShardState.FAILED
+    with pytest.raises(WorkerError):
+        engines.generation.activate_dp_ranks([2])
+    requests = engines.requests(9)
+    results = asyncio.run(engines.run(requests))
+    assert shards_of(results) == {0, 1}
+    engines.cache.build((engines.cache.version or 0) + 1)
+    engines.elastic.refresh()
+
+
+def test_requests_of_a_shard_that_hangs_go_on_elsewhere(engines: Elastic) -> None:
+    dispatcher = engines.generation._dispatcher
+    dispatcher.hang_s, dispatcher.poll_s = 3.0, 1.0
+    workers = engines.generation._workers
+    assert workers is not None
+    pid = workers[1]["pid"]
+
+    async def hang() -> None:
+        requests = engines.requests(24, tokens=48)
+        results = await engines.while_running(requests, lambda: os.kill(pid, signal.SIGSTOP))
+        assert engines.worst(requests, results) < TOLERANCE
+
+    asyncio.run(hang())
+    assert engines.generation.shards.state(1) is ShardState.FAILED
+    assert "hangs" in dispatcher.failed[1] or "TimeoutError" in dispatcher.failed[1]
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_when_the_last_shard_dies_its_requests_fail_by_name(engines: Elastic) -> None:
+    workers = engines.generation._workers
+    assert workers is not None
+
+    async def die() -> None:
+        await engines.while_running(engines.requests(24, tokens=48), lambda: os.kill(workers[0]["pid"], signal.SIGKILL))
+
+    with pytest.raises(GenerationError, match=r"no shard is left to serve: .*vllm \(rank 0, node [\d.]+\) is gone"):
+        asyncio.run(die())
