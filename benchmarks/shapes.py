@@ -54,18 +54,34 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def _config(shape: str) -> Any:
+    from transformers import Qwen2Config
+
+    vocabulary = 512 if shape == "tiny" else 151936
+    return Qwen2Config(
+        vocab_size=vocabulary, max_position_embeddings=4096, rope_theta=1e6, eos_token_id=258, pad_token_id=256, bos_token_id=None, **SHAPES[shape]
+    )
+
+
+def make_config(shape: str, directory: Path) -> Path:
+    """Writes configuration and tokenizer of a shape without weights, for engines that start with dummy ones."""
+    path = directory / f"{shape}-config"
+    config = _config(shape)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
 def make_model(shape: str, directory: Path, *, seed: int = 0) -> Path:
     """Writes a Qwen2-shaped model with random bfloat16 weights; done once per directory."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     path = directory / shape
     if (path / "config.json").exists():
         return path
     tokenizer = make_tokenizer()
-    vocabulary = 512 if shape == "tiny" else 151936
-    config = Qwen2Config(
-        vocab_size=vocabulary, max_position_embeddings=4096, rope_theta=1e6, eos_token_id=258, pad_token_id=256, bos_token_id=None, **SHAPES[shape]
-    )
+    config = _config(shape)
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen2ForCausalLM(config)

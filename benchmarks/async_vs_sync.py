@@ -1,0 +1,181 @@
+"""Asynchronous against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and samples per second.
+
+    python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--steps 40]
+    python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--work DIR]
+
+`accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps. `throughput`
+trains random weights on responses whose lengths have a long tail (a response ends at one of many stop tokens, so lengths
+are geometric): synchronously with both phases on all GPUs in turn, and asynchronously with half of them for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from shapes import make_model, make_prompts  # noqa: E402
+
+CONFIGS = ROOT / "examples" / "configs"
+SYNC, ASYNC = "grpo_arithmetic_cpu.yaml", "grpo_arithmetic_async_cpu.yaml"
+_VOCABULARY = {"tiny": 512}
+
+
+def run(config: Path, log_dir: Path, overrides: list[str]) -> tuple[Any, float]:
+    """One run of `examples/run_grpo.py`: its metrics and its wall time in seconds."""
+    from nemo_rl.utils.metrics_file import read_metrics
+
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    log_dir.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    line = [
+        sys.executable,
+        str(ROOT / "examples" / "run_grpo.py"),
+        "--config",
+        str(config),
+        *overrides,
+        f"logger.log_dir={log_dir}",
+        "checkpointing.enabled=false",
+    ]
+    with (log_dir / "output.txt").open("w") as output:
+        done = subprocess.run(line, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{config.name} ended with {done.returncode}:\n" + (log_dir / "output.txt").read_text()[-4000:])
+    return read_metrics(log_dir), time.perf_counter() - started
+
+
+def accuracy(args: argparse.Namespace) -> None:
+    """Final validation accuracy of both drivers over seeds."""
+    results: dict[str, list[float]] = {"sync": [], "async": []}
+    for seed in range(args.seeds):
+        for name, config in (("sync", SYNC), ("async", ASYNC)):
+            overrides = [f"policy.model_name={args.model}", f"grpo.max_num_steps={args.steps}", f"grpo.seed={42 + seed}", "logger.monitor_gpus=false"]
+            metrics, seconds = run(CONFIGS / config, Path(args.work) / f"{name}_{seed}", overrides)
+            steps, values = metrics.scalars("validation/accuracy")
+            results[name].append(values[-1])
+            print(f"seed {42 + seed} {name:5s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), {seconds:.0f} s", flush=True)
+    print(f"\n{'':6s} {'mean':>7s} {'lowest':>7s} {'highest':>7s}")
+    for name, values in results.items():
+        print(f"{name:6s} {statistics.mean(values):7.3f} {min(values):7.3f} {max(values):7.3f}")
+    print("RESULT " + json.dumps(results))
+
+
+def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, *, asynchronous: bool) -> dict[str, Any]:
+    """One contender's configuration."""
+    length = args.prompt_tokens + args.new_tokens
+    vocabulary = _VOCABULARY.get(args.shape, 151936)
+    ends = max(1, round(vocabulary / args.mean_tokens))
+    colocated = {"enabled": False, "resources": {"gpus_per_node": args.gpus // 2}} if asynchronous else {"enabled": True}
+    return {
+        "grpo": {
+            "num_prompts_per_step": args.prompts,
+            "num_generations_per_prompt": args.generations,
+            "max_num_steps": args.steps,
+            "max_num_epochs": 100,
+            "val_period": 0,
+            "async_grpo": {
+                "enabled": asynchronous,
+                "max_trajectory_age_steps": args.age,
+                "in_flight_weight_updates": True,
+                "recompute_kv_cache_after_weight_updates": False,
+            },
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True},
+        "policy": {
+            "model_name": str(model),
+            "precision": "bfloat16" if args.device == "cuda" else "float32",
+            "max_total_sequence_length": length,
+            "train_global_batch_size": args.prompts * args.generations,
+            "train_micro_batch_size": 4,
+            "tokenizer": {"chat_template": None},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "weight_decay": 0.0}},
+            "scheduler": None,
+            "sequence_packing": {"enabled": True, "train_mb_tokens": 16384, "logprob_mb_tokens": 32768},
+            "generation": {
+                "max_new_tokens": args.new_tokens,
+                "stop_token_ids": list(range(100, 100 + ends)) if args.shape == "tiny" else list(range(1000, 1000 + ends)),
+                "colocated": colocated,
+                "vllm_cfg": {"gpu_memory_utilization": 0.8 if asynchronous else 0.5, "enable_vllm_metrics_logger": False},
+                "vllm_kwargs": {"max_num_seqs": 512},
+            },
+        },
+        "data": {
+            "num_workers": 0,
+            "max_input_seq_length": args.prompt_tokens,
+            "default": {"prompt_file": None, "env_name": "parity"},
+            "train": {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"},
+        },
+        "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
+        "cluster": {"gpus_per_node": args.gpus, "device": args.device, "cpu_slots": max(2, args.gpus)},
+        "logger": {"monitor_gpus": False},
+    }
+
+
+def throughput(args: argparse.Namespace) -> None:
+    """Samples per second of both drivers, over the steps after the second."""
+    import yaml
+
+    work = Path(args.work)
+    model = make_model(args.shape, work)
+    prompts = make_prompts(args.prompts * (args.steps + args.age + 1), args.prompt_tokens, work / "long_tail.jsonl")
+    rates: dict[str, dict[str, float]] = {}
+    for name, asynchronous in (("sync", False), ("async", True)):
+        config = work / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(throughput_config(args, model, prompts, asynchronous=asynchronous)))
+        metrics, wall = run(config, work / f"logs_{name}", [])
+
+        def later(key: str, metrics: Any = metrics) -> float:
+            values = metrics.scalars(key)[1][2:]
+            return statistics.mean(values) if values else 0.0
+
+        step_s = later("timing/train/total_step_time")
+        rates[name] = {
+            "samples_per_s": args.prompts * args.generations / step_s,
+            "step_s": step_s,
+            "train_s": later("timing/train/policy_training"),
+            "logprob_s": later("timing/train/policy_and_reference_logprobs"),
+            "generation_s": later("timing/train/exposed_generation" if asynchronous else "timing/train/generation"),
+            "refit_s": later("refit/total_s"),
+            "mean_tokens": later("train/mean_gen_tokens_per_sample"),
+            "longest": later("train/max_gen_tokens_per_sample"),
+            "lag": later("train/lag/mean"),
+            "mixed_share": later("train/mixed_share"),
+            "wall_s": wall,
+        }
+        print(f"{name:5s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)
+    print(f"samples per second, async / sync: {rates['async']['samples_per_s'] / rates['sync']['samples_per_s']:.2f}")
+    print("RESULT " + json.dumps(rates))
+
+
+def main() -> None:
+    """Chooses what to measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("accuracy", "throughput"))
+    parser.add_argument("--model", default="results/arithmetic/sft/latest")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--shape", default="0.5b")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--age", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=3968)
+    parser.add_argument("--mean-tokens", type=int, default=600)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--work", default="/tmp/nemo_rl_bench")
+    args = parser.parse_args()
+    (accuracy if args.what == "accuracy" else throughput)(args)
+
+
+if __name__ == "__main__":
+    main()
