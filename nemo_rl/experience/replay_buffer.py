@@ -36,14 +36,14 @@ class BufferedGroup:
 
     Attributes:
         key: Its place in the run.
-        handle: Its token columns in the store.
+        tokens: Its token columns, not yet in the store.
         rows: Its small columns [G].
         metrics: What its rollouts measured.
         generated_at: Version that was published when its generation began.
     """
 
     key: GroupKey
-    handle: Any
+    tokens: BatchedDataDict[Any]
     rows: BatchedDataDict[Any]
     metrics: dict[str, Any] = field(default_factory=dict)
     generated_at: int = 0

@@ -88,7 +88,6 @@ class TrajectoryCollector:
         prompts: Batches of prompts.
         rollouts: Rolls groups out.
         plan: How a step's rollouts are drawn.
-        write: Puts token columns into the store; the handle. Called from worker threads.
         start: Starts a coroutine on the loop where requests are dispatched.
         limits: Bounds.
         record: Run record.
@@ -100,7 +99,6 @@ class TrajectoryCollector:
         prompts: PromptSource,
         rollouts: GroupRollouts,
         plan: Callable[[int], RolloutPlan],
-        write: Callable[[Any], Any],
         start: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
         limits: CollectorLimits,
         record: Record,
@@ -108,13 +106,11 @@ class TrajectoryCollector:
         self._prompts = prompts
         self._rollouts = rollouts
         self._plan = plan
-        self._write = write
         self._start = start
         self._limits = limits
         self._record = record
         self.buffer = ReplayBuffer(limits.max_age)
         self._changed = threading.Condition()
-        self._writing = threading.Lock()
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
         self._restored: list[SavedDraw] = []
@@ -204,7 +200,7 @@ class TrajectoryCollector:
                 self._rolling -= 1
                 with self._changed:
                     self._changed.notify_all()
-            await asyncio.to_thread(self._commit, key, rollout, version)
+            self._commit(key, rollout, version)
             return
 
     def _note_failure(self, key: GroupKey, error: BaseException) -> None:
@@ -220,10 +216,7 @@ class TrajectoryCollector:
 
     def _commit(self, key: GroupKey, rollout: Rollout, version: int) -> None:
         rows = rollout.columns.rows
-        # Stores take one call at a time.
-        with self._writing:
-            handle = self._write(rollout.columns.tokens)
-        group = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
+        group = BufferedGroup(key, rollout.columns.tokens, rows, dict(rollout.metrics), version)
         self._record.emit(GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum())))
         with self._changed:
             self.buffer.add(group)

@@ -41,6 +41,7 @@ SMALL = (
     "grpo.val_at_end=false",
     "grpo.max_num_epochs=1",
     "grpo.max_num_steps=5",
+    "loss_fn.reference_policy_kl_penalty=0.0",
     "checkpointing.metric_name=null",
     "checkpointing.keep_top_k=null",
 )
@@ -80,6 +81,7 @@ class World:
         loader = loader or Loader()
         self.run: Any = SimpleNamespace(
             config=config,
+            tokenizer=SimpleNamespace(pad_token_id=0),
             policy=self,
             generation=self,
             refitter=self,
@@ -89,7 +91,7 @@ class World:
             loss_fn=None,
             train_loader=loader,
             val_loader=None,
-            logger=SimpleNamespace(log_metrics=self.log_metrics, log_dir=tmp_path),
+            logger=SimpleNamespace(log_metrics=self.log_metrics, log_dir=tmp_path, samples_dir=tmp_path),
             checkpointer=SimpleNamespace(finalize_pending=lambda: None),
             state=state or GRPOState(),
             record=MemoryRecord(),

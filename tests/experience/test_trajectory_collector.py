@@ -106,7 +106,6 @@ def collector_of(loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *
         prompts=EpochPrompts(loader or Loader(), batch_size=BATCH, epoch=epoch, max_epochs=1),
         rollouts=rollouts,
         plan=lambda step: RolloutPlan(1, step, GenerationSamplingParams(), RolloutLimits(8, 4, 1)),
-        write=lambda tokens: tokens,
         start=loop.start,
         limits=bounds,
         record=record,
@@ -115,7 +114,7 @@ def collector_of(loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *
 
 
 def prompts_of(groups: list[BufferedGroup]) -> list[int]:
-    return [int(group.handle["prompt"][0]) for group in groups]
+    return [int(group.tokens["prompt"][0]) for group in groups]
 
 
 def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Loop) -> None:
@@ -280,7 +279,7 @@ def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_gr
         resumed.finish_step(step)
     resumed.stop()
     assert sorted(trained) == list(range(len(trained)))
-    assert not {(group.key.target, int(group.handle["prompt"][0])) for group in finished} & set(rollouts.done)
+    assert not {(group.key.target, int(group.tokens["prompt"][0])) for group in finished} & set(rollouts.done)
 
 
 def test_a_position_is_where_the_next_batch_begins() -> None:
@@ -298,7 +297,7 @@ def test_a_position_is_where_the_next_batch_begins() -> None:
 
 def group(target: int, number: int, version: int, attempt: int = 0) -> BufferedGroup:
     rows: BatchedDataDict[Any] = BatchedDataDict(weight_version=torch.tensor([version, version + 1]))
-    return BufferedGroup(GroupKey(target, attempt, number), None, rows)
+    return BufferedGroup(GroupKey(target, attempt, number), BatchedDataDict(), rows)
 
 
 def test_the_buffer_gives_whole_batches_in_order_and_only_once() -> None:

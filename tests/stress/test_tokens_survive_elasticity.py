@@ -153,7 +153,6 @@ def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollecto
         prompts=EpochPrompts(Loader(engines.tokenizer), batch_size=PROMPTS, epoch=0, max_epochs=1),
         rollouts=LiveRollouts(runner, pad_token_id=engines.tokenizer.pad_token_id, multiple=1),
         plan=lambda step: RolloutPlan(SEED, step, sampling, RolloutLimits(64, TOKENS, TURNS)),
-        write=lambda tokens: tokens,
         start=engines.generation.start_on_dispatch_loop,
         limits=CollectorLimits(max_age=1, generations=SAMPLES, last_step=STEPS, stall_s=120.0),
         record=engines.record,

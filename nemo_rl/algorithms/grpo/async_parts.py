@@ -25,7 +25,6 @@ from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, 
 logger = logging.getLogger(__name__)
 
 BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
-_COLUMNS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_versions", "content")
 
 
 def request_timeout_s() -> float:
@@ -51,7 +50,6 @@ def build_collector(run: GRPORun) -> TrajectoryCollector:
         prompts=prompts,
         rollouts=rollouts,
         plan=lambda step: training_plan(run, step),
-        write=run.store.write,
         start=run.generation.start_on_dispatch_loop,
         limits=limits,
         record=run.record,
@@ -67,8 +65,10 @@ def collected_experience(run: GRPORun, collector: TrajectoryCollector, attempt: 
     """
     groups = collector.take(run.state.step, attempt, on_progress)
     rows = BatchedDataDict.from_batches([group.rows for group in groups])
-    metrics = merged_rollout_metrics([group.metrics for group in groups])
-    return Experience(run.store.concat([group.handle for group in groups]), rows, metrics)
+    # One write for the whole batch: stores that lie elsewhere pay per call, not per byte.
+    padding = {"input_ids": run.tokenizer.pad_token_id, "token_versions": -1}
+    tokens = BatchedDataDict.from_batches([group.tokens for group in groups], pad_value_dict=padding)
+    return Experience(run.store.write(tokens), rows, merged_rollout_metrics([group.metrics for group in groups]))
 
 
 def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
     groups = [
         {
             "key": list(group.key),
-            "tokens": run.store.read(group.handle, _COLUMNS).get_dict(),
+            "tokens": group.tokens.get_dict(),
             "rows": group.rows.get_dict(),
             "metrics": group.metrics,
             "generated_at": group.generated_at,
@@ -106,8 +106,7 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
         rows = BatchedDataDict(plain["rows"])
         if key.target < run.state.step or int(rows["weight_version"].min()) < min(oldest, key.target):
             continue
-        handle = run.store.write(BatchedDataDict(plain["tokens"]))
-        groups.append(BufferedGroup(key, handle, rows, plain["metrics"], plain["generated_at"]))
+        groups.append(BufferedGroup(key, BatchedDataDict(plain["tokens"]), rows, plain["metrics"], plain["generated_at"]))
     collector.restore(draws, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
 
