@@ -54,12 +54,13 @@ class Command:
 
     model: Path
     folder: Path
+    config: str = "grpo_arithmetic_cpu.yaml"
 
     def start(self, *overrides: str) -> Any:
         """The process; everything it starts carries a mark of its own."""
         self.mark = uuid.uuid4().hex
         places = [f"policy.model_name={self.model}", f"logger.log_dir={self.folder}/logs", f"checkpointing.checkpoint_dir={self.folder}/checkpoints"]
-        line = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_arithmetic_cpu.yaml", *BASE, *places, *overrides]
+        line = [sys.executable, "examples/run_grpo.py", "--config", f"examples/configs/{self.config}", *BASE, *places, *overrides]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_TEST_RUN": self.mark, "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
         log = open(self.folder / "output.txt", "a")  # noqa: SIM115 - the process writes on
         # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.

@@ -19,7 +19,7 @@ from nemo_rl.utils.record_events import ShardRouted, ShardSlept, ShardUnrouted, 
 from nemo_rl.weight_sync.session import SyncSession
 from tests.models.elastic_engines import Elastic, elastic_engines
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHARDS = 3
 TOLERANCE = 1e-3
