@@ -36,7 +36,7 @@ from tests.models.elastic_engines import Elastic, elastic_engines
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEED = int(os.environ.get("NRL_STRESS_SEED", "1"))
-SHARDS, STEPS, PROMPTS, SAMPLES = 3, 21, 24, 2
+SHARDS, STEPS, PROMPTS, SAMPLES = 2, 21, 24, 2
 TRANSITIONS, TOKENS, TURNS = 100, 24, 2
 TOLERANCE = 1e-3
 

@@ -185,6 +185,9 @@ class ElasticShards:
             WorkerError: A shard sleeps or has no weights.
         """
         wanted = self._check(shards)
+        bad = [shard for shard in wanted if self.state(shard) is ShardState.FAILED]
+        if bad:
+            raise ShardStateError(f"shards {bad} are quarantined and take no requests: {'; '.join(self._dispatcher.failed[shard] for shard in bad)}")
         versions = self.call(wanted, "accept")
         for version in sorted(set(versions)):
             self._dispatcher.record.emit(VersionPublished(version, tuple(s for s, v in zip(wanted, versions, strict=True) if v == version)))
