@@ -165,6 +165,7 @@ def config_of(args: argparse.Namespace, model: Path, cuda: bool) -> Any:
         f"policy.generation.vllm_cfg.tensor_parallel_size={args.tp}",
         f"policy.generation.vllm_cfg.gpu_memory_utilization={args.gpu_memory}",
         "policy.generation.vllm_kwargs.max_num_seqs=256",
+        f"cluster.gpus_per_node={args.tp}",
         "cluster.cpu_slots=4",
     ]
     if cuda:

@@ -17,6 +17,7 @@ from nemo_rl.algorithms.grpo.async_driver import async_grpo_train
 from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.algorithms.grpo.sync_driver import grpo_train
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
@@ -140,7 +141,15 @@ class World:
         )
         return Rollout(RolloutColumns(tokens, columns), {"total_turns": float(rows)})
 
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        groups = [asyncio.run(self.roll_out_group(batch.slice(row, row + SAMPLES), plan)) for row in range(0, batch.size, SAMPLES)]
+        tokens = BatchedDataDict.from_batches([group.columns.tokens for group in groups])
+        return Rollout(RolloutColumns(tokens, BatchedDataDict.from_batches([group.columns.rows for group in groups])), groups[0].metrics)
+
     # refitter
+    def release_device(self) -> None:
+        pass
+
     def bring_to(self, version: int, timer: Any = None, *, recompute_kv: bool = True) -> None:
         self.happened.append(f"refit {version}")
         self.served = version
@@ -242,6 +251,17 @@ def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_boun
     admitted = [event.group_id for event in events(world, GroupAdmitted)]
     assert sorted(trained + dropped) == sorted(admitted) and len(set(admitted)) == len(admitted)
     assert [event.version for event in events(world, StepFinished)] == [1, 2, 3, 4, 5]
+
+
+def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.sync_driver.save_checkpoint", lambda *_, **__: None)
+    world, other = World(tmp_path), World(tmp_path)
+    grpo_train(world.run)
+    async_grpo_train(other.run)
+    assert world.trained == other.trained == list(range(5 * PROMPTS))
+    assert [metrics["reward"] for metrics in world.logged] == [metrics["reward"] for metrics in other.logged]
+    assert world.run.state == other.run.state
+    assert [event.group_id for event in events(world, GroupTrained)] == [event.group_id for event in events(other, GroupTrained)]
 
 
 def test_an_exhausted_loader_ends_the_run_after_its_last_batch(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ class ElasticGeneration:
         staged = targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
         try:
             report = self._run(source, targets, version, staged=staged)
-        except WorkerError:
+        except Exception:
+            # Without staging the engines stand still over weights that may be half new, whatever it was that failed.
             lost = targets.culprits if staged else dict.fromkeys(wanted, "its weights may be half new")
             if lost:
                 self._generation.quarantine(list(lost), "; ".join(sorted(set(lost.values()))))

@@ -1,0 +1,178 @@
+"""Resizing brings back what can come back, in its order, and leaves what cannot asleep or quarantined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.elastic import ElasticGeneration
+from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record_events import SyncFinished, VersionPublished
+from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
+from nemo_rl.weight_sync.layout import TensorMeta
+from nemo_rl.weight_sync.session import SyncOptions
+from tests.weight_sync.models import DictModel, Engines, weights
+
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
+
+
+class Targets(Engines):
+    """Receivers of some shards; one of them may break."""
+
+    def __init__(self, generation: Generation, shards: Sequence[int]) -> None:
+        super().__init__()
+        self._generation = generation
+        self.shards = tuple(shards)
+        self.models = tuple(generation.engines.models[shard] for shard in shards)
+        self.receivers = [generation.engines.receivers[shard] for shard in shards]
+        self.culprits: dict[int, str] = {}
+
+    def staging_fits(self, nbytes: int) -> bool:
+        return self._generation.fits
+
+    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+        broken = [shard for shard in self.shards if shard in self._generation.broken]
+        if broken:
+            self.culprits = dict.fromkeys(broken, "planted: wrong bytes")
+            raise WorkerError("planted")
+        super().receive_window(window, timeout_s)
+
+    def finish(self, version: int, timeout_s: float) -> list[float]:
+        self._generation.happened.append(f"load {list(self.shards)}")
+        super().finish(version, timeout_s)
+        return [0.25] * len(self.shards)
+
+
+class Generation:
+    """Shards that write down what happens to them."""
+
+    def __init__(self, count: int) -> None:
+        self.engines = Engines(*(DictModel() for _ in range(count)))
+        self.states = dict.fromkeys(range(count), ShardState.ACTIVE)
+        self.happened: list[str] = []
+        self.no_memory: set[tuple[int, str]] = set()
+        self.broken: set[int] = set()
+        self.fits = True
+        self.shards = SimpleNamespace(state=self.states.__getitem__, having=lambda *wanted: [s for s, state in self.states.items() if state in wanted])
+
+    def sleep_partial(self, ranks: Sequence[int]) -> None:
+        self.happened.append(f"sleep {list(ranks)}")
+        self.states |= {rank: ShardState.ASLEEP for rank in ranks if self.states[rank] is not ShardState.FAILED}
+
+    def wake_up_partial(self, ranks: Sequence[int], *, skip_activate: bool, tags: Sequence[str]) -> None:
+        self.happened.append(f"wake {tags[0]} {list(ranks)}")
+        short = [rank for rank in ranks if (rank, tags[0]) in self.no_memory]
+        self.states |= {rank: ShardState.INACTIVE for rank in ranks if rank not in short}
+        if short:
+            self.states |= dict.fromkeys(short, ShardState.ASLEEP)
+            raise WorkerError("planted: no memory")
+
+    def activate_dp_ranks(self, ranks: Sequence[int]) -> None:
+        self.happened.append(f"route {list(ranks)}")
+        self.states |= dict.fromkeys(ranks, ShardState.ACTIVE)
+
+    def quarantine(self, ranks: Sequence[int], reason: str) -> None:
+        self.happened.append(f"quarantine {list(ranks)}")
+        self.states |= dict.fromkeys(ranks, ShardState.FAILED)
+
+    def get_model_update_receiver(self, ranks: Sequence[int], *, recompute_kv: bool = True) -> Targets:
+        return Targets(self, ranks)
+
+
+class World:
+    """Generation, a cache of made-up versions, and what resizes the one from the other."""
+
+    def __init__(self, shards: int = 3) -> None:
+        self.builder = CacheBuilder(OPTIONS.bucket_bytes, torch.device("cpu"))
+        self.cache = BucketCache(self._build)
+        self.generation = Generation(shards)
+        self.record = MemoryRecord()
+        self.elastic = ElasticGeneration(self.generation, self.cache, OPTIONS, cuda=False, record=self.record)
+
+    def _build(self, version: int) -> CacheManifest:
+        tensors = weights(float(version))
+        return self.builder.build(version, [TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items()], tensors.items())
+
+    @property
+    def versions(self) -> list[int | None]:
+        return self.generation.engines.versions
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    one = World()
+    yield one
+    one.builder.close()
+
+
+def test_shards_come_back_in_the_order_that_memory_and_versions_need(world: World) -> None:
+    world.cache.build(4)
+    assert world.elastic.shrink([2, 0]).shards == [0, 2]
+    world.generation.happened.clear()
+    resized = world.elastic.expand([0, 1, 2])
+    assert (resized.shards, resized.failed) == ([0, 2], {})
+    assert world.generation.happened == ["wake weights [0, 2]", "load [0, 2]", "wake kv_cache [0, 2]", "route [0, 2]"]
+    assert world.versions == [4, None, 4]
+    world.generation.happened.clear()
+    assert world.elastic.expand([0, 1, 2]).shards == [] and world.generation.happened == []
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_a_shard_without_memory_sleeps_on_and_the_others_come_back(world: World, tag: str) -> None:
+    world.cache.build(1)
+    world.elastic.shrink([0, 1, 2])
+    world.generation.no_memory = {(1, tag)}
+    resized = world.elastic.expand([0, 1, 2])
+    assert resized.shards == [0, 2] and "planted: no memory" in resized.failed[1]
+    assert world.generation.states == {0: ShardState.ACTIVE, 1: ShardState.ASLEEP, 2: ShardState.ACTIVE}
+    world.generation.no_memory.clear()
+    assert world.elastic.expand([1]).shards == [1]
+
+
+def test_a_shard_with_wrong_bytes_is_quarantined_and_the_others_are_synced_again(world: World) -> None:
+    world.cache.build(1)
+    world.elastic.shrink([0, 1, 2])
+    world.generation.broken = {1}
+    resized = world.elastic.expand([0, 1, 2])
+    assert resized.shards == [0, 2] and resized.failed == {1: "planted: wrong bytes"}
+    assert world.generation.states[1] is ShardState.FAILED and world.versions == [1, None, 1]
+    assert [entry.event.outcome for entry in world.record.entries if isinstance(entry.event, SyncFinished)] == ["failed", "done"]
+
+
+def test_a_refresh_reaches_those_that_serve_and_measures_their_pause(world: World) -> None:
+    world.cache.build(1)
+    world.elastic.shrink([1])
+    report = world.elastic.refresh()
+    assert report is not None and report.pauses_s == [0.25, 0.25]
+    assert world.versions == [1, None, 1]
+    assert world.elastic.pause_metrics() == {"pause_s/p50": 0.25, "pause_s/p99": 0.25}
+    assert [entry.event.shards for entry in world.record.entries if isinstance(entry.event, VersionPublished)] == [(0, 2)]
+    world.elastic.shrink([0, 2])
+    assert world.elastic.refresh() is None
+
+
+def test_a_failed_refresh_costs_only_what_it_must(world: World) -> None:
+    world.cache.build(1)
+    world.generation.broken = {2}
+    with pytest.raises(WorkerError, match="planted"):
+        world.elastic.refresh()
+    # The others staged beside their live weights, which still serve.
+    assert world.generation.happened[-1] == "quarantine [2]"
+    world.generation.fits = False
+    world.generation.broken = {0}
+    with pytest.raises(WorkerError, match="planted"):
+        world.elastic.refresh()
+    assert world.generation.happened[-1] == "quarantine [0, 1]"
+
+
+def test_nothing_is_woken_from_an_empty_cache(world: World) -> None:
+    world.elastic.shrink([0])
+    with pytest.raises(CacheError, match="the weight cache is empty; build a version before shards are woken"):
+        world.elastic.expand([0])
+    assert world.generation.states[0] is ShardState.ASLEEP
