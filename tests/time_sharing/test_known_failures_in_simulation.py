@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import pytest
-
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.scenario import parse_scenario
@@ -52,15 +50,16 @@ def _run(scenario: Any, name: str) -> Run:
     return Run(ended, preemptions, {violation.invariant for violation in check(entries)})
 
 
-@pytest.mark.slow
 def test_a_stream_of_narrow_trainings_overtakes_a_wide_one() -> None:
     """Its three GPUs are never free at the same moment, as nothing is kept for it; meanwhile generation on them is evicted in vain."""
-    narrow = [{"name": f"narrow{i}", "train": [i % 2], "infer": [0, 1, 2, 3], "steps": 40, **JOB, "staleness": 2} for i in range(4)]
-    wide = {"name": "wide", "train": [0, 1, 2], "infer": [0, 1, 2, 3], "steps": 3, **JOB, "train_s": 2.0, "arrive_s": 20.0}
+    narrow = [
+        {"name": f"narrow{i}", "train": [i % 2], "infer": [0, 1, 2, 3], "steps": 15, **JOB, "train_s": 16.0, "groups": 2, "staleness": 2} for i in range(4)
+    ]
+    wide = {"name": "wide", "train": [0, 1, 2], "infer": [0, 1, 2, 3], "steps": 3, **JOB, "train_s": 2.0, "groups": 2, "arrive_s": 20.0}
     ours, old = runs(4, [wide, *narrow])
     assert 9 in old.broken and not ours.broken
-    assert old.ended["wide"] > max(old.ended["narrow0"], old.ended["narrow3"]) and ours.ended["wide"] < 200
-    assert old.preemptions > 20 * ours.preemptions
+    assert old.ended["wide"] > 1.5 * ours.ended["wide"]
+    assert old.preemptions > 5 * ours.preemptions
 
 
 def test_newcomers_wait_until_the_incumbents_have_finished() -> None:
