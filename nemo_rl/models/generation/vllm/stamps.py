@@ -64,7 +64,7 @@ class VersionStamps:
         before: dict[str, int] = {}
         while True:
             states = self._engine.output_processor.request_states.values()
-            now = {getattr(state, "external_req_id", None) or state.request_id: state.detokenizer.num_output_tokens() for state in states}
+            now = {getattr(state, "external_req_id", None) or state.request_id: len(state.detokenizer.output_token_ids) for state in states}
             if now == before and self._engine.engine_core.outputs_queue.empty():
                 return now
             before = now

@@ -170,8 +170,7 @@ class VllmGenerationWorker:
         looked_for = (*request.stop_strings, *(self._bad_words or ()))
         if not looked_for:
             return result
-        tokenizer = self._engine.get_tokenizer()
-        return result.first(safe_cut(result.token_ids, looked_for, tokenizer.decode))
+        return result.first(safe_cut(result.token_ids, looked_for, self._engine.output_processor.tokenizer.decode))
 
     def _sampling(self, request: GenerationRequest, limit: int) -> Any:
         from vllm import SamplingParams
@@ -325,10 +324,6 @@ class VllmGenerationWorker:
     async def model_bytes(self) -> list[dict[str, int]]:
         """Bytes of weights and KV cache per rank."""
         return await self._rpc("nrl_model_bytes")
-
-    async def memory_in_use(self) -> list[int]:
-        """Bytes in use per rank."""
-        return await self._rpc("nrl_memory_in_use")
 
     # -- new weights --------------------------------------------------------------------------------------------------
 
