@@ -235,6 +235,6 @@ def test_when_the_last_shard_hangs_its_requests_fail_by_name(engines: Elastic) -
     async def hang() -> None:
         await engines.while_running(engines.requests(24, tokens=48), lambda: os.kill(pid, signal.SIGSTOP))
 
-    with pytest.raises(GenerationError, match=r"no shard is left to serve: .*vllm \(rank 0, node [\d.]+\) is gone while request \w+ ran: "):
+    with pytest.raises(GenerationError, match=r"(?s)no shard is left to serve: .*vllm \(rank 0, node [\d.]+\) is gone while request \w+ ran: "):
         asyncio.run(hang())
     os.kill(pid, signal.SIGKILL)

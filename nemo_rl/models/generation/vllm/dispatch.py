@@ -167,7 +167,7 @@ class Dispatcher:
         try:
             await self._workers[shard].submit.remote(self._client, requests)
         except RayError as error:
-            self.quarantine(shard, str(error))
+            self.quarantine(shard, str(error).partition("\n")[0])
 
     async def _poll(self, shard: int) -> None:
         worker = self._workers[shard]
@@ -180,7 +180,7 @@ class Dispatcher:
                 self.quarantine(shard, f"it hangs: no answer within {self.hang_s:.0f} s")
                 return
             except RayError as error:
-                self.quarantine(shard, str(error))
+                self.quarantine(shard, str(error).partition("\n")[0])
                 return
             for result in results:
                 self._deliver(shard, result)

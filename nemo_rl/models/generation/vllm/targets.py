@@ -101,6 +101,6 @@ class ShardTargets:
         except WorkerError:
             ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_CULPRITS_S)
             failures = {shard: worker_failure(ref, who, what) for shard, ref, who in zip(self.shards, refs, self._identities, strict=True) if ref in ended}
-            self.culprits = {shard: str(failure) for shard, failure in failures.items() if failure is not None}
+            self.culprits = {shard: str(failure).splitlines()[0] for shard, failure in failures.items() if failure is not None}
             self.culprits |= {shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended}
             raise
