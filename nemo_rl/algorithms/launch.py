@@ -128,6 +128,7 @@ def user_errors() -> tuple[type[BaseException], ...]:
     """Errors whose message says all a user needs; anything else keeps its traceback."""
     from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
     from nemo_rl.data.errors import DataError
+    from nemo_rl.data_plane.errors import DataPlaneError
     from nemo_rl.distributed.devices import DeviceUnavailableError
     from nemo_rl.distributed.ray_runtime import RayStartError
     from nemo_rl.distributed.virtual_cluster import ResourceInsufficientError
@@ -146,6 +147,7 @@ def user_errors() -> tuple[type[BaseException], ...]:
     return (
         ConfigError,
         DataError,
+        DataPlaneError,
         DeviceUnavailableError,
         RayStartError,
         ResourceInsufficientError,

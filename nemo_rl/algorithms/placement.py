@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config import ClusterConfig
+from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -60,11 +60,13 @@ def start_policy(
     resume = checkpointer.get_resume_paths(checkpoint) if checkpoint is not None else None
     if resume is not None and resume.optimizer is None:
         logger.warning("resume=fresh_optimizer checkpoint=%s: it has no optimizer state", checkpoint)
-    return Policy(
-        cluster,
-        config.policy,
-        tokenizer,
-        weights_path=str(resume.weights.resolve()) if resume else None,
-        optimizer_path=str(resume.optimizer.resolve()) if resume and resume.optimizer else None,
-        init_reference_model=init_reference_model,
-    )
+    options: dict[str, Any] = {
+        "weights_path": str(resume.weights.resolve()) if resume else None,
+        "optimizer_path": str(resume.optimizer.resolve()) if resume and resume.optimizer else None,
+        "init_reference_model": init_reference_model,
+    }
+    if isinstance(config, MasterConfig) and config.data_plane.enabled:
+        from nemo_rl.models.policy.tq_policy import TQPolicy
+
+        return TQPolicy(cluster, config.policy, tokenizer, dp_cfg=config.data_plane, **options)
+    return Policy(cluster, config.policy, tokenizer, **options)

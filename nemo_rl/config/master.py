@@ -52,7 +52,7 @@ class MasterConfig(RootConfig):
     grpo: GRPOConfig = Field(GRPOConfig(), description="The training loop.")
     env: EnvConfig = Field(EnvConfig(), description="Environments, by name.")
     reward_penalties: Annotated[RewardPenaltiesConfig, NotYet("NeMo-Gym trajectories")] = Field(RewardPenaltiesConfig(), description="Penalties of NeMo-Gym.")
-    data_plane: Annotated[DataPlaneConfig, NotYet("the data plane")] = Field(DataPlaneConfig(), description="Where rollouts live.")
+    data_plane: DataPlaneConfig = Field(DataPlaneConfig(), description="Where rollouts live.")
     weight_sync: WeightSyncConfig = Field(WeightSyncConfig(), description="How weights travel to generation.")
     on_policy_distillation: Annotated[OnPolicyDistillationConfig, NotYet("on-policy distillation")] = Field(
         OnPolicyDistillationConfig(), description="Learning from teachers."

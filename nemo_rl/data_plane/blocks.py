@@ -132,8 +132,7 @@ def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Sequence[str]
         else:
             size = slot.nbytes
             parts = [buffer[offset + steps * n : offset + (steps + size) * n] for buffer, n in zip(rows, lengths, strict=True)]
-            flat = torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.uint8))
-            decoded[slot.column] = Jagged(flat.view(slot.torch_dtype).view(sum(lengths), *slot.shape), tuple(lengths))
+            decoded[slot.column] = Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths))
     return decoded
 
 
@@ -200,8 +199,14 @@ def _placed(layout: Layout) -> list[tuple[Slot, int, int]]:
 
 
 def _rows_of(rows: Sequence[Buffer], slot: Slot, offset: int) -> torch.Tensor:
-    values = np.stack([row[offset : offset + slot.nbytes] for row in rows]) if rows else np.empty((0, slot.nbytes), np.uint8)
-    return torch.from_numpy(values.reshape(-1)).view(slot.torch_dtype).view(len(rows), *slot.shape)
+    return _typed([row[offset : offset + slot.nbytes] for row in rows], slot, len(rows))
+
+
+def _typed(parts: Sequence[Buffer], slot: Slot, values: int) -> torch.Tensor:
+    """The bytes of `values` values as a tensor."""
+    if not values * slot.nbytes:
+        return torch.empty((values, *slot.shape), dtype=slot.torch_dtype)
+    return torch.from_numpy(np.concatenate(parts)).view(slot.torch_dtype).view(values, *slot.shape)
 
 
 def _encode_object(name: str, row: int, value: Any) -> Buffer:

@@ -6,6 +6,7 @@ a client that stores nothing.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import DataPlaneConfig
@@ -15,6 +16,8 @@ from nemo_rl.data_plane.observability import MetricsDataPlaneClient, log_event
 
 if TYPE_CHECKING:
     from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
+
+logger = logging.getLogger(__name__)
 
 _IMPLEMENTATIONS = ("transfer_queue",)
 _BACKENDS = ("simple", "mooncake_cpu")
@@ -48,4 +51,9 @@ def build_data_plane_client(cfg: DataPlaneConfig | None, *, bootstrap: bool = Tr
     if address is None:
         raise ValueError("attaching to a data plane (bootstrap=False) needs the address of the client that started it; or pass that client on, it pickles")
     client = StoredClient(address.connect, poll_s=cfg.claim_meta_poll_interval_s, full_wait_s=cfg.full_wait_s, on_close=on_close)
-    return MetricsDataPlaneClient(client, on_event=log_event) if cfg.observability.enabled else client
+    if not cfg.observability.enabled:
+        return client
+    counted = MetricsDataPlaneClient(client, on_event=log_event)
+    if bootstrap:
+        logger.info("data_plane=metrics driver=http://%s/metrics", counted.serve_metrics())
+    return counted

@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
+from nemo_rl.data_plane.metrics_endpoint import MetricsEndpoint
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self.inner = inner
         self._on_event = on_event or _ignore
         self._counts = _Counts()
+        self._endpoint: MetricsEndpoint | None = None
+
+    def serve_metrics(self, port: int = 0) -> str:
+        """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`."""
+        if self._endpoint is None:
+            self._endpoint = MetricsEndpoint(self.prometheus_text, port=port)
+        return self._endpoint.address
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process counts what goes through it there.
@@ -55,6 +63,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._counts = _Counts()
+        self._endpoint = None
 
     def snapshot(self) -> dict[str, float]:
         """The counters since this client was made, bytes as they were before encoding."""
@@ -171,6 +180,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     def close(self) -> None:
         """See `DataPlaneClient`."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
         self._observed("close", "", 0, self.inner.close)
 
 

@@ -35,7 +35,8 @@ class FieldSchema:
         name: Column name.
         axis: What it has one value of.
         dtype: Name of its torch dtype where it is always the same.
-        pad_with_token: Padded with the tokenizer's pad id instead of 0.
+        pad: What it is padded with.
+        pad_with_token: Padded with the tokenizer's pad id instead.
         producer: The stage that writes it.
         consumers: Who reads it by default.
     """
@@ -43,6 +44,7 @@ class FieldSchema:
     name: str
     axis: Axis
     dtype: str | None = None
+    pad: int = 0
     pad_with_token: bool = False
     producer: str = "rollout"
     consumers: frozenset[Consumer] = frozenset()
@@ -60,6 +62,7 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("prev_logprobs", Axis.TOKEN, "float32", producer="prev_lp", consumers=_TRAIN),
         FieldSchema("reference_policy_logprobs", Axis.TOKEN, "float32", producer="ref_lp", consumers=_TRAIN),
         FieldSchema("advantages", Axis.TOKEN, "float32", producer="advantages", consumers=_TRAIN),
+        FieldSchema("token_versions", Axis.TOKEN, "int32", pad=-1),
         FieldSchema("token_mask", Axis.TOKEN, consumers=_ALL),
         FieldSchema("sample_mask", Axis.ROW, "float32", consumers=_ALL),
         FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
@@ -114,7 +117,7 @@ def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool)
 
 def pad_values(pad_token_id: int) -> dict[str, int]:
     """Padding of each column that is not padded with 0."""
-    return {name: pad_token_id for name, field in SCHEMA.items() if field.pad_with_token}
+    return {name: pad_token_id if field.pad_with_token else field.pad for name, field in SCHEMA.items() if field.pad_with_token or field.pad}
 
 
 def is_token_column(name: str) -> bool:

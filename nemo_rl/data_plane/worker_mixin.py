@@ -39,9 +39,9 @@ class TQWorkerMixin:
 
     # -- what the backend says ----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _local_coords(self) -> Mapping[str, int]:
-        """This rank's position along every axis."""
+        """This rank's position along every axis. There is no default: a wrong one would make every rank write."""
+        raise NotImplementedError(f"{type(self).__name__} does not say where its rank sits")
 
     def _make_replica_group(self) -> dist.ProcessGroup | None:
         """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None when there is one."""

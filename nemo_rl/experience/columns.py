@@ -6,6 +6,7 @@ store. Invariant: token columns are aligned and right-padded to one width; row c
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,22 @@ def _training_messages(trajectory: Trajectory, token_versions: bool) -> list[dic
             message["token_versions"] = versions[start : start + count] if trained else torch.full((count,), -1, dtype=torch.int32)
             start += count if trained else 0
     return messages
+
+
+def mint_ids(groups: Sequence[int]) -> list[str]:
+    """Row ids: one random name per prompt, and the number of the sample within it.
+
+    Args:
+        groups: Each row's prompt.
+    """
+    names: dict[int, str] = {}
+    counts: dict[int, int] = {}
+    ids: list[str] = []
+    for group in groups:
+        name = names.setdefault(group, uuid.uuid4().hex)
+        counts[group] = counts.get(group, -1) + 1
+        ids.append(f"{name}_g{counts[group]}")
+    return ids
 
 
 def _training_message(message: dict[str, Any]) -> dict[str, Any]:

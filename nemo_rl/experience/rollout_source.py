@@ -25,10 +25,11 @@ class RecordingError(FileNotFoundError):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Columns of a generation batch and its rollout metrics."""
+    """Columns of a generation batch, its rollout metrics, and events for the run record where it was made in another process."""
 
     columns: RolloutColumns
     metrics: dict[str, Any]
+    events: tuple[Any, ...] = ()
 
 
 class RolloutSource(Protocol):

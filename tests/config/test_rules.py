@@ -36,7 +36,7 @@ NOT_BUILT = [
     "env.should_use_nemo_gym=true",
     "on_policy_distillation.enabled=true",
     "policy.generation.refit_transport=nixl",
-    "data_plane.enabled=true",
+    "data_plane.controller_address=10.0.0.1:5000",
     "async_rl={max_inflight_prompts: 4}",
     "reward_penalties.penalize_empty_final_answer=true",
 ]
@@ -49,6 +49,8 @@ def test_what_is_not_built_yet_is_refused_by_its_dotted_name(override: str) -> N
 
 
 ACCEPTED = [
+    ["data_plane.enabled=true"],
+    ["data_plane.enabled=true", "data_plane.backend=mooncake_cpu", "data_plane.global_segment_size=null"],
     ["policy.generation.vllm_cfg.async_engine=false"],
     ["policy.generation.vllm_cfg.async_engine=true"],
     ["policy.dtensor_cfg._v2=false"],

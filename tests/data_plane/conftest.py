@@ -12,6 +12,7 @@ import pytest
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import DataPlaneClient, build_data_plane_client
 from nemo_rl.data_plane.adapters.memory import MemoryStorage
+from nemo_rl.data_plane.adapters.mooncake import load_mooncake
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.errors import MooncakeUnavailableError
 
@@ -24,14 +25,21 @@ def plane_config(backend: str, **options: Any) -> DataPlaneConfig:
     return DataPlaneConfig(**({"enabled": True, "backend": backend, "claim_meta_poll_interval_s": 0.02} | sizes | options))
 
 
-def start(backend: str, **options: Any) -> DataPlaneClient:
-    """A client with a system of its own; a backend that this machine cannot run skips the test and says why."""
+def require_mooncake() -> None:
+    """Skips the test where Mooncake cannot be loaded, and says why; fails it where the machine is meant to have it."""
     try:
-        return build_data_plane_client(plane_config(backend, **options))
+        load_mooncake()
     except MooncakeUnavailableError as error:
         if os.environ.get("NRL_REQUIRE_MOONCAKE"):
             raise
-        pytest.skip(f"mooncake_cpu does not run here: {error}")
+        pytest.skip(f"mooncake_cpu did not run: {error}")
+
+
+def start(backend: str, **options: Any) -> DataPlaneClient:
+    """A client with a system of its own."""
+    if backend == "mooncake_cpu":
+        require_mooncake()
+    return build_data_plane_client(plane_config(backend, **options))
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +62,7 @@ def shared_clients(request: pytest.FixtureRequest) -> Iterator[Callable[[str], D
         each.close()
 
 
-BACKENDS = ["memory"]
+BACKENDS = ["memory", pytest.param("simple", marks=pytest.mark.ray), pytest.param("mooncake_cpu", marks=pytest.mark.ray)]
 
 
 @pytest.fixture(params=BACKENDS)

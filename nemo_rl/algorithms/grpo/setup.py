@@ -33,20 +33,22 @@ from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
+from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
-from nemo_rl.experience.rollouts import RolloutRunner
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
+from nemo_rl.experience.store import ExperienceStore, InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.load import model_config
 from nemo_rl.models.dtensor.parallelize import check_divisible
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.optimizer import check_names
+from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir
 from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.record import Record, RecordWriter
+from nemo_rl.utils.record import MemoryRecord, Record, RecordWriter
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,17 @@ def _build(
         generation.wait_until_started()
         seconds["vllm_init_time_s"] = time.monotonic() - began
         refitter = Refitter(policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"))
-    train_source, val_source = _sources(config, tokenizer, generation, datasets, actors, record)
+    # Rollouts of a run on the data plane happen in an actor, which reaches the engines on its own and hands its events over.
+    on_plane = isinstance(policy, TQPolicy)
+    reached: RolloutGenerator | None = generation.for_other_process() if on_plane and generation is not None else generation
+    events = MemoryRecord()
+    train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events if on_plane else record)
+    store: ExperienceStore[Any] = InProcessStore(tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
+    if isinstance(policy, TQPolicy):
+        plane = DataPlaneStore(policy.dp_client, tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
+        undo.callback(plane.close)
+        train_source, val_source = plane.rollouts(train_source, val_source, events, record)
+        store = plane
     return GRPORun(
         config=config,
         tokenizer=tokenizer,
@@ -171,7 +183,7 @@ def _build(
         refitter=refitter,
         rollouts=train_source,
         validation_rollouts=val_source,
-        store=InProcessStore(tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by),
+        store=store,
         loss_fn=make_loss(config.loss_fn),
         train_loader=loaders[0],
         val_loader=loaders[1],
@@ -274,7 +286,7 @@ def _start_generation(config: MasterConfig, cluster: RayVirtualCluster | None, t
 
 
 def _sources(
-    config: MasterConfig, tokenizer: Any, generation: VllmGeneration | None, datasets: TaskDatasets, actors: dict[str, Any], record: Record
+    config: MasterConfig, tokenizer: Any, generation: RolloutGenerator | None, datasets: TaskDatasets, actors: dict[str, Any], record: Record
 ) -> tuple[RolloutSource, RolloutSource | None]:
     def live(env_of_task: dict[str, str], trained: Record | None = None) -> LiveRollouts:
         environments = {}

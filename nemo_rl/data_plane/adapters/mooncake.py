@@ -53,10 +53,7 @@ def load_mooncake() -> None:
     Raises:
         MooncakeUnavailableError: The package or a shared library is missing.
     """
-    if "mooncake.store" in sys.modules:
-        return
-    for name in _NATIVE:
-        _load_native(name)
+    load_native_libraries()
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -64,13 +61,15 @@ def load_mooncake() -> None:
         raise MooncakeUnavailableError(f"data_plane.backend=mooncake_cpu: {what} is missing: {error}; {_HINT}") from error
 
 
-def _load_native(name: str) -> None:
-    for candidate in (str(native_folder() / name), name):
-        try:
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
-            return
-        except OSError as error:
-            logger.debug("library=%s not_loaded=%s", candidate, error)
+def load_native_libraries() -> None:
+    """Loads what Mooncake needs, where it lies unpacked. Must come before `transfer_queue` is imported, which looks for Mooncake once and never again."""
+    for name in _NATIVE:
+        unpacked = native_folder() / name
+        if unpacked.exists():
+            try:
+                ctypes.CDLL(str(unpacked), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                logger.warning("library=%s not_loaded=%s", unpacked, error)
 
 
 def prepare_process(config: Any) -> None:

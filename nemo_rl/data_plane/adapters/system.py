@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.config import DataPlaneConfig
+from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, start_master
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
 from nemo_rl.data_plane.errors import DataPlaneError
 
@@ -53,6 +54,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     """
     import ray
 
+    load_native_libraries()
     try:
         from transfer_queue.controller import TransferQueueController
     except ImportError as error:
@@ -60,7 +62,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     name = f"nemo_rl.data_plane-{uuid.uuid4().hex[:12]}"
     mooncake = cfg.backend == "mooncake_cpu"
     with ExitStack() as undo:
-        overlay = _mooncake_overlay(cfg, undo) if mooncake else {}
+        overlay = start_master(cfg, undo) if mooncake else {}
         actor_class: Any = TransferQueueController
         from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
@@ -121,12 +123,6 @@ def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: Any) -> str:
     if cfg.backend == "simple":
         ray.get(controller.register_storage_units_for_metrics.remote(dict(config.backend.SimpleStorage.zmq_info)), timeout=_START_TIMEOUT_S)
     return str(endpoint)
-
-
-def _mooncake_overlay(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
-    from nemo_rl.data_plane.adapters.mooncake import start_master
-
-    return start_master(cfg, undo)
 
 
 def _kill(actor: Any) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, prepare_process
 from nemo_rl.data_plane.client import StorageFull
 from nemo_rl.data_plane.errors import DataPlaneError, DataPlaneTimeout, MissingRowsError
 from nemo_rl.data_plane.interfaces import Located
@@ -86,10 +87,9 @@ class TransferQueueStorage:
     def __init__(self, address: TransferQueueAddress) -> None:
         self._timeout_s = address.timeout_s
         self._mooncake = address.mooncake
+        load_native_libraries()
         config, self.endpoints = fetch_config(address.controller)
         if address.mooncake:
-            from nemo_rl.data_plane.adapters.mooncake import prepare_process
-
             prepare_process(config)
         from transfer_queue.client import AsyncTransferQueueClient
 
@@ -152,11 +152,20 @@ class TransferQueueStorage:
         ids = list(sample_ids)
         what = f"clearing {len(ids)} rows of partition {partition_id!r}"
         meta = self._run(what, lambda: self._client.async_kv_retrieve_meta(ids, partition_id, create=False))
-        if meta.size:
-            self._run(what, lambda: self._clear(meta, partition_id, ids))
+        if meta.size and self._mooncake:
+            self._run(what, lambda: self._clear_every_block(meta, partition_id))
+        elif meta.size:
+            self._run(what, lambda: self._client.async_clear_samples(meta))
 
-    async def _clear(self, meta: Any, partition_id: str, ids: list[str]) -> None:
-        await self._client.async_clear_samples(meta)
+    async def _clear_every_block(self, meta: Any, partition_id: str) -> None:
+        """Clears rows of a key-value storage, which drops only the fields it is told, and is told only those that all rows have."""
+        whole = await self._client._get_partition_meta(partition_id)
+        wanted = set(meta.global_indexes)
+        rows = whole.select_samples([index for index, row in enumerate(whole.global_indexes) if row in wanted])
+        if rows.field_names:
+            await self._client.async_clear_samples(rows)
+        else:
+            await self._client._clear_meta_in_controller(rows)
 
     def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """See `Storage`."""
@@ -168,6 +177,9 @@ class TransferQueueStorage:
         if not self._open:
             return
         self._open = False
+        if self._mooncake:
+            # While its master still answers.
+            self._manager.storage_client.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
         self._client.close()

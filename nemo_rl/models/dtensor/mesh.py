@@ -99,3 +99,19 @@ class ParallelMesh:
         """Sum over the ranks that see different samples; the same on every one of them."""
         dist.all_reduce(values, group=self.data_mesh.get_group())
         return values
+
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis, under the names that drivers use."""
+        return {
+            "data_parallel": self.data_mesh.get_local_rank(),
+            "context_parallel": self.mesh.get_local_rank("cp"),
+            "tensor_parallel": self.mesh.get_local_rank("tp"),
+        }
+
+    def make_replica_group(self) -> dist.ProcessGroup | None:
+        """A host-side group of the ranks that see the same samples as this one, None where there is no other. Collective: called on all ranks."""
+        if self.sizes.cp * self.sizes.tp == 1:
+            return None
+        together = self.mesh.mesh.reshape(-1, self.sizes.cp * self.sizes.tp).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(together, backend="gloo")
+        return group if isinstance(group, dist.ProcessGroup) else None

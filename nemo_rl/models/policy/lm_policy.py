@@ -121,17 +121,22 @@ class Policy(PolicyInterface):
         """See `shard_batch`."""
         return shard_batch(data, self.cfg, self.data_parallel_size, batch_size, training=training)
 
-    def _run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
+    def _run_sharded(self, method: str, shards: Sequence[Any], *, argument: str = "data", **common: Any) -> list[Any]:
         future = self.worker_group.run_all_workers_sharded_data(
-            method, in_sharded_axes=("data_parallel",), replicate_on_axes=_REPLICAS, output_is_replicated=_REPLICAS, common_kwargs=common, data=list(shards)
+            method,
+            in_sharded_axes=("data_parallel",),
+            replicate_on_axes=_REPLICAS,
+            output_is_replicated=_REPLICAS,
+            common_kwargs=common,
+            **{argument: list(shards)},
         )
         return self.worker_group.get_all_worker_results(future)
 
     def _score(self, method: str, data: BatchedDataDict[Any], timer: Timer | None, **common: Any) -> BatchedDataDict[Any]:
         columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
-        with _timed(timer, f"{method}/shard_data"):
+        with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
-        with _timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+        with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
             results = self._run_sharded(method, shards, **common)
         merged = BatchedDataDict.from_batches(results)
         return merged if order is None else merged.reorder_data(order)
@@ -168,17 +173,20 @@ class Policy(PolicyInterface):
             ValueError: The batch does not divide into global batches over the data-parallel ranks.
             WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
         """
-        gbs = gbs or self.cfg.train_global_batch_size
-        mbs = mbs or self.cfg.train_micro_batch_size
-        if data.size % gbs:
-            raise ValueError(f"{data.size} samples do not divide into global batches of policy.train_global_batch_size={gbs}")
-        with _timed(timer, "policy_training/sharding_data"):
+        gbs, mbs = self._batch_sizes(data.size, gbs, mbs)
+        with timed(timer, "policy_training/sharding_data"):
             shards, _ = self.shard(data, gbs, training=True)
-        with _timed(timer, "policy_training/submit_training_futures"):
+        with timed(timer, "policy_training/submit_training_futures"):
             results = self._run_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
         result = self._aggregate(results)
         self._add_flops(result, data["input_lengths"].tolist(), training=not eval_mode)
         return result
+
+    def _batch_sizes(self, samples: int, gbs: int | None, mbs: int | None) -> tuple[int, int]:
+        gbs = gbs or self.cfg.train_global_batch_size
+        if samples % gbs:
+            raise ValueError(f"{samples} samples do not divide into global batches of policy.train_global_batch_size={gbs}")
+        return gbs, mbs or self.cfg.train_micro_batch_size
 
     def _add_flops(self, result: TrainResult, lengths: Sequence[int], *, training: bool) -> None:
         """Adds the step's floating-point operations and the devices' peak, where both are known."""
@@ -195,9 +203,9 @@ class Policy(PolicyInterface):
 
     def train_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
         """Adds a chunk of samples to the open step; it must divide over the data-parallel ranks."""
-        with _timed(timer, "policy_training/sharding_data"):
+        with timed(timer, "policy_training/sharding_data"):
             shards, _ = self.shard(data, None, training=True)
-        with _timed(timer, "policy_training/submit_microbatch_futures"):
+        with timed(timer, "policy_training/submit_microbatch_futures"):
             self._run_sharded("train_microbatches", shards)
 
     def finish_train_step(self) -> TrainResult:
@@ -355,32 +363,33 @@ def shard_batch(
     Returns:
         One shard per rank, and the permutation that restores the caller's order (None: none needed).
     """
-    packing, dynamic = config.sequence_packing, config.dynamic_batching
-    if dynamic.enabled:
-        return data.shard_by_batch_size(
-            ranks,
-            batch_size=batch_size,
-            dynamic_batching_args={
-                "max_tokens_per_microbatch": dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens,
-                "sequence_length_round": dynamic.sequence_length_round,
-                "input_key": "input_ids",
-                "input_lengths_key": "input_lengths",
-            },
-        )
-    if packing.enabled:
-        return data.shard_by_batch_size(
-            ranks,
-            batch_size=batch_size,
-            sequence_packing_args={
-                "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
-                "algorithm": packing.algorithm,
-                "microbatch_order": packing.microbatch_order,
-                "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
-                "input_key": "input_ids",
-                "input_lengths_key": "input_lengths",
-            },
-        )
+    arguments = microbatch_arguments(config, training=training)
+    if arguments:
+        return data.shard_by_batch_size(ranks, batch_size=batch_size, **arguments)
     return data.shard_by_batch_size(ranks, batch_size=batch_size), None
+
+
+def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, Any]:
+    """How the configuration forms microbatches, as the keyword argument that sharding takes; none for equal ones.
+
+    Args:
+        config: The policy section.
+        training: Whether the token budgets of training apply, or those of log-probability passes.
+    """
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    if dynamic.enabled:
+        tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
+        return {"dynamic_batching_args": {"max_tokens_per_microbatch": tokens, "sequence_length_round": dynamic.sequence_length_round, **keys}}
+    if packing.enabled:
+        arguments = {
+            "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
+            "algorithm": packing.algorithm,
+            "microbatch_order": packing.microbatch_order,
+            "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
+        }
+        return {"sequence_packing_args": arguments | keys}
+    return {}
 
 
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
@@ -390,5 +399,5 @@ def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
     return NamedSharding(np.arange(world).reshape(world // (tp * cp), cp, tp), _AXES)
 
 
-def _timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
+def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
     return nullcontext() if timer is None else cast(Callable[[str], AbstractContextManager[Any]], timer.time)(label)

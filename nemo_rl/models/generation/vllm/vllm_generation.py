@@ -27,6 +27,7 @@ from nemo_rl.models.generation.interfaces import (
     results_to_batch,
 )
 from nemo_rl.models.generation.router import Router
+from nemo_rl.models.generation.vllm.detached import DetachedGenerator
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.engine_args import engine_spec
 from nemo_rl.models.generation.vllm.shards import ElasticShards
@@ -139,6 +140,11 @@ class VllmGeneration(GenerationInterface):
     def start_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the dispatcher's own loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def for_other_process(self) -> DetachedGenerator:
+        """What another process needs to send requests to these shards; it can be pickled."""
+        names = [str(identity) for identity in self.group.identities]
+        return DetachedGenerator(self.group.workers, names, self.cfg.router, self._request_timeout_s)
 
     def _requests(self, data: BatchedDataDict[Any], greedy: bool) -> list[GenerationRequest]:
         sampling = self.default_sampling(greedy=greedy)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.devices import CPU, CUDA, device_name, device_uuid, free_memory, memory_in_use, synchronize
 from nemo_rl.loss.interfaces import LossFunction
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 _STAGING_SHARE = 0.3
 
 
-class DTensorPolicyWorker:
+class DTensorPolicyWorker(TQWorkerMixin):
     """One rank.
 
     Args:
@@ -102,6 +103,12 @@ class DTensorPolicyWorker:
             shape = None
         device = self.mesh.device
         return {"device": device_uuid(device), "device_name": device_name(device), "rank": self.mesh.rank, "pid": os.getpid(), "shape": shape}
+
+    def _local_coords(self) -> dict[str, int]:
+        return self.mesh.coordinates()
+
+    def _make_replica_group(self) -> torch.distributed.ProcessGroup | None:
+        return self.mesh.make_replica_group()
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
@@ -353,10 +360,11 @@ class DTensorPolicyWorker:
         }
 
     def shutdown(self) -> None:
-        """Leaves the process groups."""
+        """Leaves the data plane and the process groups."""
         self.writer.wait()
         if self._cache is not None:
             self._cache.close()
+        self.close_data_plane()
         synchronize(self.mesh.device)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,0 +1,205 @@
+"""What the data plane costs: the columns of one step through it, through TransferQueue used directly, and through Ray's object store.
+
+    python benchmarks/data_plane.py [--rows 512] [--tokens 1000] [--backend simple|mooncake_cpu] [--repeats 5]
+    python benchmarks/data_plane.py --driver      bytes and memory of the driver per step, at 1, 4 and 16 times the sequence length
+
+The sequence is a step's: the rollout's write, the fetch for log-probabilities, two write-backs, advantages, the fetch for
+training. Encoding and decoding count; every way must give the same padded tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import cloudpickle
+import psutil
+import ray
+import torch
+
+from nemo_rl.config import DataPlaneConfig
+from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client
+from nemo_rl.data_plane.adapters.memory import MemoryStorage
+from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.data_plane.codec import pack_jagged_fields
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.data_plane.sharding import shard_meta_for_dp
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
+from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.utils.record import MemoryRecord
+
+Columns = dict[str, torch.Tensor]
+ROLLOUT = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")
+PAD = {"input_ids": 7}
+
+
+def step_columns(rows: int, tokens: int) -> Columns:
+    """Columns of a step; lengths lie within a tenth of `tokens`."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(int(tokens * 0.9), int(tokens * 1.1) + 1, (rows,), generator=draw)
+    width = int(lengths.max())
+    real = torch.arange(width) < lengths[:, None]
+    logprobs = {
+        name: torch.randn(rows, width, generator=draw) * real for name in ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages")
+    }
+    ids = torch.randint(0, 150_000, (rows, width), generator=draw).masked_fill(~real, PAD["input_ids"])
+    return {"input_ids": ids, "input_lengths": lengths, "token_mask": real.long(), "sample_mask": torch.ones(rows), **logprobs}
+
+
+def through_the_plane(client: Any, columns: Columns) -> tuple[float, Columns]:
+    """Seconds of a step, and what training fetched."""
+    lengths = columns["input_lengths"].tolist()
+    width = columns["input_ids"].shape[1]
+    ids = [f"{uuid.uuid4().hex}_g0" for _ in lengths]
+    started = time.perf_counter()
+    client.put_padded(ids, "train", {name: columns[name] for name in ROLLOUT}, lengths)
+    client.get_padded(ids, "train", LP_SEED_FIELDS, width=width, pad_value_dict=PAD)
+    for name in ("prev_logprobs", "reference_policy_logprobs"):
+        client.put_padded(ids, "train", {name: columns[name]}, lengths)
+    client.put_padded(ids, "train", {name: columns[name] for name in ("advantages", "sample_mask")}, lengths)
+    fetched = client.get_padded(ids, "train", DP_TRAIN_FIELDS, width=width, pad_value_dict=PAD)
+    seconds = time.perf_counter() - started
+    client.clear_samples(ids, "train")
+    return seconds, dict(fetched)
+
+
+def directly(columns: Columns) -> tuple[float, Columns]:
+    """The same through TransferQueue's own key-value functions, one field per column, jagged."""
+    import transfer_queue
+
+    lengths, width = columns["input_lengths"], columns["input_ids"].shape[1]
+    ids = [f"{uuid.uuid4().hex}_g0" for _ in lengths]
+
+    def put(*names: str) -> None:
+        transfer_queue.kv_batch_put(ids, "train", pack_jagged_fields({name: columns[name] for name in names}, lengths=lengths))
+
+    def get(names: list[str]) -> Columns:
+        found = transfer_queue.kv_batch_get(ids, "train", names)
+        return {name: _dense(found[name], width, PAD.get(name, 0), rows_only=columns[name].ndim == 1) for name in names}
+
+    started = time.perf_counter()
+    put(*ROLLOUT)
+    get(LP_SEED_FIELDS)
+    put("prev_logprobs")
+    put("reference_policy_logprobs")
+    put("advantages", "sample_mask")
+    fetched = get(DP_TRAIN_FIELDS)
+    seconds = time.perf_counter() - started
+    transfer_queue.kv_clear(ids, "train")
+    return seconds, fetched
+
+
+def _dense(value: torch.Tensor, width: int, pad: int, *, rows_only: bool) -> torch.Tensor:
+    if rows_only:
+        return (torch.stack(list(value.unbind())) if value.is_nested else value).flatten()
+    return torch.nested.to_padded_tensor(value, pad, (len(value.unbind()), width)) if value.is_nested else value
+
+
+def through_rays_object_store(columns: Columns) -> tuple[float, Columns]:
+    """The same as padded tensors in Ray's object store, which gives mappings of shared memory instead of copies."""
+    started = time.perf_counter()
+    held = [ray.put({name: columns[name] for name in ROLLOUT})]
+    ray.get(held[0])
+    for names in (("prev_logprobs",), ("reference_policy_logprobs",), ("advantages", "sample_mask")):
+        held.append(ray.put({name: columns[name] for name in names}))
+    fetched: Columns = {}
+    for part in ray.get(held):
+        fetched |= part
+    return time.perf_counter() - started, fetched
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Best of several, each way in turn, so that a busy machine is busy for all."""
+    import transfer_queue
+
+    columns = step_columns(args.rows, args.tokens)
+    sizes = {"global_segment_size": args.segment_gib << 30, "local_buffer_size": 1 << 28} if args.backend == "mooncake_cpu" else {}
+    client = build_data_plane_client(DataPlaneConfig(enabled=True, backend=args.backend, **sizes))
+    transfer_queue.init()
+    ways: dict[str, Callable[[], tuple[float, Columns]]] = {
+        f"data plane ({args.backend})": lambda: through_the_plane(client, columns),
+        "TransferQueue, one field per column": lambda: directly(columns),
+        "ray.put / ray.get": lambda: through_rays_object_store(columns),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(args.repeats):
+        for name, way in ways.items():
+            took, fetched = way()
+            seconds[name].append(took)
+            wrong = [column for column in DP_TRAIN_FIELDS if not torch.equal(fetched[column], columns[column])]
+            if wrong:
+                raise SystemExit(f"{name}: columns {wrong} came back changed")
+    moved = sum(columns[name].nbytes for names in (ROLLOUT, LP_SEED_FIELDS, DP_TRAIN_FIELDS, DP_TRAIN_FIELDS[-3:]) for name in names) / 1e6
+    best = {name: min(values) for name, values in seconds.items()}
+    direct = best["TransferQueue, one field per column"]
+    print(
+        f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of {args.repeats}; {os.cpu_count()} cores, {platform.processor()}"
+    )
+    print("| way | s a step | MB/s | against TransferQueue directly |\n|---|---|---|---|")
+    for name, value in best.items():
+        print(f"| {name} | {value:.3f} | {moved / value:.0f} | {direct / value:.2f}x |")
+    client.close()
+    transfer_queue.close()
+
+
+def driver_bytes(args: argparse.Namespace) -> None:
+    """What one step sends through the driver, and what it adds to the driver's memory, as sequences grow."""
+    print(f"{args.rows} rows\n| tokens per row | bytes through the driver | added resident memory, MB | bytes of the columns |\n|---|---|---|---|")
+    for factor in (1, 4, 16):
+        columns = step_columns(args.rows, args.tokens * factor)
+        total, size = _driver_step(columns), sum(column.nbytes for column in columns.values())
+        before = psutil.Process().memory_info().rss
+        held = _driver_step(columns)
+        added = psutil.Process().memory_info().rss - before
+        print(f"| {args.tokens * factor} | {total} | {max(0, added) / 1e6 if held else 0:.1f} | {size} |")
+
+
+def _driver_step(columns: Columns) -> int:
+    """Bytes of everything that a step hands to the driver or that the driver sends out."""
+    rows = len(columns["input_lengths"])
+    small = BatchedDataDict(prompt_number=torch.arange(rows) // 8, total_reward=torch.zeros(rows), total_lengths=columns["input_lengths"])
+    source: Any = type("Source", (), {"roll_out": lambda self, *_: Rollout(RolloutColumns({name: columns[name] for name in ROLLOUT}, small), {})})()
+    storage = MemoryStorage()
+    actor = RolloutActor(ActorSources({"train": source}, MemoryRecord()), StoredClient(lambda: storage), 1)
+    unused: Any = None
+    rollout = actor.rollout_to_tq("train", unused, unused, 0)
+    meta: KVBatchMeta = rollout.columns.tokens
+    packing: Any = {"max_tokens_per_microbatch": int(columns["input_lengths"].max()) * 4, "algorithm": "modified_first_fit_decreasing"}
+    packing |= {"sequence_length_pad_multiple": 1, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    shards = [shard_meta_for_dp(meta, dp_world=4, sequence_packing_args=packing)[0] for _ in range(3)]
+    stage_rows = {name: torch.zeros(rows) for name in ("sum", "count", "min", "max")}
+    return sum(len(cloudpickle.dumps(value)) for value in (rollout, shards, stage_rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--backend", choices=["simple", "mooncake_cpu"], default="simple")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--segment-gib", type=int, default=1, help="mooncake_cpu: size of the segment")
+    parser.add_argument("--driver", action="store_true", help="bytes of the driver instead of seconds")
+    args = parser.parse_args()
+    if args.driver:
+        driver_bytes(args)
+        return
+    ray.init(num_cpus=max(16, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        compare(args)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The store whose rows lie on the data plane: its handles are metas, its token stages run in an actor beside the rows.
+
+The driver moves ids, lengths, tags and one value per row; token columns pass it by. Knows no stage by name and no
+backend. Invariants: row ids are minted once; a step's rows are gone when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.meta import KVBatchMeta
+from nemo_rl.data_plane.schema import pad_values
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import mint_ids
+from nemo_rl.experience.remote import call, start_actor, stop_actor
+from nemo_rl.experience.rollout_actor import ActorSources, Purpose, RemoteRollouts, RolloutActor
+from nemo_rl.experience.rollout_source import RolloutSource
+from nemo_rl.experience.stage import TokenStage
+from nemo_rl.models.policy.tq_policy import StoredColumns
+from nemo_rl.utils.record import MemoryRecord, Record
+
+_STAGE_TIMEOUT_S = 1800.0
+
+
+class DataPlaneStore:
+    """Columns on the data plane.
+
+    Args:
+        client: The driver's.
+        pad_token_id: Padding of token ids when columns are read.
+        multiple: Widths are rounded up to a multiple of this.
+        partition: Where rows go that are written here, rather than by a rollout actor.
+    """
+
+    def __init__(self, client: DataPlaneClient, pad_token_id: int, multiple: int = 1, partition: str = "train") -> None:
+        self._client = client
+        self._pad_values = pad_values(pad_token_id)
+        self._multiple = multiple
+        self._partition = partition
+        self._owned: dict[str, dict[str, None]] = {}
+        self._runner: Any = None
+        self._rollouts: Any = None
+
+    def rollouts(self, train: RolloutSource, val: RolloutSource | None, events: MemoryRecord, record: Record) -> tuple[RolloutSource, RolloutSource | None]:
+        """The same sources in an actor of this store, which writes what they give.
+
+        Args:
+            train: Training rollouts.
+            val: Validation rollouts, or None.
+            events: The record that both write to.
+            record: The run's, which takes these events over.
+        """
+        by_purpose: dict[Purpose, RolloutSource] = {"train": train}
+        if val is not None:
+            by_purpose["val"] = val
+        self._rollouts = start_actor(RolloutActor, ActorSources(by_purpose, events), self._client, self._multiple)
+        return RemoteRollouts(self._rollouts, "train", record), RemoteRollouts(self._rollouts, "val", record) if val is not None else None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Owns every row that is written in it; whatever is left at its end is cleared."""
+        before = {partition: set(ids) for partition, ids in self._owned.items()}
+        try:
+            yield
+        finally:
+            for partition, ids in self._owned.items():
+                left = [identity for identity in ids if identity not in before.get(partition, ())]
+                self._clear(partition, left)
+
+    def write(self, columns: KVBatchMeta | BatchedDataDict[Any]) -> KVBatchMeta:
+        """Takes over rows that a rollout wrote, or writes a batch."""
+        if isinstance(columns, KVBatchMeta):
+            meta = columns
+        else:
+            ids = mint_ids(range(columns.size))
+            meta = kv_first_write(columns, sample_ids=ids, dp_client=self._client, partition_id=self._partition, pad_to_multiple=self._multiple)
+        self._owned.setdefault(meta.partition_id, {}).update(dict.fromkeys(meta.sample_ids))
+        return meta
+
+    def update(self, handle: KVBatchMeta, columns: Mapping[str, Any]) -> KVBatchMeta:
+        """Adds columns."""
+        write_columns(self._client, handle, columns)
+        return handle.with_fields(list(columns))
+
+    def commit(self, handle: KVBatchMeta, result: StoredColumns, **renamed: str) -> KVBatchMeta:
+        """Takes note of what the workers wrote.
+
+        Raises:
+            ValueError: They wrote it under another name.
+        """
+        for column, name in renamed.items():
+            if result.columns.get(name) != column:
+                raise ValueError(f"the policy stored {name!r} as {result.columns.get(name)!r}, the column {column!r} was expected")
+        return handle.with_fields(list(renamed))
+
+    def read(self, handle: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """The named columns, brought into this process."""
+        self._check(handle, columns)
+        return read_columns(self._client, handle, columns, pad_value_dict=self._pad_values)
+
+    def apply(self, handle: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
+        """Runs the stage beside the rows; its columns stay there."""
+        self._check(handle, stage.reads)
+        if self._runner is None:
+            self._runner = start_actor(StageRunner, self._client, self._pad_values)
+        rows = call(self._runner.apply.remote(handle, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
+        handle.fields = handle.with_fields(stage.writes).fields
+        return rows
+
+    def select(self, handle: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
+        """Some of the rows."""
+        return handle.subset(list(rows))
+
+    def select_columns(self, handle: KVBatchMeta, columns: Sequence[str]) -> KVBatchMeta:
+        """The rows as a reader of these columns sees them."""
+        self._check(handle, columns)
+        return handle.only_fields(columns)
+
+    def concat(self, handles: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """The rows of all."""
+        return handles[0].concat(*handles[1:])
+
+    def clear(self, handle: KVBatchMeta) -> None:
+        """Drops the rows."""
+        self._clear(handle.partition_id, handle.sample_ids)
+
+    def _clear(self, partition: str, ids: Sequence[str]) -> None:
+        if ids:
+            self._client.clear_samples(ids, partition)
+            for identity in ids:
+                self._owned.get(partition, {}).pop(identity, None)
+
+    def _check(self, handle: KVBatchMeta, columns: Sequence[str]) -> None:
+        missing = [name for name in columns if name not in (handle.fields or ())]
+        if missing:
+            raise KeyError(f"columns {missing} were never written; there are {sorted(handle.fields or ())}")
+
+    def close(self) -> None:
+        """Ends the actors; the client belongs to the policy."""
+        for actor in (self._runner, self._rollouts):
+            stop_actor(actor)
+        self._runner = self._rollouts = None
+
+
+class StageRunner:
+    """Runs token stages where the rows can be reached. An actor, on the driver's node, so that stages may write log files.
+
+    Args:
+        client: Attaches by itself.
+        pad_values: Padding by column.
+    """
+
+    def __init__(self, client: DataPlaneClient, pad_values: Mapping[str, int]) -> None:
+        self._client = client
+        self._pad_values = pad_values
+
+    def apply(self, meta: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
+        """The stage's rows; its columns are written."""
+        columns = read_columns(self._client, meta, stage.reads, pad_value_dict=self._pad_values)
+        output = stage(columns)
+        write_columns(self._client, meta, output.columns)
+        return output.rows
+
+    def close(self) -> None:
+        """Lets go of the data plane."""
+        self._client.close()

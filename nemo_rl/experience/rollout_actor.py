@@ -1,0 +1,98 @@
+"""Rollouts in a process of their own, which writes the rows and hands back a reference and one value per row.
+
+The actor wraps the same rollout sources as a run without data plane; token columns go from it to the store and never to
+the driver. Knows no algorithm. Invariant: a generation batch is one write, under ids minted here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_rl.data_plane.column_io import kv_first_write
+from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns, mint_ids
+from nemo_rl.experience.remote import call
+from nemo_rl.experience.rollout_source import Rollout, RolloutSource
+from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.utils.record import MemoryRecord, Record
+
+Purpose = Literal["train", "val"]
+# Every request and every environment step has a deadline of its own; this one only ends a run whose actor hangs.
+_ROLLOUT_TIMEOUT_S = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class ActorSources:
+    """Where an actor's rollouts come from.
+
+    Attributes:
+        by_purpose: The purpose is the partition.
+        events: The record that the sources write to; pickled with them, so that it stays theirs.
+    """
+
+    by_purpose: Mapping[Purpose, RolloutSource]
+    events: MemoryRecord
+
+
+class RolloutActor:
+    """Rolls out and writes.
+
+    Args:
+        sources: Where rollouts come from.
+        client: Attaches by itself.
+        multiple: Readers round widths up to a multiple of this.
+    """
+
+    def __init__(self, sources: ActorSources, client: DataPlaneClient, multiple: int) -> None:
+        self._sources = dict(sources.by_purpose)
+        self._events = sources.events
+        self._client = client
+        self._multiple = multiple
+
+    def rollout_to_tq(self, purpose: Purpose, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        """Rolls a numbered batch out; `tokens` of the result is a meta."""
+        rollout = self._sources[purpose].roll_out(batch, plan, attempt)
+        columns = rollout.columns
+        versions = columns.rows["weight_version"].tolist() if "weight_version" in columns.rows else None
+        meta = kv_first_write(
+            columns.tokens,
+            sample_ids=mint_ids(columns.rows["prompt_number"].tolist()),
+            dp_client=self._client,
+            partition_id=purpose,
+            task_name=None,
+            pad_to_multiple=self._multiple,
+            tags=None if versions is None else [{"weight_version": version} for version in versions],
+        )
+        events = tuple(entry.event for entry in self._events.entries)
+        self._events.entries.clear()
+        return Rollout(RolloutColumns(meta, columns.rows), rollout.metrics, events)
+
+    def close(self) -> None:
+        """Lets go of the data plane."""
+        self._client.close()
+
+
+class RemoteRollouts:
+    """A rollout source whose rollouts happen in the actor.
+
+    Args:
+        actor: The actor.
+        purpose: Which of its sources.
+        record: Takes the events of the rollouts.
+    """
+
+    def __init__(self, actor: Any, purpose: Purpose, record: Record) -> None:
+        self._actor = actor
+        self._purpose = purpose
+        self._record = record
+
+    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        """See `RolloutSource`."""
+        ref = self._actor.rollout_to_tq.remote(self._purpose, batch, plan, attempt)
+        rollout: Rollout = call(ref, what=f"rollout actor ({self._purpose}, step {plan.step})", timeout_s=_ROLLOUT_TIMEOUT_S)
+        for event in rollout.events:
+            self._record.emit(event)
+        return rollout

@@ -1,0 +1,214 @@
+"""A policy whose batches lie on the data plane: the driver sends references, workers fetch rows and write results back.
+
+Same workers, same plans and same results as `Policy`; only the way of the columns differs. Starts the data plane of the
+run and ends it. Invariant: no tensor with a token axis passes the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config import DataPlaneConfig, PolicyConfig
+from nemo_rl.data_plane.column_io import read_columns, write_columns
+from nemo_rl.data_plane.factory import build_data_plane_client
+from nemo_rl.data_plane.meta import KVBatchMeta
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_values
+from nemo_rl.data_plane.sharding import shard_meta_for_dp
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.models.policy.lm_policy import Policy, microbatch_arguments, timed
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.timer import Timer
+
+Batch = KVBatchMeta | BatchedDataDict[Any]
+
+
+@dataclass(frozen=True)
+class StoredColumns:
+    """Results that stayed with their rows: name in the result to name of the column."""
+
+    columns: Mapping[str, str]
+
+
+class TQPolicy(Policy):
+    """A policy that takes metas; batches in this process work as with `Policy`.
+
+    Args:
+        cluster: Slots.
+        config: The policy section.
+        tokenizer: Saved beside checkpoints; its padding fills token columns.
+        dp_cfg: The `data_plane` section, enabled.
+        tq_partition_id: Partition of training rows.
+        options: Of `Policy`.
+
+    Attributes:
+        dp_cfg: The section.
+        dp_client: The driver's client, which owns the data plane.
+    """
+
+    def __init__(
+        self, cluster: RayVirtualCluster, config: PolicyConfig, tokenizer: Any, *, dp_cfg: DataPlaneConfig, tq_partition_id: str = "train", **options: Any
+    ) -> None:
+        super().__init__(cluster, config, tokenizer, **options)
+        self.dp_cfg = dp_cfg
+        self.tq_partition_id = tq_partition_id
+        self._attached = False
+        try:
+            self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True)
+        except BaseException:
+            super().shutdown()
+            raise
+
+    def wait_until_started(self) -> None:
+        """Waits for the workers, and attaches them."""
+        super().wait_until_started()
+        if not self._attached:
+            self.worker_group.run("setup_data_plane", client=self.dp_client, pad_token_id=self._pad_token_id)
+            self._attached = True
+
+    @property
+    def _pad_token_id(self) -> int:
+        return int(getattr(self.tokenizer, "pad_token_id", 0) or 0)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
+        """Declares the training partition."""
+        self.dp_client.register_partition(self.tq_partition_id, DP_TRAIN_FIELDS, num_samples, ["prev_lp", "ref_lp", "train"], group_size)
+
+    def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
+        """Declares the validation partition."""
+        self.dp_client.register_partition(partition_id, [], num_samples, ["val"])
+
+    def finish_step(self, meta: KVBatchMeta) -> None:
+        """Clears a meta's rows."""
+        self.discard_samples(meta.sample_ids, meta.partition_id)
+
+    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        """Clears rows."""
+        self.dp_client.clear_samples(list(sample_ids), partition_id)
+
+    def read_from_dataplane(
+        self, meta: KVBatchMeta, *, select_fields: Sequence[str], pad_value_dict: Mapping[str, float] | None = None
+    ) -> BatchedDataDict[Any]:
+        """Columns of a meta's rows, in this process."""
+        return read_columns(self.dp_client, meta, select_fields, pad_value_dict=pad_value_dict or pad_values(self._pad_token_id))
+
+    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+        """Adds columns from this process."""
+        write_columns(self.dp_client, meta, fields)
+
+    # -- log-probabilities --------------------------------------------------------------------------------------------
+
+    def get_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None) -> None:
+        """Adds the column `prev_logprobs`."""
+        self._score_meta("get_logprobs", meta, "prev_logprobs", timer, micro_batch_size)
+
+    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None) -> None:
+        """Adds the column `reference_policy_logprobs`."""
+        self._score_meta("get_reference_policy_logprobs", meta, "reference_policy_logprobs", timer, micro_batch_size)
+
+    def _score_meta(self, method: str, meta: KVBatchMeta, column: str, timer: Timer | None, micro_batch_size: int | None) -> None:
+        present = set(meta.fields or LP_SEED_FIELDS)
+        seed = meta.only_fields([name for name in LP_SEED_FIELDS if name in present])
+        with timed(timer, f"{method}/shard_meta"):
+            shards = self._shard_meta(seed, None, training=False)
+        with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+            self._run_sharded(f"{method}_presharded", shards, argument="meta", column=column, micro_batch_size=micro_batch_size)
+
+    def get_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+        """See `Policy`; for a meta the result stays with the rows."""
+        if not isinstance(data, KVBatchMeta):
+            return super().get_logprobs(data, timer)
+        self.get_logprobs_from_meta(data, timer=timer)
+        return StoredColumns({"logprobs": "prev_logprobs"})
+
+    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None) -> Any:
+        """See `Policy`; for a meta the result stays with the rows."""
+        if not isinstance(data, KVBatchMeta):
+            return super().get_reference_policy_logprobs(data, micro_batch_size, timer)
+        self.get_reference_policy_logprobs_from_meta(data, micro_batch_size, timer)
+        return StoredColumns({"reference_logprobs": "reference_policy_logprobs"})
+
+    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None) -> BatchedDataDict[Any]:
+        """See `Policy`.
+
+        Raises:
+            NotImplementedError: The batch is a meta; top-k logits are not stored on the data plane.
+        """
+        if isinstance(data, KVBatchMeta):
+            raise NotImplementedError("get_topk_logits of a meta is not built: read input_ids and input_lengths with read_from_dataplane and pass the batch")
+        return super().get_topk_logits(data, k, micro_batch_size, timer)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        train_fields: Sequence[str] | None = None,
+    ) -> TrainResult:
+        """`train` on rows of the data plane.
+
+        Args:
+            meta: Rows.
+            loss_fn: The loss.
+            eval_mode: Only losses.
+            gbs: Samples of an optimizer step.
+            mbs: Samples of a microbatch, unless the configuration packs.
+            timer: Times the parts.
+            train_fields: Columns that workers fetch; by default those the meta names, or else all that training may need.
+
+        Raises:
+            ValueError: The rows do not divide into global batches.
+            WorkerError: A worker failed.
+        """
+        gbs, mbs = self._batch_sizes(meta.size, gbs, mbs)
+        with timed(timer, "policy_training/shard_meta"):
+            shards = self._shard_meta(meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True)
+        with timed(timer, "policy_training/submit_training_futures"):
+            results = self._run_sharded("train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        result = self._aggregate(results)
+        self._add_flops(result, meta.sequence_lengths or [], training=not eval_mode)
+        return result
+
+    def train(
+        self, data: Any, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None, timer: Timer | None = None
+    ) -> TrainResult:
+        """See `Policy`."""
+        if not isinstance(data, KVBatchMeta):
+            return super().train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
+        return self.train_from_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
+
+    def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
+        """Adds a chunk of rows to the open step."""
+        with timed(timer, "policy_training/shard_meta"):
+            shards = self._shard_meta(meta.only_fields(meta.fields or DP_TRAIN_FIELDS), None, training=True)
+        with timed(timer, "policy_training/submit_microbatch_futures"):
+            self._run_sharded("train_microbatches_presharded", shards, argument="meta")
+
+    def train_microbatches(self, data: Any, timer: Timer | None = None) -> None:
+        """See `Policy`."""
+        if isinstance(data, KVBatchMeta):
+            self.train_microbatches_from_meta(data, timer)
+        else:
+            super().train_microbatches(data, timer)
+
+    def _shard_meta(self, meta: KVBatchMeta, batch_size: int | None, *, training: bool) -> list[KVBatchMeta]:
+        shards, _ = shard_meta_for_dp(meta, dp_world=self.data_parallel_size, batch_size=batch_size, **microbatch_arguments(self.cfg, training=training))
+        return shards
+
+    def shutdown(self) -> bool:
+        """Ends the workers, then the data plane."""
+        clean = super().shutdown()
+        self.dp_client.close()
+        return clean

@@ -1,0 +1,51 @@
+"""What the ranks of the worker test run: one batch through a real policy worker, given directly and fetched from the data plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_rl.data_plane import KVBatchMeta
+from nemo_rl.data_plane.adapters.memory import MemoryStorage
+from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.data_plane.column_io import kv_first_write
+from nemo_rl.data_plane.sharding import shard_meta_for_dp
+from nemo_rl.loss import ClippedPGLossFn
+from nemo_rl.models.policy.lm_policy import microbatch_arguments
+from tests.models.policy_ranks import ROWS, WIDTH, make_worker, run_config, shard_of, training_batch
+
+
+def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """For each case what a worker computed from its shard, and from the rows that it fetched."""
+    return {
+        name: {"direct": _step(model, world, overrides, fetched=False), "fetched": _step(model, world, overrides, fetched=True)}
+        for name, overrides in cases.items()
+    }
+
+
+def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dict[str, Any]:
+    config = run_config(model, world, *overrides)
+    worker, loss, data = make_worker(config), ClippedPGLossFn(config.loss_fn), training_batch()
+    rank = worker.mesh.data_mesh.get_local_rank()
+    sizes = {"gbs": ROWS, "mbs": config.policy.train_micro_batch_size}
+    seen: dict[str, Any] = {}
+    if not fetched:
+        seen["logprobs"] = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"].tolist()
+        seen["train"] = [worker.train(shard_of(worker, data), loss, eval_mode=False, **sizes) for _ in range(2)]
+    else:
+        # Each rank has a storage of its own with the same rows: what is under test is the worker, not the way.
+        storage = MemoryStorage()
+        client = StoredClient(lambda: storage)
+        meta = kv_first_write(data, sample_ids=[str(n) for n in range(ROWS)], dp_client=client, partition_id="train", pad_to_multiple=4)
+        worker.setup_data_plane(client, pad_token_id=257)
+
+        def shard(*, training: bool) -> KVBatchMeta:
+            arguments = microbatch_arguments(config.policy, training=training)
+            return shard_meta_for_dp(meta, dp_world=worker.mesh.sizes.dp, batch_size=ROWS if training else None, **arguments)[0][rank]
+
+        scored = shard(training=False).only_fields(["input_ids", "input_lengths"])
+        worker.get_logprobs_presharded(scored, "reference_policy_logprobs")
+        if worker._is_replica_leader():
+            seen["logprobs"] = client.get_padded(scored.sample_ids, "train", ["reference_policy_logprobs"], width=WIDTH)["reference_policy_logprobs"].tolist()
+        seen["train"] = [worker.train_presharded(shard(training=True), loss, eval_mode=False, **sizes) for _ in range(2)]
+        worker.close_data_plane()
+    return seen | {"weights": worker.weight_checksums()}

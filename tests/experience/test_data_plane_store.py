@@ -1,0 +1,109 @@
+"""The store on the data plane, without actors: rows are owned by their step, handles are metas, and the same verbs hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.data_plane.adapters.memory import MemoryStorage
+from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience import data_plane_store
+from nemo_rl.experience.columns import mint_ids
+from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
+from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.experience.store import InProcessStore
+from nemo_rl.models.policy.tq_policy import StoredColumns
+
+
+class Direct:
+    """An actor's method, called here."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
+        return type("Method", (), {"remote": staticmethod(method)})
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> StoredClient:
+    storage = MemoryStorage()
+    monkeypatch.setattr(data_plane_store, "start_actor", lambda kind, *args: Direct(kind(*args)))
+    monkeypatch.setattr(data_plane_store, "call", lambda answer, **_: answer)
+    monkeypatch.setattr(data_plane_store, "stop_actor", lambda actor: None)
+    return StoredClient(lambda: storage, poll_s=0.01)
+
+
+def batch(*lengths: int) -> BatchedDataDict[Any]:
+    width = -(-max(lengths) // 4) * 4
+    return BatchedDataDict(
+        input_ids=torch.arange(len(lengths) * width).view(-1, width), input_lengths=torch.tensor(lengths), content=[f"text {n}" for n in lengths]
+    )
+
+
+def double(columns: BatchedDataDict[Any]) -> StageOutput:
+    return StageOutput({"advantages": columns["input_ids"] * 2.0}, {"sum": columns["input_ids"].sum(-1), "width": torch.tensor(columns["input_ids"].shape[1:])})
+
+
+STAGE = TokenStage(double, ("input_ids", "content"), ("advantages",))
+
+
+def test_the_verbs_mean_the_same_as_in_process(client: StoredClient) -> None:
+    seen = []
+    for store in (InProcessStore(0, 4), DataPlaneStore(client, 0, 4)):
+        typed: Any = store
+        with typed.step():
+            one, two = typed.write(batch(3, 2, 5)), typed.write(batch(8, 1))
+            kept = typed.concat([typed.select(one, [2, 0]), typed.select(two, [1])])
+            kept = typed.update(kept, {"sample_mask": torch.tensor([1.0, 0.0, 1.0])})
+            rows = typed.apply(kept, STAGE)
+            shown = typed.select_columns(kept, ["input_lengths", "advantages"])
+            read = typed.read(shown, ["advantages", "input_lengths"])
+            trained = [row[:n].tolist() for row, n in zip(read["advantages"], read["input_lengths"].tolist(), strict=True)]
+            seen.append((rows["width"].tolist(), read["advantages"].shape, read["input_lengths"].tolist(), trained))
+            with pytest.raises(KeyError, match=r"columns \['prev_logprobs'\] were never written"):
+                typed.select_columns(kept, ["prev_logprobs"])
+            typed.clear(kept)
+        typed.close()
+    assert seen[0] == seen[1] and seen[0][0] == [8]
+    assert client.list_samples("train") == {}
+
+
+def test_a_step_that_fails_leaves_no_row_and_touches_no_others(client: StoredClient) -> None:
+    store = DataPlaneStore(client, 0)
+    earlier = store.write(batch(2))
+    with pytest.raises(ArithmeticError), store.step():
+        handle = store.write(batch(3, 2))
+        store.clear(store.select(handle, [0]))
+        store.update(store.select(handle, [1]), {"sample_mask": torch.ones(1)})
+        raise ArithmeticError("planted")
+    assert list(client.list_samples("train")) == earlier.sample_ids
+    store.clear(earlier)
+
+
+def test_what_the_workers_stored_is_taken_over_under_the_name_it_has(client: StoredClient) -> None:
+    store = DataPlaneStore(client, 0)
+    handle = store.write(batch(2))
+    committed = store.commit(handle, StoredColumns({"logprobs": "prev_logprobs"}), prev_logprobs="logprobs")
+    assert "prev_logprobs" in (committed.fields or [])
+    with pytest.raises(ValueError, match="stored 'logprobs' as 'prev_logprobs', the column 'other' was expected"):
+        store.commit(handle, StoredColumns({"logprobs": "prev_logprobs"}), other="logprobs")
+
+
+def test_row_ids_are_unique_and_tell_samples_of_a_prompt_together() -> None:
+    ids = mint_ids([4, 4, 7, 4])
+    assert len(set(ids)) == 4 and [identity.rpartition("_g")[2] for identity in ids] == ["0", "1", "0", "2"]
+    assert len({identity.rpartition("_g")[0] for identity in ids}) == 2
+    assert not set(ids) & set(mint_ids([4, 4, 7, 4]))
+
+
+def test_the_stage_runner_writes_columns_and_gives_rows(client: StoredClient) -> None:
+    store = DataPlaneStore(client, 0)
+    handle = store.write(batch(2, 3))
+    rows = StageRunner(client, {}).apply(handle, STAGE)
+    assert rows["sum"].tolist() == [0 + 1, 4 + 5 + 6]
+    assert client.get_padded(handle.sample_ids, "train", ["advantages"])["advantages"].tolist() == [[0.0, 2.0, 0.0], [8.0, 10.0, 12.0]]
