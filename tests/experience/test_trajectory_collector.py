@@ -37,6 +37,8 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
+        # What was cancelled ends first.
+        self.start(asyncio.sleep(0.01)).result(timeout=10.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout=10.0)
 
