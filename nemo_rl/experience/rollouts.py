@@ -120,8 +120,8 @@ class RolloutRunner:
         self._shared: dict[str, EnvironmentBatcher] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A record is written by one process, and batchers belong to its loop.
-        return self.__dict__ | {"_record": NullRecord(), "_shared": {}}
+        # Batchers belong to the loop of one process.
+        return self.__dict__ | {"_shared": {}}
 
     def run(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
         """Rolls out every row.
