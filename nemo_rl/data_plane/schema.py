@@ -64,7 +64,6 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("advantages", Axis.TOKEN, "float32", producer="advantages", consumers=_TRAIN),
         FieldSchema("token_versions", Axis.TOKEN, "int32", pad=-1),
         FieldSchema("token_mask", Axis.TOKEN, consumers=_ALL),
-        FieldSchema("token_versions", Axis.TOKEN, "int32"),
         FieldSchema("sample_mask", Axis.ROW, "float32", consumers=_ALL),
         FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
         FieldSchema("teacher_logprobs", Axis.TOKEN, "float32", producer="teacher"),
