@@ -2,8 +2,7 @@
 # Unpacks the shared libraries that Mooncake needs and this system lacks into a folder, without root (Debian and Ubuntu).
 # Usage: mooncake_libs.sh FOLDER. Writes FOLDER/missing.txt with a reason where that is impossible, and succeeds anyway: `make test` says what did not run.
 set -uo pipefail
-folder="$1"
-mkdir -p "$folder"
+folder="$(mkdir -p "$1" && cd "$1" && pwd)" # absolute: the work below happens elsewhere
 rm -f "$folder/missing.txt"
 lacking=()
 for pair in libibverbs.so.1:libibverbs1 librdmacm.so.1:librdmacm1 libnuma.so.1:libnuma1 libnl-3.so.200:libnl-3-200 libnl-route-3.so.200:libnl-route-3-200; do
