@@ -1,7 +1,7 @@
 """What the data plane costs: the columns of one step through it, through TransferQueue used directly, and through Ray's object store.
 
     python benchmarks/data_plane.py [--rows 512] [--tokens 1000] [--backend simple|mooncake_cpu] [--repeats 5]
-    python benchmarks/data_plane.py --driver      bytes and memory of the driver per step, at 1, 4 and 16 times the sequence length
+    python benchmarks/data_plane.py --driver      bytes through the driver per step, at 1, 4 and 16 times the sequence length
 
 The sequence is a step's: the rollout's write, the fetch for log-probabilities, two write-backs, advantages, the fetch for
 training. Encoding and decoding count; every way must give the same padded tensors.
@@ -22,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cloudpickle
-import psutil
 import ray
 import torch
 
@@ -154,15 +153,11 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def driver_bytes(args: argparse.Namespace) -> None:
-    """What one step sends through the driver, and what it adds to the driver's memory, as sequences grow."""
-    print(f"{args.rows} rows\n| tokens per row | bytes through the driver | added resident memory, MB | bytes of the columns |\n|---|---|---|---|")
+    """What one step sends through the driver, as sequences grow."""
+    print(f"{args.rows} rows\n| tokens per row | bytes through the driver | bytes of the columns |\n|---|---|---|")
     for factor in (1, 4, 16):
         columns = step_columns(args.rows, args.tokens * factor)
-        total, size = _driver_step(columns), sum(column.nbytes for column in columns.values())
-        before = psutil.Process().memory_info().rss
-        held = _driver_step(columns)
-        added = psutil.Process().memory_info().rss - before
-        print(f"| {args.tokens * factor} | {total} | {max(0, added) / 1e6 if held else 0:.1f} | {size} |")
+        print(f"| {args.tokens * factor:,} | {_driver_step(columns):,} | {sum(column.nbytes for column in columns.values()):,} |")
 
 
 def _driver_step(columns: Columns) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,13 +10,18 @@ import torch
 
 from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience import data_plane_store
-from nemo_rl.experience.columns import mint_ids
+from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
+from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
+from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
+from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record_events import StepBegun
 
 
 class Direct:
@@ -107,3 +113,26 @@ def test_the_stage_runner_writes_columns_and_gives_rows(client: StoredClient) ->
     rows = StageRunner(client, {}).apply(handle, STAGE)
     assert rows["sum"].tolist() == [0 + 1, 4 + 5 + 6]
     assert client.get_padded(handle.sample_ids, "train", ["advantages"])["advantages"].tolist() == [[0.0, 2.0, 0.0], [8.0, 10.0, 12.0]]
+
+
+def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: StoredClient) -> None:
+    sizes = []
+    for factor in (1, 4, 16):
+        lengths = torch.full((64,), 1000 * factor)
+        tokens = BatchedDataDict(input_ids=torch.zeros(64, 1000 * factor, dtype=torch.int64), input_lengths=lengths, content=["word " * 200 * factor] * 64)
+        source: Any = type("Source", (), {"roll_out": lambda self, *_, t=tokens, n=lengths: Rollout(RolloutColumns(t, _rows(n)), {})})()
+        events = MemoryRecord()
+        events.emit(StepBegun(1))
+        rollout = RolloutActor(ActorSources({"train": source}, events), client, 8).rollout_to_tq("train", BatchedDataDict(), None, 0)  # type: ignore[arg-type]
+        assert [type(event) for event in rollout.events] == [StepBegun] and not events.entries
+        store = DataPlaneStore(client, 0, 8)
+        handle = store.write(rollout.columns.tokens)
+        rows = store.apply(handle, STAGE)
+        shards, _ = shard_meta_for_dp(handle, dp_world=4)
+        sizes.append(sum(len(pickle.dumps(value)) for value in (rollout, shards, rows)))
+        store.clear(handle)
+    assert max(sizes) < 1.01 * min(sizes)
+
+
+def _rows(lengths: torch.Tensor) -> BatchedDataDict[Any]:
+    return BatchedDataDict(prompt_number=torch.arange(len(lengths)) // 8, total_lengths=lengths)
