@@ -6,7 +6,7 @@ column that is not in it travels too, as the values it has. Invariant: a name me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -96,17 +96,6 @@ def default_fields(consumer: Consumer) -> list[str]:
 DP_TRAIN_FIELDS = default_fields(Consumer.TRAIN)
 LP_SEED_FIELDS = default_fields(Consumer.LOGPROB)
 DP_CALIB_INPUT_FIELDS = default_fields(Consumer.CALIBRATION)
-
-
-def fetch_fields(present: Iterable[str], consumer: Consumer) -> list[str]:
-    """What a consumer fetches of the columns that are there: its own, and those the registry does not know (images and other model inputs).
-
-    Args:
-        present: Columns of the rows.
-        consumer: Who reads.
-    """
-    wanted = set(default_fields(consumer))
-    return [name for name in present if name in wanted or name not in SCHEMA]
 
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:

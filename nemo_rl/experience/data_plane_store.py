@@ -6,6 +6,7 @@ backend. Invariants: row ids are minted once; a step's rows are gone when it end
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
+from nemo_rl.data_plane.errors import DataPlaneError
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
@@ -24,6 +26,8 @@ from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.stage import TokenStage
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
+
+logger = logging.getLogger(__name__)
 
 _STAGE_TIMEOUT_S = 1800.0
 
@@ -68,10 +72,14 @@ class DataPlaneStore:
         before = {partition: set(ids) for partition, ids in self._owned.items()}
         try:
             yield
-        finally:
-            for partition, ids in self._owned.items():
-                left = [identity for identity in ids if identity not in before.get(partition, ())]
-                self._clear(partition, left)
+        except BaseException:
+            try:
+                self._clear_since(before)
+            except DataPlaneError as error:
+                # What ended the step is what the user must see; a dead data plane keeps no rows anyway.
+                logger.warning("data_plane=rows_left reason=%s", error)
+            raise
+        self._clear_since(before)
 
     def write(self, columns: KVBatchMeta | BatchedDataDict[Any]) -> KVBatchMeta:
         """Takes over rows that a rollout wrote, or writes a batch."""
@@ -129,6 +137,10 @@ class DataPlaneStore:
     def clear(self, handle: KVBatchMeta) -> None:
         """Drops the rows."""
         self._clear(handle.partition_id, handle.sample_ids)
+
+    def _clear_since(self, before: Mapping[str, set[str]]) -> None:
+        for partition, ids in self._owned.items():
+            self._clear(partition, [identity for identity in ids if identity not in before.get(partition, ())])
 
     def _clear(self, partition: str, ids: Sequence[str]) -> None:
         if ids:

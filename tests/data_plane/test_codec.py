@@ -11,8 +11,6 @@ from nemo_rl.data_plane.message_log import attach_message_log_view, decompose_me
 from nemo_rl.data_plane.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
-    Consumer,
-    fetch_fields,
     fields_with_optional_routed_experts,
     pad_values,
 )
@@ -74,12 +72,9 @@ def test_message_logs_travel_as_columns_and_come_back_as_views() -> None:
         decompose_message_log([[{"content": "x"}]])
 
 
-def test_fetch_sets_follow_from_the_registry_and_unknown_columns_come_along() -> None:
+def test_fetch_sets_and_padding_follow_from_the_registry() -> None:
     assert set(LP_SEED_FIELDS) == {"input_ids", "input_lengths", "token_mask", "sample_mask"}
     assert set(DP_TRAIN_FIELDS) == {*LP_SEED_FIELDS, "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages"}
-    present = ["input_ids", "content", "pixel_values", "prev_logprobs"]
-    assert fetch_fields(present, Consumer.LOGPROB) == ["input_ids", "pixel_values"]
-    assert fetch_fields(present, Consumer.TRAIN) == ["input_ids", "pixel_values", "prev_logprobs"]
     assert fields_with_optional_routed_experts(["a", "routed_experts"], enabled=True) == ["a", "routed_experts"]
     assert fields_with_optional_routed_experts(["a"], enabled=False) == ["a"]
     assert pad_values(7) == {"input_ids": 7, "prompt_ids_for_adv": 7, "token_versions": -1}

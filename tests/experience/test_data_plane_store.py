@@ -91,6 +91,15 @@ def test_a_step_that_fails_leaves_no_row_and_touches_no_others(client: StoredCli
     store.clear(earlier)
 
 
+def test_a_step_that_fails_with_the_data_plane_shows_its_own_error(client: StoredClient, caplog: pytest.LogCaptureFixture) -> None:
+    store = DataPlaneStore(client, 0)
+    with pytest.raises(ArithmeticError), store.step():
+        store.write(batch(3))
+        client.close()
+        raise ArithmeticError("planted")
+    assert "rows_left" in caplog.text
+
+
 def test_what_the_workers_stored_is_taken_over_under_the_name_it_has(client: StoredClient) -> None:
     store = DataPlaneStore(client, 0)
     handle = store.write(batch(2))
