@@ -108,11 +108,15 @@ def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Sequence[str]
         elif slot.kind == "r":
             decoded[slot.column] = _rows_of(rows, slot, offset)
         else:
-            tensor = torch.full((len(rows), max(width, longest), *slot.shape), pad.get(slot.column, 0), dtype=slot.torch_dtype)
-            out, size = _byte_matrix(tensor), slot.nbytes
+            shape, size = (max(width, longest), *slot.shape), slot.nbytes
+            padding = _byte_matrix(torch.full((1, *shape), pad.get(slot.column, 0), dtype=slot.torch_dtype))[0]
+            tensor = torch.empty((len(rows), *shape), dtype=slot.torch_dtype)
+            out = _byte_matrix(tensor)
+            # Each byte is touched once: the first touch of fresh memory is what costs.
             for row, (buffer, length) in enumerate(zip(rows, lengths, strict=True)):
-                start = offset + steps * length
-                out[row, : length * size] = buffer[start : start + length * size]
+                start, end = offset + steps * length, length * size
+                out[row, :end] = buffer[start : start + end]
+                out[row, end:] = padding[end:]
             decoded[slot.column] = tensor
     return decoded
 
