@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.time_sharing.events import MemoryFreed, PoolOpened
+from nemo_rl.time_sharing.ray_reaper import actors_in, agent_namespace, end_actors, led_by_rank_actors
 from nemo_rl.time_sharing.runtime import forward
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
@@ -41,19 +42,9 @@ class SchedulerStopped(RuntimeError):
     """The scheduler has closed its log and takes nothing more; the next `start_scheduler` goes on from the log."""
 
 
-def agent_namespace(pipeline: str) -> str:
-    """The Ray namespace that holds a pipeline's actors."""
-    return f"pipeline_{pipeline}_NS"
-
-
 def agent_actor_name(incarnation: int) -> str:
     """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends its successor."""
     return f"agent.{incarnation}"
-
-
-def rank_actor_name(rank: int, incarnation: int) -> str:
-    """The name of the actor that leads one generation rank, where engines are actors of their own."""
-    return f"rank_{rank}.{incarnation}"
 
 
 class SchedulerActor:
@@ -170,7 +161,10 @@ class SchedulerActor:
 
     def _reap(self, command: Command) -> None:
         """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
+        only_rank = command.rank >= 0 and led_by_rank_actors(command.pipeline, command.incarnation)
         gone = end_actors(command.pipeline, command.incarnation, command.rank, timeout_s=max(self._core.state.limits.reap_s / 2, 1.0))
+        if gone and only_rank:
+            _tell_agent(command.pipeline, command.incarnation, "rank_ended", command.rank)
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -202,38 +196,6 @@ def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -
     except ValueError:
         return
     getattr(agent, method).remote(message)
-
-
-def end_actors(pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
-    """Kills the named actors of one incarnation (or of one of its ranks, telling its agent); returns whether all are gone within timeout_s.
-
-    A pipeline without rank actors runs its engines in its own processes: nothing less than ending all of them frees a rank's memory.
-    """
-    import ray
-
-    namespace = agent_namespace(pipeline)
-    of_incarnation = {name for name in _actors_in(namespace) if name.endswith(f".{incarnation}")}
-    only_rank = rank >= 0 and any(name.startswith("rank_") for name in of_incarnation)
-    wanted = of_incarnation & {rank_actor_name(rank, incarnation)} if only_rank else of_incarnation
-    for name in wanted:
-        try:
-            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
-        except ValueError:
-            continue
-    deadline = time.monotonic() + timeout_s
-    while wanted & _actors_in(namespace):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    if only_rank:
-        _tell_agent(pipeline, incarnation, "rank_ended", rank)
-    return True
-
-
-def _actors_in(namespace: str) -> set[str]:
-    import ray
-
-    return {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
 
 
 def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None) -> Any:
@@ -274,7 +236,7 @@ def stop_scheduler(scheduler: Any) -> None:
     ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
     ray.kill(scheduler, no_restart=True)
     deadline = time.monotonic() + _STOP_S
-    while SCHEDULER_NAME in _actors_in(CONTROL_NAMESPACE):
+    while SCHEDULER_NAME in actors_in(CONTROL_NAMESPACE):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the scheduler actor has not ended within {_STOP_S:g} s of being stopped")
         time.sleep(0.05)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -23,11 +24,11 @@ from nemo_rl.time_sharing.actors import (
     Orchestrator,
     SchedulerInUse,
     agent_actor_name,
-    agent_namespace,
     start_scheduler,
     stop_scheduler,
 )
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
 from nemo_rl.utils.record import merge_records, read_record
@@ -258,8 +259,10 @@ def test_an_external_job_that_falls_silent_loses_its_lease_and_its_gpus_go_to_ot
     # Longer than a lease: heartbeats alone keep it.
     time.sleep(2 * limits.lease_s)
     assert "external" in _ask(scheduler.describe)["pipelines"]
-    os.kill(ray.get(job.pid.remote(), timeout=60), signal.SIGSTOP)
+    pid = ray.get(job.pid.remote(), timeout=60)
+    os.kill(pid, signal.SIGSTOP)
     assert _until(lambda: "external" not in _ask(scheduler.describe)["pipelines"], limits.lease_s + limits.reap_s + 30)
+    assert not psutil.pid_exists(pid), "a stopped process would still hold its memory"
     pipeline = _start_pipeline("pipeline", [0], [0, 1], 1, tmp_path, scheduler)
     assert _until(lambda: ray.get(pipeline.outcome.remote(), timeout=60) == "done", 120)
     stop_scheduler(scheduler)
