@@ -95,7 +95,7 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
     page = output.read_text()
     assert "src=" not in page and "href=" not in page and "/*DATA*/" not in page
     data = json.loads(page.split("const D=", 1)[1].split(", $=", 1)[0])
-    assert data["pipelines"] == ["games", "math"] and data["steps"] == [16, 10] and data["violations"] == [] and data["gpus"] == 2
+    assert data["pipelines"] == ["games", "math"] and data["steps"] == [14, 10] and data["violations"] == [] and data["gpus"] == 2
 
 
 @pytest.mark.parametrize(
