@@ -74,6 +74,7 @@ class AwakeRank:
 @dataclass(slots=True)
 class PipelineState:
     """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`: GPU-seconds of generation had.
+    `warm`: ranks that have served before, whose next wake builds no engine; `handover_s`: how long such a wake takes until the rank serves.
     `wake_order`: its ranks, those first whose GPUs the fewest others train on, and among them those that its own training spares.
     """
 
@@ -85,6 +86,8 @@ class PipelineState:
     held: dict[str, HeldCluster] = field(default_factory=dict)
     awake: dict[int, AwakeRank] = field(default_factory=dict)
     claimed_ranks: set[int] = field(default_factory=set)
+    warm: set[int] = field(default_factory=set)
+    handover_s: float | None = None
     cooling: dict[int, float] = field(default_factory=dict)
     releases: dict[str, int] = field(default_factory=dict)
     hold_estimates: dict[Priority, float] = field(default_factory=dict)

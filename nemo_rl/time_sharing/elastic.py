@@ -17,10 +17,16 @@ from nemo_rl.time_sharing.plan import Expand, Plan, Reason
 from nemo_rl.time_sharing.shares import Claimant, fill, whole_ranks
 from nemo_rl.time_sharing.types import Phase, Priority
 
+_WORTH_HANDOVERS = 4.0
+"""How many times the hand-over a turn lasts, so that at most a fifth of a GPU's time goes into moving it."""
+
 
 def turn_seconds(board: Board, pipeline: PipelineState) -> float:
-    """How long a pipeline keeps a rank before another may have it: the minimum hold, longer for heavier pipelines."""
-    return board.limits.min_hold_s * max(pipeline.spec.weight, 0.1)
+    """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most; longer for heavier pipelines."""
+    hold = board.limits.min_hold_s
+    if pipeline.handover_s is not None:
+        hold = min(hold, _WORTH_HANDOVERS * pipeline.handover_s)
+    return hold * max(pipeline.spec.weight, 0.1)
 
 
 def share(board: Board, result: Plan) -> None:
@@ -70,9 +76,11 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
 
 
 def _candidates(board: Board, pipeline: PipelineState) -> list[int]:
-    """Ranks that could wake: asleep, not claimed, not cooling off after a failure."""
-    up, claimed = pipeline.awake, pipeline.claimed_ranks
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure; those first whose engine has been built before."""
+    up, claimed, warm = pipeline.awake, pipeline.claimed_ranks, pipeline.warm
     asleep = [rank for rank in pipeline.wake_order if rank not in up and rank not in claimed]
+    if warm and len(warm) < len(pipeline.topology.ranks):
+        asleep = [rank for rank in asleep if rank in warm] + [rank for rank in asleep if rank not in warm]
     return [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= board.now] if pipeline.cooling else asleep
 
 
@@ -195,7 +203,7 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
     if since is None or board.useful[name] == 0 or name in board.no_expand or _trains_next(pipeline):
         return
     starved = board.now >= since + board.limits.aging_s * Priority.GENERATION
-    options: list[tuple[int, float, int, list[tuple[str, int]]]] = []
+    options: list[tuple[bool, int, float, int, list[tuple[str, int]]]] = []
     fallback: int | None = None
     for until in pipeline.cooling.values():
         if until > board.now:
@@ -213,11 +221,11 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
             if donors is not None and all((d, r) not in board.shrunk for d, r in donors):
                 held = min(board.pipelines[d].awake[r].since for d, r in donors)
                 spare = min(board.counts[d] for d, _ in donors)
-                options.append((-spare, held, rank, donors))
+                options.append((rank not in pipeline.warm, -spare, held, rank, donors))
             elif donors is None:
                 result.look_again(_turn_end(board, gpus))
     if options:
-        _, _, chosen, donors = min(options)
+        *_, chosen, donors = min(options)
         for donor, rank in donors:
             board.shrink(result, donor, rank, ("turn", donor, name, since))
         _expand(board, result, name, chosen, ("hungry", since), floor=starved)

@@ -231,7 +231,16 @@ def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
     else:
         rank = pipeline.awake[event.rank]
         rank.phase, rank.version = event.phase, max(rank.version, event.version)
+        if event.phase is Phase.ACTIVE:
+            _note_handover(pipeline, event.rank, at - rank.since)
     state.note_hunger(pipeline, at)
+
+
+def _note_handover(pipeline: PipelineState, rank: int, seconds: float) -> None:
+    if rank in pipeline.warm and seconds > 0:
+        known = pipeline.handover_s
+        pipeline.handover_s = seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
+    pipeline.warm.add(rank)
 
 
 def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> None:
