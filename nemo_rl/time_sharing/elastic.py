@@ -70,7 +70,7 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
         for gpu in gpus:
             for reservation in board.reserved.get(gpu, ()):
                 hungry = reservation.queued is None
-                if (hungry and reservation.name != name) or (not hungry and reservation.free_at < board.now + board.limits.min_hold_s):
+                if (hungry and reservation.name != name) or (not hungry and reservation.free_at < board.now + turn_seconds(board, board.pipelines[name])):
                     return BLOCKED
     return worst
 
