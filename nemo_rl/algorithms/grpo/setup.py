@@ -164,16 +164,18 @@ def _build(
         generation.wait_until_started()
         seconds["vllm_init_time_s"] = time.monotonic() - began
         refitter = Refitter(policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"))
-    # Rollouts of a run on the data plane happen in an actor, which reaches the engines on its own and hands its events over.
-    on_plane = isinstance(policy, TQPolicy)
-    reached: RolloutGenerator | None = generation.for_other_process() if on_plane and generation is not None else generation
+    # Rollouts of a run on the data plane happen in an actor, which reaches the engines on its own and hands its events over. Rollouts that run
+    # ahead stay with the dispatcher, which knows the shards that come and go: their rows are written when a step takes them.
+    in_actor = isinstance(policy, TQPolicy) and not config.grpo.async_grpo.enabled
+    reached: RolloutGenerator | None = generation.for_other_process() if in_actor and generation is not None else generation
     events = MemoryRecord()
-    train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events if on_plane else record)
+    train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events if in_actor else record)
     store: ExperienceStore[Any] = InProcessStore(tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
     if isinstance(policy, TQPolicy):
         plane = DataPlaneStore(policy.dp_client, tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
         undo.callback(plane.close)
-        train_source, val_source = plane.rollouts(train_source, val_source, events, record)
+        if in_actor:
+            train_source, val_source = plane.rollouts(train_source, val_source, events, record)
         store = plane
     return GRPORun(
         config=config,
