@@ -330,6 +330,16 @@ class TrajectoryCollector:
         with self._changed:
             return self._draws[0].before if self._draws else self._prompts.position()
 
+    def finished(self) -> list[BufferedGroup]:
+        """The groups that wait for their step."""
+        with self._changed:
+            return self.buffer.groups()
+
+    def count_intended_for_step(self, version: int) -> int:
+        """Finished groups that the step starting from `version` trains."""
+        with self._changed:
+            return self.buffer.count_intended_for_step(version)
+
     def draws(self) -> list[SavedDraw]:
         """Every generation batch since `position`, in the order in which they were drawn."""
         with self._changed:

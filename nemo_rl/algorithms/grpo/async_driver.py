@@ -103,7 +103,7 @@ def _wait_for_experience(run: GRPORun, collector: TrajectoryCollector, hooks: RL
     run.record.emit(StepBegun(step))
     run.progress.phase("waiting for rollouts")
     # Progress begins before the wait: whoever lends accelerators hears of the demand by it.
-    hooks.begin_progress_batch(step, cfg.num_prompts_per_step, collector.buffer.count_intended_for_step(step))
+    hooks.begin_progress_batch(step, cfg.num_prompts_per_step, collector.count_intended_for_step(step))
     try:
         with run.timer.time("exposed_generation"):
             experience = gather_experience(run, lambda attempt: collected_experience(run, collector, attempt, _reporter(hooks)))

@@ -81,7 +81,7 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
             "metrics": group.metrics,
             "generated_at": group.generated_at,
         }
-        for group in collector.buffer.groups()
+        for group in collector.finished()
     ]
     return {BUFFER_FILE: {"groups": groups}, ROLLOUTS_FILE: {"draws": [list(draw) for draw in collector.draws()], "shape": _shape(run)}}
 
