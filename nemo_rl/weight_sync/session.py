@@ -8,6 +8,7 @@ same session serves live weights and a cache, all shards and some. Invariants: t
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import statistics
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.distributed.devices import host_of
+from nemo_rl.utils.record_events import SyncFinished
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import encode_bucket
 from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
@@ -102,6 +104,7 @@ class SyncReport:
         windows: Number of windows.
         seconds: Wall time of the phases begin, transfer, finish and of the whole (`total`).
         pauses_s: For how long each target stopped serving.
+        checksum: Digest of the checksums that every target compared; empty without verification.
     """
 
     version: int
@@ -110,6 +113,7 @@ class SyncReport:
     windows: int
     seconds: dict[str, float] = field(default_factory=dict)
     pauses_s: list[float] = field(default_factory=list)
+    checksum: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class SyncSession:
     def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, cuda: bool, staged: bool = False) -> None:
         self._source = source
         self._targets = targets
-        self._version = version
+        self.version = version
         self._options = options
         self._cuda = cuda
         self._staged = staged
@@ -169,9 +173,9 @@ class SyncSession:
         try:
             self._begin(spec, staging_ranks)
             marks["begin"] = time.monotonic() - started
-            self._transfer(spec, staging_ranks)
+            checksum = self._transfer(spec, staging_ranks)
             marks["transfer"] = time.monotonic() - started - marks["begin"]
-            pauses_s = self._targets.finish(self._version, self._left())
+            pauses_s = self._targets.finish(self.version, self._left())
         except BaseException:
             self._targets.abort(self.session_id)
             raise
@@ -181,9 +185,9 @@ class SyncSession:
         marks["finish"] = marks["total"] - marks["begin"] - marks["transfer"]
         nbytes = sum(meta.nbytes for meta in metas)
         logger.info(
-            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self._version, spec.transport, nbytes >> 20, len(windows), marks["total"]
+            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self.version, spec.transport, nbytes >> 20, len(windows), marks["total"]
         )
-        return SyncReport(self._version, spec.transport, nbytes, len(windows), marks, pauses_s)
+        return SyncReport(self.version, spec.transport, nbytes, len(windows), marks, pauses_s, checksum)
 
     def _plan_transport(self, windows: Sequence[Sequence[Any]]) -> tuple[SendSpec, list[int]]:
         senders, receivers = self._source.devices(), self._targets.devices()
@@ -204,7 +208,7 @@ class SyncSession:
     def _begin(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
         session: dict[str, Any] = {
             "id": self.session_id,
-            "version": self._version,
+            "version": self.version,
             "staged": self._staged,
             "transport": spec.transport,
             "windows": len(spec.windows),
@@ -220,8 +224,10 @@ class SyncSession:
             self._targets.begin(session, 1, self._left())
             opened.result(timeout=self._left())
 
-    def _transfer(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
+    def _transfer(self, spec: SendSpec, staging_ranks: Sequence[int]) -> str:
+        """Moves every window; the digest of their checksums."""
         devices = self._source.devices()
+        sums: list[str] = []
         with ThreadPoolExecutor(2) as pool:
             exported: Future[list[dict[str, Any] | None]] = pool.submit(self._source.export_window, 0, self._left())
             for index, buckets in enumerate(spec.windows):
@@ -231,16 +237,18 @@ class SyncSession:
                     exported = pool.submit(self._source.export_window, index + 1, self._left()) if spec.nccl is None else exported
                 sent = pool.submit(self._source.send_window, index, self._left()) if spec.nccl is not None else None
                 senders = {_place(spec.transport, devices[rank]): published[rank] for rank in staging_ranks}
+                sums += (published[staging_ranks[0]] or {}).get("checksums", [])
                 self._targets.receive_window({"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left())
                 if sent is not None:
                     sent.result(timeout=self._left())
                     if index + 1 < len(spec.windows):
                         exported = pool.submit(self._source.export_window, index + 1, self._left())
+        return hashlib.blake2b("".join(sums).encode(), digest_size=8).hexdigest() if sums else ""
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise SyncTimeoutError(f"session {self.session_id} for version {self._version} passed weight_sync.timeout_s={self._options.timeout_s:.0f}")
+            raise SyncTimeoutError(f"session {self.session_id} for version {self.version} passed weight_sync.timeout_s={self._options.timeout_s:.0f}")
         return left
 
 
@@ -256,3 +264,11 @@ def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:
         return {}
     cuts = statistics.quantiles(serving, n=100, method="inclusive") if len(serving) > 1 else serving * 99
     return {"pause_s/p50": cuts[49], "pause_s/p99": cuts[98]}
+
+
+def finished_event(session: SyncSession, shards: Sequence[int], report: SyncReport | None) -> SyncFinished:
+    """What the run record says of an ended session; without a report it failed."""
+    if report is None:
+        return SyncFinished(session.session_id, session.version, "failed")
+    checksums = {str(shard): report.checksum for shard in shards} if report.checksum else {}
+    return SyncFinished(session.session_id, session.version, "done", report.nbytes, checksums)

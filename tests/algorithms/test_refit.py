@@ -66,7 +66,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
             session_id = "s"
 
             def __init__(self, *_: Any, version: int, staged: bool, **__: Any) -> None:
-                self._version = version
+                self._version = self.version = version
                 both.happened.pop()
                 both.staged = staged
 

@@ -142,7 +142,9 @@ def test_a_shard_with_wrong_bytes_is_quarantined_and_the_others_are_synced_again
     resized = world.elastic.expand([0, 1, 2])
     assert resized.shards == [0, 2] and resized.failed == {1: "planted: wrong bytes"}
     assert world.generation.states[1] is ShardState.FAILED and world.versions == [1, None, 1]
-    assert [entry.event.outcome for entry in world.record.entries if isinstance(entry.event, SyncFinished)] == ["failed", "done"]
+    failed, done = [entry.event for entry in world.record.entries if isinstance(entry.event, SyncFinished)]
+    assert (failed.outcome, failed.checksums, done.outcome, sorted(done.checksums)) == ("failed", {}, "done", ["0", "2"])
+    assert len(set(done.checksums.values())) == 1
 
 
 def test_a_refresh_reaches_those_that_serve_and_measures_their_pause(world: World) -> None:

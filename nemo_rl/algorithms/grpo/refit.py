@@ -14,9 +14,9 @@ from typing import Any
 
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
+from nemo_rl.utils.record_events import SyncStarted, VersionPublished
 from nemo_rl.utils.timer import Timer
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, pause_quantiles
+from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, finished_event, pause_quantiles
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +85,15 @@ class Refitter:
         shards = targets.shards
         self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport))
         # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.
-        outcome, self.version = "failed", None
+        self.version = report = None
         try:
             with timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
-                self.last_report = session.run()
-            self._generation.weights_resident = True
-            self.pauses_s += self.last_report.pauses_s
-            outcome = "done"
+                report = session.run()
         finally:
-            sent = self.last_report.nbytes if outcome == "done" and self.last_report is not None else 0
-            self._record.emit(SyncFinished(session.session_id, version, outcome, sent))
+            self._record.emit(finished_event(session, shards, report))
+        self._generation.weights_resident = True
+        self.last_report = report
+        self.pauses_s += report.pauses_s
         self._record.emit(VersionPublished(version, shards))
 
     def release_device(self) -> None:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import NullRecord, Record
-from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
+from nemo_rl.utils.record_events import SyncStarted, VersionPublished
 from nemo_rl.weight_sync.cache import CacheError
-from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, pause_quantiles
+from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, finished_event, pause_quantiles
 
 logger = logging.getLogger(__name__)
 
@@ -177,10 +177,9 @@ class ElasticGeneration:
     def _run(self, source: Any, targets: Any, version: int, *, staged: bool = False, options: SyncOptions | None = None) -> SyncReport:
         session = SyncSession(source, targets, version=version, options=options or self._options, cuda=self._cuda, staged=staged)
         self._record.emit(SyncStarted(session.session_id, version, targets.shards, self._options.transport))
-        outcome, sent = "failed", 0
+        report = None
         try:
             report = session.run()
-            outcome, sent = "done", report.nbytes
             return report
         finally:
-            self._record.emit(SyncFinished(session.session_id, version, outcome, sent))
+            self._record.emit(finished_event(session, targets.shards, report))
