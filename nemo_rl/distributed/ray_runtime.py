@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import ray
 
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_", "SLURM_")
 # Actors here do little Ray work of their own; the default pools cost hundreds of threads per process.
 _RAY_PROCESS_ENV = {"RAY_num_server_call_thread": "4", "TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+_START_ATTEMPTS = 3
 
 
 class RayStartError(RuntimeError):
@@ -64,8 +68,8 @@ def init_ray(
     accelerator = resolve_accelerator(device)
     # A local cluster guards its ports with a token; Ray says so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    resources = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
-    ray.init(
+    resources: dict[str, float] = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
+    _start_local(
         # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.
         num_cpus=max(os.cpu_count() or 1, 64),
         resources=resources,
@@ -78,6 +82,25 @@ def init_ray(
     )
     logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")
     return accelerator
+
+
+def _start_local(**options: Any) -> None:
+    """Starts a cluster on this machine; Ray gives its own processes half a minute, which a busy machine may need twice.
+
+    Raises:
+        RayStartError: They did not come up.
+    """
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt == _START_ATTEMPTS:
+                raise RayStartError(f"Ray did not start within half a minute, {attempt} times; is this machine overloaded? ({error})") from error
+            logger.warning("ray=start_timed_out attempt=%d", attempt)
 
 
 def shutdown_ray() -> None:
