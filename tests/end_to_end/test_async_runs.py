@@ -36,9 +36,9 @@ def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_model: P
         # Older weights drew most samples, so the ratio is near one and not one.
         assert 1.0 <= metrics["train/token_mult_prob_error"] < 2.0
         assert metrics["train/lag/max"] <= 2
-    first, second = [list(read_record(path, recover=True)) for path in sorted(command.folder.glob("logs/*/record.jsonl"))]
+    first, second = [list(read_record(path, recover=True)) for path in sorted(command.folder.glob("logs/exp_*/record.jsonl"))]
     resumed_at = next(entry.event.step for entry in second if isinstance(entry.event, StepFinished))
-    trained = Counter()
+    trained: Counter[str] = Counter()
     for entries, steps_of in ((first, range(resumed_at)), (second, range(resumed_at, STEPS))):
         prompt_of = {entry.event.group_id: entry.event.prompt_id for entry in entries if isinstance(entry.event, GroupAdmitted)}
         trained.update(prompt_of[e.event.group_id] for e in entries if isinstance(e.event, GroupTrained) and e.event.step in steps_of)
