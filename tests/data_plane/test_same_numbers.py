@@ -1,0 +1,127 @@
+"""The same recorded rollouts give the same training, bit for bit, whether rows lie in the driver or on the data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.grpo import setup as grpo_setup
+from nemo_rl.algorithms.grpo.sync_driver import grpo_train
+from nemo_rl.config import load_master_config
+from nemo_rl.utils.metrics_file import read_metrics
+from tests.data_plane.conftest import SMALL_MOONCAKE, require_mooncake
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+STEPS, PROMPTS, SAMPLES, LONGEST = 5, 4, 4, 24
+BASE = (
+    f"grpo.num_prompts_per_step={PROMPTS}",
+    f"grpo.num_generations_per_prompt={SAMPLES}",
+    f"grpo.max_num_steps={STEPS}",
+    "grpo.val_at_start=false",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "data.validation=null",
+    "loss_fn.reference_policy_kl_penalty=0.01",
+    "policy.train_global_batch_size=8",
+    "policy.train_micro_batch_size=2",
+    "policy.logprob_batch_size=4",
+    "policy.make_sequence_length_divisible_by=4",
+    "policy.sequence_packing.enabled=false",
+    "policy.sequence_packing.train_mb_tokens=64",
+    "policy.sequence_packing.logprob_mb_tokens=64",
+    "policy.dynamic_batching.train_mb_tokens=64",
+    "policy.dynamic_batching.logprob_mb_tokens=96",
+    "policy.dynamic_batching.sequence_length_round=4",
+    "policy.optimizer.kwargs.lr=0.01",
+    "checkpointing.enabled=false",
+    "logger.tensorboard_enabled=false",
+    "cluster.cpu_slots=4",
+)
+CASES = {
+    "plain_dp2_dynamic_sampling": ("cluster.gpus_per_node=2", "grpo.use_dynamic_sampling=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts as a run records them: rows of different lengths, groups that differ and groups that do not."""
+    folder = tmp_path_factory.mktemp("recording")
+    draw = torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        for attempt in range(6):
+            torch.save(_batch(draw), folder / f"rollout_step{step + 1}_{attempt}.pt")
+    return folder
+
+
+def _batch(draw: torch.Generator) -> dict[str, Any]:
+    rows = PROMPTS * SAMPLES
+    lengths = torch.randint(6, LONGEST + 1, (rows,), generator=draw)
+    width = -(-int(lengths.max()) // 4) * 4
+    real = torch.arange(width) < lengths[:, None]
+    trained = (real & (torch.arange(width) >= 3)).long()
+    rewards = torch.randint(0, 2, (rows,), generator=draw).float()
+    rewards[:SAMPLES] = 1.0  # a group that teaches nothing
+    tokens = {
+        "input_ids": torch.randint(0, 256, (rows, width), generator=draw).masked_fill(~real, 256),
+        "input_lengths": lengths,
+        "token_mask": trained,
+        "generation_logprobs": (-5.7 + 0.2 * torch.randn(rows, width, generator=draw)) * trained,
+        "content": [f"sample {row}" for row in range(rows)],
+    }
+    columns = {
+        "total_reward": rewards,
+        "truncated": torch.rand(rows, generator=draw) < 0.2,
+        "sample_mask": torch.ones(rows),
+        "prompt_lengths": torch.full((rows,), 3),
+        "response_lengths": lengths - 3,
+        "generated_lengths": lengths - 3,
+        "total_lengths": lengths.clone(),
+        "prompt_number": torch.arange(PROMPTS).repeat_interleave(SAMPLES),
+        "sample_number": torch.arange(SAMPLES).repeat(PROMPTS),
+        "weight_version": torch.zeros(rows, dtype=torch.int64),
+    }
+    return {"tokens": tokens, "rows": columns, "metrics": {"mean_total_reward": float(rewards.mean())}}
+
+
+@pytest.fixture
+def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Trains on the recording; metrics of every step, digests of the weights and the lines of the sample logs."""
+    monkeypatch.setattr(grpo_setup, "shutdown_ray", lambda: None)
+
+    def run(name: str, *overrides: str) -> dict[str, Any]:
+        places = [f"policy.model_name={tiny_model}", f"logger.log_dir={tmp_path / name}", f"grpo.rollout_replay={recording}"]
+        config = load_master_config(CONFIG, [*BASE, *places, *overrides])
+        built = grpo_setup.setup(config)
+        try:
+            grpo_train(built)
+            seen: dict[str, Any] = {"weights": built.policy.run_on_all("weight_checksums")[0]}
+            if config.data_plane.enabled:
+                assert built.policy.dp_client.list_samples("train") == {}  # type: ignore[attr-defined]
+        finally:
+            grpo_setup.close(built)
+        series = read_metrics(Path(config.logger.log_dir)).series
+        seen["metrics"] = {name: values for name, values in series.items() if name.startswith("train/")}
+        seen["samples"] = [(Path(config.logger.log_dir) / "samples" / f"train_data_step{step}.jsonl").read_text() for step in range(1, STEPS + 1)]
+        return seen
+
+    yield run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_the_same_bit_for_bit(case: str, train: Any) -> None:
+    plain = train("driver", *CASES[case])
+    assert len(plain["metrics"]["train/loss"]) == STEPS and len(set(plain["metrics"]["train/grad_norm"].values())) == STEPS
+    sizes = [f"data_plane.{name}={size}" for name, size in SMALL_MOONCAKE.items()]
+    for backend, options in (("simple", ()), ("mooncake_cpu", sizes)):
+        if backend == "mooncake_cpu":
+            require_mooncake()
+        stored = train(backend, *CASES[case], "data_plane.enabled=true", f"data_plane.backend={backend}", *options)
+        assert stored["metrics"] == plain["metrics"]
+        assert stored["weights"] == plain["weights"]
+        assert stored["samples"] == plain["samples"]
