@@ -2,6 +2,7 @@
 
 import json
 import os
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,8 @@ def test_two_datasets_with_an_environment_each_train_in_one_run(tiny_model: Path
     config = {
         "defaults": str(ROOT / "examples" / "configs" / "grpo_sliding_puzzle_cpu.yaml"),
         "grpo": {"max_num_steps": 2, "max_rollout_turns": 2},
-        "policy": {"model_name": str(tiny_model)},
+        # A model that knows nothing ends no response by itself, and one that is cut ends its sample.
+        "policy": {"model_name": str(tiny_model), "generation": {"stop_strings": [*string.ascii_letters]}},
         "data": {"train": [puzzle, sums]},
         "env": {"sliding_puzzle": {"max_moves": 2}},
         "logger": {"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": False},
