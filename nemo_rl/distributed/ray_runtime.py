@@ -69,6 +69,8 @@ def init_ray(
     # A local cluster guards its ports with a token; Ray says so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     resources: dict[str, float] = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
+    # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the machine starves them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     _start_local(
         # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.
         num_cpus=max(os.cpu_count() or 1, 64),
