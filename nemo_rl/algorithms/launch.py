@@ -80,6 +80,7 @@ def run_to_end(config: TrainingConfig, setup: Callable[[TrainingConfig], Run], d
         _end_cleanly_on_sigterm()
         with _monitor(config, run), run.progress:
             drive(run)
+        _show_trackers(run)
         code = EXIT_OK
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: ending workers; the last finished checkpoint is complete\n")
@@ -94,6 +95,12 @@ def run_to_end(config: TrainingConfig, setup: Callable[[TrainingConfig], Run], d
     if run is not None and code == EXIT_OK:
         _report(Path(config.logger.log_dir))
     return code
+
+
+def _show_trackers(run: Watchable) -> None:
+    from nemo_rl.utils.report import log_report
+
+    log_report(run.logger)
 
 
 def _monitor(config: RootConfig, run: Watchable) -> AbstractContextManager[object]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from nemo_rl.utils import plots
+from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
 from nemo_rl.utils.progress import format_duration
 
@@ -69,6 +70,22 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
     data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
     paths.html.write_text(template.replace("__DATA__", data), encoding="utf-8")
     return paths
+
+
+def log_report(logger: Logger) -> None:
+    """Gives the picture of a run's report to its trackers; nothing to do for a run without trackers or without metrics.
+
+    Args:
+        logger: the run's, still open.
+    """
+    if not logger.backends:
+        return
+    try:
+        run = read_metrics(logger.log_dir)
+        picture = plots.figure(run, _title(_read_config(logger.log_dir / "config.yaml"), logger.log_dir), _subtitle(run))
+    except (NoMetrics, ValueError):
+        return
+    logger.log_plot(picture, _last_step(run), "report")
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

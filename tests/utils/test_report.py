@@ -13,7 +13,7 @@ from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.plots import main_panels, phase_series, smoothed
-from nemo_rl.utils.report import main, write_report
+from nemo_rl.utils.report import log_report, main, write_report
 
 
 def log_run(log_dir: Path, steps: range) -> None:
@@ -86,3 +86,16 @@ def test_smoothing_keeps_gaps_and_constants() -> None:
     result = smoothed(values)
     assert math.isnan(result[50])
     assert result[:50] + result[51:] == [2.0] * 99
+
+
+def test_trackers_get_the_reports_picture(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Logger(LoggerConfig(log_dir=str(tmp_path), tensorboard_enabled=True)) as logger:
+        log_report(logger)  # nothing to show yet
+        for step in (1, 2, 3):
+            logger.log_metrics({"reward": step / 10}, step, "train")
+        log_report(logger)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(image.step, image.width > 500) for image in events.Images("report")] == [(3, True)]
