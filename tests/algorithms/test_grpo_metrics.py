@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from nemo_rl.algorithms import utils
-from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics, batch_metrics, collect_microbatch_metrics, throughput_metrics, validation_metrics
+from nemo_rl.algorithms.grpo.metrics import (
+    accuracy_by_task,
+    aggregate_microbatch_metrics,
+    batch_metrics,
+    collect_microbatch_metrics,
+    throughput_metrics,
+    validation_metrics,
+)
 
 
 def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:
@@ -80,3 +87,9 @@ def test_replayed_rollouts_have_no_generation_rate() -> None:
     metrics = throughput_metrics(8, 64.0, seconds, num_devices=1, train_devices=1, generation_devices=0, generated_tokens=32.0)
     assert metrics["samples_per_sec"] == 4.0
     assert not any(name.startswith("generation") for name in metrics)
+
+
+def test_each_task_has_its_own_accuracy_once_there_are_several() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert accuracy_by_task(rewards, ["sums", "words", "sums", "words"]) == {"accuracy/sums": 1.0, "accuracy/words": 0.5}
+    assert accuracy_by_task(rewards, ["sums"] * 4) == {}

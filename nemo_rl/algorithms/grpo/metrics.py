@@ -113,3 +113,17 @@ def validation_metrics(rewards_B: torch.Tensor, response_lengths_B: torch.Tensor
         solved = (rewards_B.view(-1, generations_per_prompt) >= 1).any(dim=1)
         metrics["pass_k"] = solved.double().mean().item()
     return metrics
+
+
+def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str, float]:
+    """`accuracy/<task>`, the mean reward of each task's samples; nothing where there is one task only.
+
+    Args:
+        rewards_B: rewards.
+        tasks: the task of each sample.
+    """
+    names = sorted(set(tasks))
+    if len(names) < 2:
+        return {}
+    of_task = {name: torch.tensor([task == name for task in tasks]) for name in names}
+    return {f"accuracy/{name}": rewards_B[rows].double().mean().item() for name, rows in of_task.items()}

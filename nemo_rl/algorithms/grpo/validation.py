@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_rl.algorithms.grpo.collect import validation_plan
-from nemo_rl.algorithms.grpo.metrics import validation_metrics
+from nemo_rl.algorithms.grpo.metrics import accuracy_by_task, validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
@@ -21,7 +21,7 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     """Runs validation and logs it under step `step` (0: before training).
 
     Returns:
-        `accuracy`, `avg_length` and, with several generations per prompt, `pass_k`.
+        `accuracy`, `avg_length`, with several generations per prompt `pass_k`, and with several tasks `accuracy/<task>` of each.
 
     Raises:
         ValueError: There is no validation data, or not one full batch.
@@ -35,8 +35,8 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     with run.timer.time("total_validation_time"):
         if run.refitter is not None:
             run.refitter.bring_to(run.state.step, run.timer)
-        rewards, lengths = _roll_out_all(run, step)
-    metrics = validation_metrics(rewards, lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
+        rewards, lengths, tasks = _roll_out_all(run, step)
+    metrics = validation_metrics(rewards, lengths, generations_per_prompt=cfg.val_num_generations_per_prompt) | accuracy_by_task(rewards, tasks)
     run.logger.log_metrics(metrics, step, prefix="validation")
     run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation")
     run.progress.validated(metrics["accuracy"])
@@ -44,21 +44,23 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     return metrics
 
 
-def _roll_out_all(run: GRPORun, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _roll_out_all(run: GRPORun, step: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     cfg = run.config.grpo
     rewards: list[torch.Tensor] = []
     lengths: list[torch.Tensor] = []
+    tasks: list[str] = []
     for index, prompts in enumerate(_batches(run)):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
         source: Any = run.validation_rollouts
         columns = source.roll_out(batch, validation_plan(run, index), 0).columns
         rewards.append(columns.rows["total_reward"])
         lengths.append(columns.rows["generated_lengths"])
+        tasks += batch["task_name"]
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
         run.store.apply(handle, sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0))
         run.store.clear(handle)
-    return torch.cat(rewards), torch.cat(lengths)
+    return torch.cat(rewards), torch.cat(lengths), tasks
 
 
 def _batches(run: GRPORun) -> list[Any]:
