@@ -17,7 +17,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 
 STEPS, PROMPTS = 5, 4
 # The age bound keeps two steps of groups in the buffer, so that a checkpoint has something to hold.
-ASYNC = (f"grpo.max_num_steps={STEPS}", "grpo.async_grpo.max_trajectory_age_steps=2", "checkpointing.save_period=1", "loss_fn.reference_policy_kl_penalty=0.0")
+# At a gentle rate weights two versions apart still agree about most tokens.
+ASYNC = (
+    f"grpo.max_num_steps={STEPS}",
+    "grpo.async_grpo.max_trajectory_age_steps=2",
+    "checkpointing.save_period=1",
+    "loss_fn.reference_policy_kl_penalty=0.0",
+    "policy.optimizer.kwargs.lr=0.001",
+)
 
 
 def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_model: Path, tmp_path: Path) -> None:
@@ -33,8 +40,8 @@ def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_model: P
     steps = command.metrics()
     assert sorted(steps) == list(range(1, STEPS + 1))
     for metrics in steps.values():
-        # Older weights drew most samples, so the ratio is near one and not one.
-        assert 1.0 <= metrics["train/token_mult_prob_error"] < 2.0
+        # Samples of the weights that train agree; older weights drew the others, so that their ratio is near one and not one.
+        assert 1.0 <= metrics["train/token_mult_prob_error"] < (1.001 if metrics["train/lag/max"] == 0 else 2.0)
         assert metrics["train/lag/max"] <= 2
     first, second = [list(read_record(path, recover=True)) for path in sorted(command.folder.glob("logs/exp_*/record.jsonl"))]
     resumed_at = next(entry.event.step for entry in second if isinstance(entry.event, StepFinished))
