@@ -21,6 +21,7 @@ from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWor
 ROWS, WIDTH = 8, 24
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 _BASE = (
+    "loss_fn.reference_policy_kl_penalty=0.0",
     "policy.max_total_sequence_length=24",
     "policy.train_global_batch_size=8",
     "policy.train_micro_batch_size=2",
