@@ -93,6 +93,7 @@ def colocated(model: Path, slots: int, *overrides: str) -> Iterator[Colocated]:
     """Starts policy and engine on the same slots and ends both."""
     base = [
         f"policy.model_name={model}",
+        "loss_fn.reference_policy_kl_penalty=0.0",
         f"cluster.gpus_per_node={slots}",
         "cluster.cpu_slots=4",
         "policy.train_global_batch_size=8",
