@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import ray
 
 from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
@@ -24,6 +26,7 @@ _RAY_PROCESS_ENV = {"RAY_num_server_call_thread": "4", "TOKENIZERS_PARALLELISM":
 
 
 _START_ATTEMPTS = 3
+_END_TIMEOUT_S = 10.0
 
 
 class RayStartError(RuntimeError):
@@ -93,16 +96,27 @@ def _start_local(**options: Any) -> None:
         RayStartError: They did not come up.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
+        before = set(psutil.Process().children(recursive=True))
         try:
             ray.init(**options)
             return
         except Exception as error:
             if "timed out during startup" not in str(error):
                 raise
-            ray.shutdown()
+            _end_half_started(before)
             if attempt == _START_ATTEMPTS:
                 raise RayStartError(f"Ray did not start within half a minute, {attempt} times; is this machine overloaded? ({error})") from error
             logger.warning("ray=start_timed_out attempt=%d", attempt)
+
+
+def _end_half_started(before: set[psutil.Process]) -> None:
+    """Ends the processes of a cluster that did not come up; Ray itself would leave them running until this process ends."""
+    ray.shutdown()
+    started = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(started, timeout=_END_TIMEOUT_S)
 
 
 def shutdown_ray() -> None:

@@ -1,7 +1,9 @@
 """Starting Ray where its own patience is too short."""
 
+import subprocess
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -38,6 +40,28 @@ def test_a_machine_that_never_gets_there_is_an_error_of_ours(monkeypatch: pytest
     with pytest.raises(RayStartError, match="is this machine overloaded"):
         init_ray(device="cpu")
     assert len(calls) == ray_runtime._START_ATTEMPTS
+
+
+def test_what_a_late_start_left_running_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+    start_with(monkeypatch, [])
+    succeed = ray.init
+
+    def start(**options: Any) -> None:
+        if not left:
+            left.append(subprocess.Popen(["sleep", "600"]))
+            raise Exception(LATE)
+        succeed(**options)
+
+    monkeypatch.setattr(ray, "init", start)
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        init_ray(device="cpu")
+        assert not psutil.pid_exists(left[0].pid)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_any_other_failure_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
