@@ -157,8 +157,13 @@ class _Progress:
     def __exit__(self, *_: object) -> None: ...
 
 
+class _NoTrackers:
+    backends: tuple[Any, ...] = ()
+
+
 class _Run:
     progress: Any = _Progress()
+    logger: Any = _NoTrackers()
 
 
 class _Config:
