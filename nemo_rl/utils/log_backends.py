@@ -85,7 +85,8 @@ def require(package: str, switch: str) -> Any:
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -168,7 +169,7 @@ class WandbLogger:
             try:
                 return self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
             except self._wandb.Error as error:
-                reason = _first_line(error)
+                reason = first_line(error)
         logger.warning("tracker=wandb mode=offline: %s; the run goes on, `wandb sync %s/wandb/offline-run-*` uploads it later", reason, log_dir)
         return self._wandb.init(dir=str(log_dir), settings=settings, **{**arguments, "mode": "offline"})
 
@@ -218,7 +219,7 @@ class SwanlabLogger:
         try:
             self._run = self._swanlab.init(**arguments)
         except (OSError, RuntimeError, self._swanlab.exceptions.AuthenticationError) as error:
-            logger.warning("tracker=swanlab mode=offline: %s; the run goes on, `swanlab sync %s/run-*` uploads it later", _first_line(error), directory)
+            logger.warning("tracker=swanlab mode=offline: %s; the run goes on, `swanlab sync %s/run-*` uploads it later", first_line(error), directory)
             self._run = self._swanlab.init(**{**arguments, "mode": "offline"})
 
     def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
@@ -264,7 +265,7 @@ class MlflowLogger:
             self._mlflow.set_experiment(cfg.experiment_name)
             self._mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
         except self._mlflow.exceptions.MlflowException as error:
-            raise TrackerUnreachable(_first_line(error)) from error
+            raise TrackerUnreachable(first_line(error)) from error
 
     def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
         """See `LoggerInterface`; lists are summarised."""

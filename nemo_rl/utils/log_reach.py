@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.utils.log_backends import LoggerInterface, TrackerUnreachable
+from nemo_rl.utils.log_backends import LoggerInterface, TrackerUnreachable, first_line
 from nemo_rl.utils.metrics_file import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -77,5 +77,4 @@ class ReachableTracker:
 
     def _switch_off(self, error: Exception) -> None:
         self._tracker = None
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("tracker=%s event=switched_off: %s; the run goes on, its metrics are in %s", self._name, reason, self._log_dir / METRICS_FILE)
+        logger.warning("tracker=%s event=switched_off: %s; the run goes on, its metrics are in %s", self._name, first_line(error), self._log_dir / METRICS_FILE)
