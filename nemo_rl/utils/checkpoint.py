@@ -242,11 +242,8 @@ class CheckpointManager:
             unless_done.pop_all()
 
     def _saved(self) -> set[int]:
-        if not self.root.is_dir():
-            return set()
         self._recover()
-        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.root.iterdir() if (path / INFO_FILE).is_file())
-        return {int(match[1]) for match in matches if match is not None}
+        return saved_steps(self.root)
 
     def _history(self) -> list[SavedStep]:
         history = []
@@ -276,8 +273,14 @@ class CheckpointManager:
         )
 
     def _last_good(self) -> str:
-        good = [int(path.name[5:]) for path in self.root.glob("step_*") if path.name[5:].isdigit() and (path / INFO_FILE).is_file()]
+        good = saved_steps(self.root)
         return f"; {self.root}/step_{max(good)} is intact and resumable" if good else ""
+
+
+def saved_steps(root: Path) -> set[int]:
+    """Steps of the complete checkpoints in a directory; none where there is no directory."""
+    matches = (re.fullmatch(r"step_(\d+)", path.name) for path in root.glob("step_*") if (path / INFO_FILE).is_file())
+    return {int(match[1]) for match in matches if match is not None}
 
 
 def model_directory(source: str) -> str:
@@ -288,7 +291,7 @@ def model_directory(source: str) -> str:
             a Hugging Face directory or id.
     """
     root = Path(source)
-    steps = [int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit() and (path / INFO_FILE).is_file()] if root.is_dir() else []
+    steps = saved_steps(root)
     weights = (root / f"step_{max(steps)}" if steps else root) / "policy" / "weights"
     return str(weights) if weights.is_dir() else source
 
