@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from nemo_rl.config import EnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.registry import section_of
 
 _GATHER_S = 0.01
 
@@ -26,6 +28,12 @@ class EnvironmentHandle:
     name: str
     handle: Any
     timeout_s: float = 600.0
+
+    @classmethod
+    def of(cls, name: str, actor: Any, env_configs: EnvConfig) -> EnvironmentHandle:
+        """An actor with the deadline that `env.<name>.step_timeout_s` gives it."""
+        section = section_of(name, env_configs)
+        return cls(name, actor) if section is None else cls(name, actor, section.step_timeout_s)
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,7 @@ def evaluate(config: EvalMasterConfig) -> Score:
         stack.callback(cluster.shutdown)
         generation = _start_engines(config, policy, cluster, tokenizer)
         stack.callback(generation.shutdown)
-        actor = start_environments([name], config.env)[name]
-        section = section_of(name, config.env)
-        handle = EnvironmentHandle(name, actor, section.step_timeout_s if section is not None else 600.0)
+        handle = EnvironmentHandle.of(name, start_environments([name], config.env)[name], config.env)
         generation.wait_until_started()
         began = time.monotonic()
         trajectories = _answer(config, RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle)), generation, problems)

@@ -291,10 +291,7 @@ def _sources(
     config: MasterConfig, tokenizer: Any, generation: RolloutGenerator | None, datasets: TaskDatasets, actors: dict[str, Any], record: Record
 ) -> tuple[RolloutSource, RolloutSource | None]:
     def live(env_of_task: dict[str, str], trained: Record | None = None) -> LiveRollouts:
-        environments = {}
-        for task, name in env_of_task.items():
-            section = section_of(name, config.env)
-            environments[task] = EnvironmentHandle(name, actors[name], section.step_timeout_s if section is not None else 600.0)
+        environments = {task: EnvironmentHandle.of(name, actors[name], config.env) for task, name in env_of_task.items()}
         runner = RolloutRunner(generation, tokenizer, environments, trained) if generation is not None else None
         if runner is None:
             raise RuntimeError("live rollouts need generation")
