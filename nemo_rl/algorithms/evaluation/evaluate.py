@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from nemo_rl.environments.setup import start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
 from nemo_rl.models.dtensor.load import model_config
+from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.checkpoint import model_directory
 
@@ -151,7 +151,7 @@ def _start_engines(config: EvalMasterConfig, policy: PolicyConfig, cluster: RayV
         seed=config.eval.seed,
         colocated=False,
         refits=False,
-        request_timeout_s=float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900")),
+        request_timeout_s=request_timeout_s(),
     )
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.algorithms.grpo.async_parts import build_collector, collected_experience, request_timeout_s, restore_collector, saved_collector
+from nemo_rl.algorithms.grpo.async_parts import build_collector, collected_experience, restore_collector, saved_collector
 from nemo_rl.algorithms.grpo.collect import gather_experience
 from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
 from nemo_rl.algorithms.grpo.run import GRPORun
@@ -23,6 +23,7 @@ from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.experience.hooks import NoOpRLixHooks, RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.experience.trajectory_collector import TrajectoryCollector
+from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.utils.checkpoint_retention import should_save
 from nemo_rl.utils.record_events import StepBegun
 

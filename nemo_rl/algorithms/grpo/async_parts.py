@@ -7,7 +7,6 @@ saved with it hold every prompt group that was drawn and is not trained, finishe
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +20,11 @@ from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, TrajectoryCollector
+from nemo_rl.models.generation.interfaces import request_timeout_s
 
 logger = logging.getLogger(__name__)
 
 BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
-
-
-def request_timeout_s() -> float:
-    """Deadline of one generation request."""
-    return float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900"))
 
 
 def build_collector(run: GRPORun) -> TrajectoryCollector:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.grpo.async_parts import request_timeout_s
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.placement import reserve, start_policy
@@ -42,6 +41,7 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.load import model_config
 from nemo_rl.models.dtensor.parallelize import check_divisible
+from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.models.policy.tq_policy import TQPolicy

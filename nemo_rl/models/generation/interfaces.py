@@ -7,6 +7,7 @@ version span.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,11 @@ FinishReason = Literal["stop", "length", "abort", "no_room"]
 
 class GenerationError(RuntimeError):
     """The engine could not serve a request; the message names the shard."""
+
+
+def request_timeout_s() -> float:
+    """Deadline of one generation request in seconds: `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`, by default a quarter of an hour."""
+    return float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900"))
 
 
 @dataclass(frozen=True)
