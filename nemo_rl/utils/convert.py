@@ -49,9 +49,6 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
         )
     with _made_whole(out_dir) as aside:
         _copy_model(source, aside, dtype)
-        tokenizer = source.parent / "tokenizer"
-        if source.name == "weights" and tokenizer.is_dir():
-            shutil.copytree(tokenizer, aside, dirs_exist_ok=True)
     return out_dir
 
 
