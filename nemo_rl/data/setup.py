@@ -51,13 +51,14 @@ def load_datasets(tokenizer: Any, config: DataConfig) -> TaskDatasets:
     train = _load(config.train, "data.train")
     held_out = [(entry, dataset, dataset.val_dataset) for entry, dataset in train if dataset.val_dataset is not None]
     validation = held_out + [(entry, dataset, dataset.dataset) for entry, dataset in _load(config.validation or [], "data.validation", held_out)]
-    rows = [(entry, dataset, dataset.dataset) for entry, dataset in train]
+    rows = [(dataset, dataset.dataset) for _, dataset in train]
+    held_out_rows = [(dataset, part) for _, dataset, part in validation]
     return TaskDatasets(
-        train=_joined(rows, tokenizer, config.max_input_seq_length),
-        validation=_joined(validation, tokenizer, config.max_input_seq_length) if validation else None,
-        env_of_task={dataset.task_name: entry.env_name for entry, dataset, _ in rows},
+        train=processed(rows, tokenizer, config.max_input_seq_length),
+        validation=processed(held_out_rows, tokenizer, config.max_input_seq_length) if validation else None,
+        env_of_task={dataset.task_name: entry.env_name for entry, dataset in train},
         env_of_validation_task={dataset.task_name: entry.env_name for entry, dataset, _ in validation},
-        train_by_task={one[1].task_name: _joined([one], tokenizer, config.max_input_seq_length) for one in rows},
+        train_by_task={one[0].task_name: processed([one], tokenizer, config.max_input_seq_length) for one in rows},
     )
 
 
@@ -78,8 +79,15 @@ def _load(entries: Sequence[DatasetConfig], key: str, before: Sequence[_Entry] =
     return loaded
 
 
-def _joined(entries: Sequence[_Entry], tokenizer: Any, max_seq_length: int) -> AllTaskProcessedDataset:
-    processors = {dataset.task_name: (dataset.task_spec, dataset.processor) for _, dataset, _ in entries}
-    preprocessors = {dataset.task_name: dataset.preprocessor for _, dataset, _ in entries if dataset.preprocessor is not None}
-    rows = entries[0][2] if len(entries) == 1 else ConcatDataset([part for _, _, part in entries])
+def processed(parts: Sequence[tuple[RawDataset, Any]], tokenizer: Any, max_seq_length: int) -> AllTaskProcessedDataset:
+    """Rows of one or several datasets as prompts, each by its own task's processor.
+
+    Args:
+        parts: datasets, each with those of its rows that are meant.
+        tokenizer: a Hugging Face tokenizer.
+        max_seq_length: longest prompt in tokens.
+    """
+    processors = {dataset.task_name: (dataset.task_spec, dataset.processor) for dataset, _ in parts}
+    preprocessors = {dataset.task_name: dataset.preprocessor for dataset, _ in parts if dataset.preprocessor is not None}
+    rows = parts[0][1] if len(parts) == 1 else ConcatDataset([part for _, part in parts])
     return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec(), processors, max_seq_length, preprocessors)

@@ -21,6 +21,7 @@ from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
+from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -135,10 +136,7 @@ def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
 def _problems(config: EvalMasterConfig, tokenizer: Any) -> _Problems:
     raw = load_response_dataset(config.data, "data")
     count = min(config.data.max_samples or len(raw.dataset), len(raw.dataset))
-    processors = {raw.task_name: (raw.task_spec, raw.processor)}
-    preprocessors = {raw.task_name: raw.preprocessor} if raw.preprocessor is not None else {}
-    dataset = AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, processors, config.data.max_input_seq_length, preprocessors)
-    return _Problems(dataset, count, [raw.task_name])
+    return _Problems(processed([(raw, raw.dataset)], tokenizer, config.data.max_input_seq_length), count, [raw.task_name])
 
 
 def _start_engines(config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any) -> VllmGeneration:
