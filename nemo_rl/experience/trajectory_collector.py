@@ -232,7 +232,7 @@ class TrajectoryCollector:
         Args:
             target: The step.
             attempt: Which of its generation batches; one that was not drawn yet is drawn now.
-            on_progress: Called with the finished groups and their total, as they grow.
+            on_progress: Called with the finished groups and their total, as they grow, up to the last.
 
         Raises:
             StopIteration: The prompts are exhausted.
@@ -252,17 +252,17 @@ class TrajectoryCollector:
                 with self._changed:
                     self.check_health()
                     ready, missing = self.buffer.ready(target, attempt), self.buffer.missing(target, attempt)
+                    left = self._last_progress + self._limits.stall_s - time.monotonic()
+                if missing and left <= 0:
+                    outcome = "expired"
+                    raise CollectorError(f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for groups {missing[:8]}")
+                on_progress(ready, ready + len(missing))
+                with self._changed:
                     if not missing:
                         outcome = "done"
                         groups = self.buffer.take(target, attempt)
                         self._untrained -= {group.key for group in groups}
                         return groups
-                    left = self._last_progress + self._limits.stall_s - time.monotonic()
-                if left <= 0:
-                    outcome = "expired"
-                    raise CollectorError(f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for groups {missing[:8]}")
-                on_progress(ready, ready + len(missing))
-                with self._changed:
                     if self.buffer.ready(target, attempt) == ready:
                         self._changed.wait(min(left, 5.0))
         finally:

@@ -230,7 +230,9 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     step = ["begin {0}", "end", "before training {0}", "logprobs", "train", "before sync {0}", "after training {0}", "refit {1}"]
     expected = ["collector", "refit 0", *[line.format(n, n + 1) for n in range(2) for line in step], "clear"]
     assert world.happened == expected
-    assert hooks.progress[0][2] and not any(new for *_, new in hooks.progress if _[1] > hooks.progress[0][1])
+    batches = [position for position, (*_, new) in enumerate(hooks.progress) if new]
+    assert batches[0] == 0 and len(batches) == 2
+    assert [hooks.progress[end - 1][:2] for end in (*batches[1:], len(hooks.progress))] == [(PROMPTS, PROMPTS)] * 2
 
 
 def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 from nemo_rl.algorithms.grpo.async_parts import build_collector, collected_experience, restore_collector, saved_collector
 from nemo_rl.algorithms.grpo.collect import gather_experience
+from nemo_rl.algorithms.grpo.learn import learn
 from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.saving import save_checkpoint
-from nemo_rl.algorithms.grpo.stages import Experience, compute_logprobs, mask_and_weigh, needs_previous_logprobs, needs_reference_logprobs, train
+from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
-from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
+from nemo_rl.algorithms.grpo.step_log import log_samples, log_step
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.experience.hooks import NoOpRLixHooks, RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.experience.trajectory_collector import TrajectoryCollector
@@ -71,7 +72,8 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
         except StopIteration:
             logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
             return True
-        metrics, result = _train(run, experience, hooks)
+        hooks.before_training(run.state.step)
+        metrics, result = learn(run, experience)
         hooks.before_weight_sync(run.state.step)
         step = run.state.step
         complete_step(run, experience)
@@ -126,24 +128,6 @@ def _reporter(hooks: RLixHooksProtocol) -> Callable[[int, int], None]:
             reported = share
 
     return report
-
-
-def _train(run: GRPORun, experience: Experience[Any], hooks: RLixHooksProtocol) -> tuple[dict[str, Any], Any]:
-    cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
-    hooks.before_training(run.state.step)
-    run.progress.phase("log-probabilities")
-    with timer.time("policy_and_reference_logprobs"):
-        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
-            run.policy.prepare_for_lp_inference()
-        compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
-    with timer.time("advantage_calculation"):
-        mask_and_weigh(experience, run.store, cfg, loss_cfg, run.config.policy.train_global_batch_size)
-    run.progress.phase("training")
-    with timer.time("training_prep"):
-        run.policy.prepare_for_training()
-    with timer.time("policy_training"):
-        result = train(experience, run.store, run.policy, run.loss_fn, cfg, loss_cfg, timer)
-    return step_metrics(run, experience, result), result
 
 
 def _refit(run: GRPORun, collector: TrajectoryCollector, version: int) -> None:

@@ -11,11 +11,12 @@ import logging
 from typing import Any
 
 from nemo_rl.algorithms.grpo.collect import collect_experience
+from nemo_rl.algorithms.grpo.learn import learn
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.saving import save_checkpoint
-from nemo_rl.algorithms.grpo.stages import Experience, compute_logprobs, mask_and_weigh, needs_previous_logprobs, needs_reference_logprobs, train
+from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
-from nemo_rl.algorithms.grpo.step_log import log_samples, log_step, step_metrics
+from nemo_rl.algorithms.grpo.step_log import log_samples, log_step
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompts import EpochPrompts
@@ -65,29 +66,13 @@ def grpo_train(run: GRPORun) -> None:
 
 def run_step(run: GRPORun, prompts: _Prompts) -> tuple[Experience[Any], dict[str, Any], Any]:
     """One step up to and including the optimizer; the weights are then those of version `state.step + 1`."""
-    cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
     run.record.emit(StepBegun(run.state.step))
     run.progress.phase("generation")
-    with timer.time("prepare_for_generation/total"):
+    with run.timer.time("prepare_for_generation/total"):
         if run.refitter is not None:
-            run.refitter.bring_to(run.state.step, timer)
+            run.refitter.bring_to(run.state.step, run.timer)
     experience = collect_experience(run, prompts.next)
-    run.progress.phase("log-probabilities")
-    with timer.time("logprob_inference_prep"):
-        if run.refitter is not None:
-            run.refitter.release_device()
-        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
-            run.policy.prepare_for_lp_inference()
-    with timer.time("policy_and_reference_logprobs"):
-        compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
-    with timer.time("advantage_calculation"):
-        mask_and_weigh(experience, run.store, cfg, loss_cfg, run.config.policy.train_global_batch_size)
-    run.progress.phase("training")
-    with timer.time("training_prep"):
-        run.policy.prepare_for_training()
-    with timer.time("policy_training"):
-        result = train(experience, run.store, run.policy, run.loss_fn, cfg, loss_cfg, timer)
-    return experience, step_metrics(run, experience, result), result
+    return experience, *learn(run, experience)
 
 
 class _Prompts:
