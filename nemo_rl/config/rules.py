@@ -166,11 +166,6 @@ def rollouts_are_recorded_or_replayed(config: MasterConfig) -> Iterator[str]:
         yield f"grpo.rollout_record and grpo.rollout_replay are the same directory, {config.grpo.rollout_record}; a replay would write over what it reads"
 
 
-def data_plane_serves_the_synchronous_loop(config: MasterConfig) -> Iterator[str]:
-    if config.data_plane.enabled and config.grpo.async_grpo.enabled:
-        yield "data_plane.enabled: true with grpo.async_grpo.enabled: true is not built yet: rollouts that run ahead are kept by the driver; switch one off"
-
-
 def _shown(value: int | None) -> str:
     return "null" if value is None else str(value)
 
@@ -190,5 +185,4 @@ GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
     async_training_is_possible,
     draft_models_need_megatron,
     rollouts_are_recorded_or_replayed,
-    data_plane_serves_the_synchronous_loop,
 )

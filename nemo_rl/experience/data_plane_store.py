@@ -19,9 +19,9 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import mint_ids
+from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.remote import call, start_actor, stop_actor
-from nemo_rl.experience.rollout_actor import ActorSources, Purpose, RemoteRollouts, RolloutActor
+from nemo_rl.experience.rollout_actor import ActorSources, Purpose, RemoteRollouts, RolloutActor, write_rollout
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.stage import TokenStage
 from nemo_rl.models.policy.tq_policy import StoredColumns
@@ -91,6 +91,10 @@ class DataPlaneStore:
         self._owned.setdefault(meta.partition_id, {}).update(dict.fromkeys(meta.sample_ids))
         return meta
 
+    def set_aside(self, columns: RolloutColumns) -> KVBatchMeta:
+        """Writes rows that no step owns yet."""
+        return write_rollout(self._client, columns, self._partition, self._multiple)
+
     def update(self, handle: KVBatchMeta, columns: Mapping[str, Any]) -> KVBatchMeta:
         """Adds columns."""
         write_columns(self._client, handle, columns)
@@ -107,10 +111,11 @@ class DataPlaneStore:
                 raise ValueError(f"the policy stored {name!r} as {result.columns.get(name)!r}, the column {column!r} was expected")
         return handle.with_fields(list(renamed))
 
-    def read(self, handle: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict[Any]:
-        """The named columns, brought into this process."""
-        self._check(handle, columns)
-        return read_columns(self._client, handle, columns, pad_value_dict=self._pad_values)
+    def read(self, handle: KVBatchMeta, columns: Sequence[str] | None = None) -> BatchedDataDict[Any]:
+        """The named columns, or all, brought into this process."""
+        names = list(handle.fields or ()) if columns is None else columns
+        self._check(handle, names)
+        return read_columns(self._client, handle, names, pad_value_dict=self._pad_values)
 
     def apply(self, handle: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage beside the rows; its columns stay there."""

@@ -36,14 +36,14 @@ class BufferedGroup:
 
     Attributes:
         key: Its place in the run.
-        tokens: Its token columns, not yet in the store.
+        tokens: Handle of its token columns, set aside in the store.
         rows: Its small columns [G].
         metrics: What its rollouts measured.
         generated_at: Version that was published when its generation began.
     """
 
     key: GroupKey
-    tokens: BatchedDataDict[Any]
+    tokens: Any
     rows: BatchedDataDict[Any]
     metrics: dict[str, Any] = field(default_factory=dict)
     generated_at: int = 0

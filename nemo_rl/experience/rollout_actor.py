@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.remote import call
@@ -55,24 +56,35 @@ class RolloutActor:
     def rollout_to_tq(self, purpose: Purpose, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
         """Rolls a numbered batch out; `tokens` of the result is a meta."""
         rollout = self._sources[purpose].roll_out(batch, plan, attempt)
-        columns = rollout.columns
-        versions = columns.rows["weight_version"].tolist() if "weight_version" in columns.rows else None
-        meta = kv_first_write(
-            columns.tokens,
-            sample_ids=mint_ids(columns.rows["prompt_number"].tolist()),
-            dp_client=self._client,
-            partition_id=purpose,
-            task_name=None,
-            pad_to_multiple=self._multiple,
-            tags=None if versions is None else [{"weight_version": version} for version in versions],
-        )
+        meta = write_rollout(self._client, rollout.columns, purpose, self._multiple)
         events = tuple(entry.event for entry in self._events.entries)
         self._events.entries.clear()
-        return Rollout(RolloutColumns(meta, columns.rows), rollout.metrics, events)
+        return Rollout(RolloutColumns(meta, rollout.columns.rows), rollout.metrics, events)
 
     def close(self) -> None:
         """Lets go of the data plane."""
         self._client.close()
+
+
+def write_rollout(client: DataPlaneClient, columns: RolloutColumns, partition: str, multiple: int) -> KVBatchMeta:
+    """Writes the token columns of a rollout in one go, under ids minted here.
+
+    Args:
+        client: The data plane.
+        columns: The rollout, its tokens in this process.
+        partition: Where the rows go.
+        multiple: Readers round widths up to a multiple of this.
+    """
+    versions = columns.rows["weight_version"].tolist() if "weight_version" in columns.rows else None
+    return kv_first_write(
+        columns.tokens,
+        sample_ids=mint_ids(columns.rows["prompt_number"].tolist()),
+        dp_client=client,
+        partition_id=partition,
+        task_name=None,
+        pad_to_multiple=multiple,
+        tags=None if versions is None else [{"weight_version": version} for version in versions],
+    )
 
 
 class RemoteRollouts:

@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.stage import StageOutput, TokenStage
 
 Handle = TypeVar("Handle")
@@ -33,6 +35,10 @@ class ExperienceStore(Protocol[Handle]):
         """Stores new rows, or takes over those that a rollout stored already; the handle under which they are known."""
         ...
 
+    def set_aside(self, columns: RolloutColumns) -> Handle:
+        """Stores rows that wait for a later step, whichever ends meanwhile; `write` takes their handle over. From any thread."""
+        ...
+
     def update(self, handle: Handle, columns: Mapping[str, Any]) -> Handle:
         """Adds columns (or replaces them) for all rows of a handle."""
         ...
@@ -41,8 +47,8 @@ class ExperienceStore(Protocol[Handle]):
         """Takes over what a policy call returned: `column=name_in_result`."""
         ...
 
-    def read(self, handle: Handle, columns: Sequence[str]) -> BatchedDataDict[Any]:
-        """The named columns, in row order.
+    def read(self, handle: Handle, columns: Sequence[str] | None = None) -> BatchedDataDict[Any]:
+        """The named columns, or all, in row order.
 
         Raises:
             KeyError: A column was never written.
@@ -87,7 +93,7 @@ class InProcessStore:
     """
 
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
-        self._pad_token_id = pad_token_id
+        self._pad_values = pad_values(pad_token_id)
         self._multiple = multiple
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="detached-stage")
         self._detached: Future[StageOutput] | None = None
@@ -100,6 +106,10 @@ class InProcessStore:
         """Takes the columns over."""
         return BatchedDataDict(columns.get_dict())
 
+    def set_aside(self, columns: RolloutColumns) -> BatchedDataDict[Any]:
+        """The columns wait as they are."""
+        return columns.tokens
+
     def update(self, handle: BatchedDataDict[Any], columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
         """Adds columns."""
         handle.update(columns)
@@ -109,16 +119,17 @@ class InProcessStore:
         """Copies the result's columns under their new names."""
         return self.update(handle, {column: result[name] for column, name in renamed.items()})
 
-    def read(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
-        """The named columns.
+    def read(self, handle: BatchedDataDict[Any], columns: Sequence[str] | None = None) -> BatchedDataDict[Any]:
+        """The named columns, or all.
 
         Raises:
             KeyError: A column was never written.
         """
-        missing = [name for name in columns if name not in handle]
+        names = list(handle) if columns is None else columns
+        missing = [name for name in names if name not in handle]
         if missing:
             raise KeyError(f"columns {missing} were never written; there are {sorted(handle)}")
-        return BatchedDataDict({name: handle[name] for name in columns})
+        return BatchedDataDict({name: handle[name] for name in names})
 
     def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage here; a detached one in a thread, once the one before is done."""
@@ -147,7 +158,7 @@ class InProcessStore:
     def concat(self, handles: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
         """All rows, padded to the widest."""
         # Parts are trimmed, so the widest of them is as wide as the longest row needs.
-        return BatchedDataDict.from_batches(list(handles), pad_value_dict={"input_ids": self._pad_token_id})
+        return BatchedDataDict.from_batches(list(handles), pad_value_dict=self._pad_values)
 
     def clear(self, handle: BatchedDataDict[Any]) -> None:
         """Drops the columns."""

@@ -23,6 +23,7 @@ from nemo_rl.experience.prompts import Position, PromptSource
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey, ReplayBuffer
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan, number_samples
+from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
@@ -90,6 +91,7 @@ class TrajectoryCollector:
         plan: How a step's rollouts are drawn.
         start: Starts a coroutine on the loop where requests are dispatched.
         limits: Bounds.
+        store: Where finished groups wait for their step.
         record: Run record.
     """
 
@@ -98,6 +100,7 @@ class TrajectoryCollector:
         *,
         prompts: PromptSource,
         rollouts: GroupRollouts,
+        store: ExperienceStore[Any],
         plan: Callable[[int], RolloutPlan],
         start: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
         limits: CollectorLimits,
@@ -105,6 +108,7 @@ class TrajectoryCollector:
     ) -> None:
         self._prompts = prompts
         self._rollouts = rollouts
+        self._store = store
         self._plan = plan
         self._start = start
         self._limits = limits
@@ -200,7 +204,9 @@ class TrajectoryCollector:
                 self._rolling -= 1
                 with self._changed:
                     self._changed.notify_all()
-            self._commit(key, rollout, version)
+            # A store elsewhere answers in its own time; other requests go on meanwhile.
+            handle = await asyncio.to_thread(self._store.set_aside, rollout.columns)
+            self._commit(key, handle, rollout, version)
             return
 
     def _note_failure(self, key: GroupKey, error: BaseException) -> None:
@@ -214,9 +220,9 @@ class TrajectoryCollector:
             ) from error
         logger.warning("group=%s rollout=failed again_in_a_row=%d reason=%s", group_name(key), failures, error)
 
-    def _commit(self, key: GroupKey, rollout: Rollout, version: int) -> None:
+    def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
         rows = rollout.columns.rows
-        group = BufferedGroup(key, rollout.columns.tokens, rows, dict(rollout.metrics), version)
+        group = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
         self._record.emit(GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum())))
         with self._changed:
             self.buffer.add(group)
@@ -355,6 +361,11 @@ class TrajectoryCollector:
                     self.buffer.expect(draw.target, draw.attempt, [draw.attempt * size + row for row in range(size)])
             for group in groups:
                 self.buffer.add(group)
+
+    def clear(self) -> None:
+        """Forgets the groups that wait; for the end of a run that trains no more."""
+        for group in self.finished():
+            self._store.clear(group.tokens)
 
     def stop(self) -> None:
         """Ends every rollout; groups that nobody trained are recorded as dropped. Safe to call twice."""

@@ -19,15 +19,20 @@ from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.sync_driver import grpo_train
 from nemo_rl.config import ConfigError, load_master_config
+from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.store import InProcessStore
+from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
 from nemo_rl.utils.timer import TimeoutChecker, Timer
+from tests.experience.plane_in_process import plane_in_process
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_async_cpu.yaml"
 PROMPTS, SAMPLES = 3, 2
@@ -70,7 +75,16 @@ class Loader:
 class World:
     """Everything around the driver, writing down what happens."""
 
-    def __init__(self, tmp_path: Path, *overrides: str, loader: Loader | None = None, state: GRPOState | None = None, resumed_from: Path | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        *overrides: str,
+        loader: Loader | None = None,
+        state: GRPOState | None = None,
+        resumed_from: Path | None = None,
+        plane: StoredClient | None = None,
+    ) -> None:
+        self.plane = plane
         self.happened: list[str] = []
         self.trained: list[int] = []
         self.rewards = lambda prompt, sample: float(sample)
@@ -88,7 +102,7 @@ class World:
             refitter=self,
             rollouts=self,
             validation_rollouts=None,
-            store=InProcessStore(0),
+            store=InProcessStore(0) if plane is None else DataPlaneStore(plane, 0),
             loss_fn=None,
             train_loader=loader,
             val_loader=None,
@@ -161,14 +175,19 @@ class World:
     def prepare_for_lp_inference(self) -> None:
         self.happened.append("logprobs")
 
-    def get_logprobs(self, data: BatchedDataDict[Any], timer: Any = None) -> BatchedDataDict[Any]:
-        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+    def get_logprobs(self, data: Any, timer: Any = None) -> Any:
+        if self.plane is None:
+            return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+        write_columns(self.plane, data, {"prev_logprobs": torch.zeros(read_columns(self.plane, data, ["input_ids"])["input_ids"].shape)})
+        return StoredColumns({"logprobs": "prev_logprobs"})
 
     def prepare_for_training(self) -> None:
         pass
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: Any, timer: Any = None) -> dict[str, Any]:
+    def train(self, data: Any, loss_fn: Any, timer: Any = None) -> dict[str, Any]:
         self.happened.append("train")
+        if self.plane is not None:
+            data = read_columns(self.plane, data, data.fields)
         self.trained += data["input_ids"][::SAMPLES, 0].tolist()
         return {"loss": torch.zeros(1), "grad_norm": 0.0, "all_mb_metrics": {}, "num_ranks": 1}
 
@@ -266,6 +285,40 @@ def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(tmp_p
     assert [event.group_id for event in events(world, GroupTrained)] == [event.group_id for event in events(other, GroupTrained)]
 
 
+@pytest.fixture
+def plane(monkeypatch: pytest.MonkeyPatch) -> StoredClient:
+    return plane_in_process(monkeypatch)
+
+
+@pytest.mark.parametrize("rule", ["importance", "mask"])
+def test_the_same_prompts_are_trained_with_their_rows_on_the_data_plane_and_no_row_is_left(tmp_path: Path, plane: StoredClient, rule: str) -> None:
+    overrides = (f"grpo.async_grpo.mixed_versions={rule}", "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false", "grpo.max_num_steps=3")
+    in_process, on_plane = World(tmp_path, *overrides), World(tmp_path, *overrides, plane=plane)
+    for world in (in_process, on_plane):
+        world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
+        async_grpo_train(world.run)
+    assert on_plane.trained == in_process.trained
+    assert [metrics["reward"] for metrics in on_plane.logged] == [metrics["reward"] for metrics in in_process.logged]
+    assert plane.list_samples("train") == {}
+
+
+def test_a_step_that_fails_takes_its_rows_off_the_data_plane_and_leaves_those_that_wait(
+    tmp_path: Path, plane: StoredClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, plane=plane)
+    taken: list[str] = []
+
+    def fail(data: Any, *_: Any, **__: Any) -> Any:
+        taken.extend(data.sample_ids)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(world, "train", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        async_grpo_train(world.run)
+    assert len(taken) == PROMPTS * SAMPLES
+    assert not set(taken) & set(plane.list_samples("train"))
+
+
 def test_an_exhausted_loader_ends_the_run_after_its_last_batch(tmp_path: Path) -> None:
     world = World(tmp_path, "grpo.max_num_steps=100", loader=Loader(batches=4))
     async_grpo_train(world.run)
@@ -289,15 +342,16 @@ def test_reward_scaling_and_shaping_work_as_in_the_synchronous_driver(tmp_path: 
     assert world.logged[0]["reward"] == 0.0
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path: Path, dynamic: bool) -> None:
+@pytest.mark.parametrize(("dynamic", "on_plane"), [(False, False), (True, False), (False, True)])
+def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path: Path, plane: StoredClient, dynamic: bool, on_plane: bool) -> None:
+    where = plane if on_plane else None
     switches = ["grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"] if dynamic else []
     period = ["checkpointing.save_period=1", "grpo.async_grpo.max_trajectory_age_steps=2", *switches]
 
     def rewards(prompt: int, sample: int) -> float:
         return float(sample) if prompt % 4 or not dynamic else 1.0
 
-    whole = World(tmp_path, *period)
+    whole = World(tmp_path, *period, plane=where)
     whole.rewards = rewards
     async_grpo_train(whole.run)
     for step in (1, 2, 3):
@@ -306,7 +360,7 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path
         folder.mkdir()
         for name, content in files.items():
             torch.save(content, folder / name)
-        again = World(tmp_path, *period, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder)
+        again = World(tmp_path, *period, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder, plane=where)
         again.rewards = rewards
         async_grpo_train(again.run)
         both = whole.trained[: step * PROMPTS] + again.trained

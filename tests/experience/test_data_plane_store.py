@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience import data_plane_store
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
 from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
@@ -22,26 +20,12 @@ from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import StepBegun
-
-
-class Direct:
-    """An actor's method, called here."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._target, name)
-        return type("Method", (), {"remote": staticmethod(method)})
+from tests.experience.plane_in_process import plane_in_process
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> StoredClient:
-    storage = MemoryStorage()
-    monkeypatch.setattr(data_plane_store, "start_actor", lambda kind, *args: Direct(kind(*args)))
-    monkeypatch.setattr(data_plane_store, "call", lambda answer, **_: answer)
-    monkeypatch.setattr(data_plane_store, "stop_actor", lambda actor: None)
-    return StoredClient(lambda: storage, poll_s=0.01)
+    return plane_in_process(monkeypatch)
 
 
 def batch(*lengths: int) -> BatchedDataDict[Any]:

@@ -17,6 +17,7 @@ from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.replay_buffer import BufferedGroup, BufferProtocolError, GroupKey, ReplayBuffer, StaleGroupError
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
+from nemo_rl.experience.store import InProcessStore
 from nemo_rl.experience.trajectory_collector import CollectorError, CollectorLimits, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
 from nemo_rl.utils.record import MemoryRecord
@@ -107,6 +108,7 @@ def collector_of(loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *
     collector = TrajectoryCollector(
         prompts=EpochPrompts(loader or Loader(), batch_size=BATCH, epoch=epoch, max_epochs=1),
         rollouts=rollouts,
+        store=InProcessStore(0),
         plan=lambda step: RolloutPlan(1, step, GenerationSamplingParams(), RolloutLimits(8, 4, 1)),
         start=loop.start,
         limits=bounds,

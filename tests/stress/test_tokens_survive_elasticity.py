@@ -26,6 +26,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner
+from nemo_rl.experience.store import InProcessStore
 from nemo_rl.experience.trajectory_collector import CollectorLimits, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.shards import ShardState
@@ -152,6 +153,7 @@ def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollecto
     return TrajectoryCollector(
         prompts=EpochPrompts(Loader(engines.tokenizer), batch_size=PROMPTS, epoch=0, max_epochs=1),
         rollouts=LiveRollouts(runner, pad_token_id=engines.tokenizer.pad_token_id, multiple=1),
+        store=InProcessStore(engines.tokenizer.pad_token_id),
         plan=lambda step: RolloutPlan(SEED, step, sampling, RolloutLimits(64, TOKENS, TURNS)),
         start=engines.generation.start_on_dispatch_loop,
         limits=CollectorLimits(max_age=1, generations=SAMPLES, last_step=STEPS, stall_s=120.0),

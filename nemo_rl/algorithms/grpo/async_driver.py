@@ -60,13 +60,14 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
     finally:
         collector.stop()
         hooks.clear_progress()
+    collector.clear()
     run.checkpointer.finalize_pending()
 
 
 def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> bool:
     """One step with everything that follows from it; whether the run ends with it."""
     run.timer.reset()
-    with run.timer.time("total_step_time"):
+    with run.timer.time("total_step_time"), run.store.step():
         try:
             experience = _wait_for_experience(run, collector, hooks)
         except StopIteration:
@@ -93,8 +94,8 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
             with run.timer.time("checkpointing"):
                 save_checkpoint(run, metrics, val_metrics, loader=collector.position(), also=saved_collector(run, collector))
         log_samples(run, experience, run.state.step)
+        run.store.clear(experience.handle)
     log_step(run, experience, metrics, result)
-    run.store.clear(experience.handle)
     run.record.flush()
     if stop or timed_out:
         logger.info("run=ended step=%d reason=%s", run.state.step, "early_stop" if stop else "checkpoint_must_save_by")

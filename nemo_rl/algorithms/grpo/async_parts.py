@@ -16,6 +16,7 @@ from nemo_rl.algorithms.grpo.collect import training_plan
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
@@ -44,6 +45,7 @@ def build_collector(run: GRPORun) -> TrajectoryCollector:
     return TrajectoryCollector(
         prompts=prompts,
         rollouts=rollouts,
+        store=run.store,
         plan=lambda step: training_plan(run, step),
         start=run.generation.start_on_dispatch_loop,
         limits=limits,
@@ -60,10 +62,8 @@ def collected_experience(run: GRPORun, collector: TrajectoryCollector, attempt: 
     """
     groups = collector.take(run.state.step, attempt, on_progress)
     rows = BatchedDataDict.from_batches([group.rows for group in groups])
-    # One write for the whole batch: stores that lie elsewhere pay per call, not per byte.
-    padding = {"input_ids": run.tokenizer.pad_token_id, "token_versions": -1}
-    tokens = BatchedDataDict.from_batches([group.tokens for group in groups], pad_value_dict=padding)
-    return Experience(run.store.write(tokens), rows, merged_rollout_metrics([group.metrics for group in groups]))
+    handle = run.store.concat([run.store.write(group.tokens) for group in groups])
+    return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
 
 def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
     groups = [
         {
             "key": list(group.key),
-            "tokens": group.tokens.get_dict(),
+            "tokens": run.store.read(group.tokens).get_dict(),
             "rows": group.rows.get_dict(),
             "metrics": group.metrics,
             "generated_at": group.generated_at,
@@ -101,7 +101,8 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
         rows = BatchedDataDict(plain["rows"])
         if key.target < run.state.step or int(rows["weight_version"].min()) < min(oldest, key.target):
             continue
-        groups.append(BufferedGroup(key, BatchedDataDict(plain["tokens"]), rows, plain["metrics"], plain["generated_at"]))
+        handle = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+        groups.append(BufferedGroup(key, handle, rows, plain["metrics"], plain["generated_at"]))
     collector.restore(draws, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
 

@@ -165,7 +165,7 @@ def _build(
         seconds["vllm_init_time_s"] = time.monotonic() - began
         refitter = Refitter(policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"))
     # Rollouts of a run on the data plane happen in an actor, which reaches the engines on its own and hands its events over. Rollouts that run
-    # ahead stay with the dispatcher, which knows the shards that come and go: their rows are written when a step takes them.
+    # ahead stay with the dispatcher, which knows the shards that come and go: their rows are written group by group as they are finished.
     in_actor = isinstance(policy, TQPolicy) and not config.grpo.async_grpo.enabled
     reached: RolloutGenerator | None = generation.for_other_process() if in_actor and generation is not None else generation
     events = MemoryRecord()
