@@ -73,9 +73,10 @@ class CacheOwner:
     def begin(self, spec: Any, manifest: CacheManifest) -> None:
         """Opens a session that pushes."""
         from nemo_rl.distributed.devices import device_of_process
+        from nemo_rl.weight_sync.cache import CACHE_OWNER
         from nemo_rl.weight_sync.sender import WeightSender
 
-        self._sender = WeightSender(spec, iter(manifest.weights()), device_of_process(), stages=True)
+        self._sender = WeightSender(spec, iter(manifest.weights()), device_of_process(), source=CACHE_OWNER)
 
     def export_window(self, index: int) -> Any:
         """Packs a window on the device."""
@@ -294,7 +295,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     cache.build(1)
     build_s = time.perf_counter() - began
     options = SyncOptions(args.transport, bucket_bytes, args.verify, 300.0)
-    elastic = ElasticGeneration(engines, Cache(cache, through), options, cuda=cuda)
+    elastic = ElasticGeneration(engines, Cache(cache, through), options)
     try:
         first = cycle(engines, elastic)
         runs = [cycle(engines, elastic) for _ in range(args.cycles)]

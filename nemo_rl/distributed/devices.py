@@ -131,6 +131,16 @@ def host_of(identity: str) -> str:
     return identity.rpartition("@")[2]
 
 
+def host_memory_of(identity: str) -> str:
+    """The identity of the host memory beside a device."""
+    return f"cpu@{host_of(identity)}"
+
+
+def in_host_memory(identity: str) -> bool:
+    """Whether a device identity is a CPU slot's or host memory, not a GPU's."""
+    return identity.startswith("cpu@")
+
+
 def device_name(device: torch.device) -> str:
     """The marketing name of the GPU, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

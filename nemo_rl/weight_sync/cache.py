@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_rl.distributed.devices import CPU, device_uuid, free_memory
+from nemo_rl.distributed.devices import CPU, device_uuid, free_memory, host_memory_of, in_host_memory
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, TensorMeta, align, pack_tensor, plan_buckets, unpack
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
@@ -25,6 +25,8 @@ from nemo_rl.weight_sync.transports.host import HostStaging, map_segment
 
 logger = logging.getLogger(__name__)
 
+# Among a cached source's devices the cache in host memory is number 0, the GPU of the rank that owns it number 1.
+CACHE_OWNER = 1
 _MEMORY_SHARE = 0.8
 _WINDOW_BYTES = 1 << 30
 
@@ -212,7 +214,7 @@ class CachedSender(Protocol):
     """The owner rank, where bytes must be pushed (NCCL) or staged on a GPU (CUDA IPC)."""
 
     def devices(self) -> list[str]:
-        """Device identity of every rank."""
+        """Device identity of every rank, the owner first."""
         ...
 
     def rendezvous(self) -> tuple[str, int]:
@@ -237,7 +239,11 @@ class CachedSender(Protocol):
 
 
 class CachedSource:
-    """One session's `WeightSource` on a cache. By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed."""
+    """One session's `WeightSource` on a cache.
+
+    By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed. The owner rank takes part only where a
+    target is reached by another one.
+    """
 
     def __init__(self, cache: BucketCache, version: int, through: CachedSender | None) -> None:
         self._cache = cache
@@ -251,24 +257,21 @@ class CachedSource:
         return self._cache.manifest().metas
 
     def devices(self) -> list[str]:
-        """The owner's device, or this host."""
-        return self._through.devices()[:1] if self._through is not None else [device_uuid(CPU.torch_device())]
+        """The host memory that holds the cache and, where there is one, the GPU of its owner."""
+        if self._through is None:
+            return [device_uuid(CPU.torch_device())]
+        owner = self._through.devices()[0]
+        return [owner] if in_host_memory(owner) else [host_memory_of(owner), owner]
 
     def staging_budget(self) -> int:
         """Bytes of one window."""
         return max(_WINDOW_BYTES, max((bucket.nbytes for bucket in self._cache.manifest().buckets), default=0))
 
     def rendezvous(self) -> tuple[str, int]:
-        """Where the owner meets receivers.
+        """Where the owner meets receivers."""
+        return self._owner().rendezvous()
 
-        Raises:
-            TransportError: The owner cannot push.
-        """
-        if self._through is None:
-            raise TransportError("this weight cache is not owned by a training rank: it serves targets on its own host only")
-        return self._through.rendezvous()
-
-    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+    def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Begins to read.
 
         Raises:
@@ -279,32 +282,35 @@ class CachedSource:
         if [bucket for window in spec.windows for bucket in window] != list(self._manifest.buckets):
             raise LayoutError("the session plans other buckets than the cache has; both must use weight_sync.bucket_bytes")
         self._spec = spec
-        if spec.transport != "host":
-            if self._through is None:
-                raise TransportError(f"weight_sync.transport={spec.transport} needs a training rank that owns the cache")
-            self._through.begin_cached(spec, self._manifest, timeout_s)
+        if CACHE_OWNER in spec.lanes:
+            self._owner().begin_cached(spec, self._manifest, timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
-        """Where the window lies, or (other transports) the owner's staged copy."""
+        """Where the window lies in the cache, and the owner's staged copy if it has a lane."""
         if self._manifest is None or self._spec is None:
             raise CacheError("a window was asked for before the session began")
-        if self._spec.transport != "host" and self._through is not None:
-            return self._through.export_window(index, timeout_s)[:1]
         first = sum(len(window) for window in self._spec.windows[:index])
         window = self._spec.windows[index]
         place = {"path": self._manifest.path, "mapped": self._manifest.mapped, "offset": self._manifest.starts[first], "keep": True}
         sums = self._manifest.checksums[first : first + len(window)] if self._spec.verify else ()
-        return [{"handle": place | {"nbytes": window_bytes(window)}, "checksums": list(sums)}]
+        published: list[dict[str, Any] | None] = [{"host": {"handle": place | {"nbytes": window_bytes(window)}, "checksums": list(sums)}}]
+        return published + (self._owner().export_window(index, timeout_s)[:1] if CACHE_OWNER in self._spec.lanes else [])
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from the owner."""
-        if self._through is not None:
-            self._through.send_window(index, timeout_s)
+        self._owner().send_window(index, timeout_s)
 
     def close(self) -> None:
         """Ends the reading."""
-        if self._spec is not None and self._spec.transport != "host" and self._through is not None:
-            self._through.close()
-        if self._manifest is not None:
-            self._cache.release()
-        self._manifest = self._spec = None
+        try:
+            if self._spec is not None and CACHE_OWNER in self._spec.lanes:
+                self._owner().close()
+        finally:
+            if self._manifest is not None:
+                self._cache.release()
+            self._manifest = self._spec = None
+
+    def _owner(self) -> CachedSender:
+        if self._through is None:
+            raise TransportError("this weight cache is not owned by a training rank: it serves targets on its own host only")
+        return self._through

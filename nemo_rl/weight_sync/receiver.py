@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_rl.distributed.devices import device_uuid, host_of, synchronize
+from nemo_rl.distributed.devices import device_uuid, synchronize
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
+from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener
 from nemo_rl.weight_sync.transports.factory import make_opener
 from nemo_rl.weight_sync.transports.nccl import NcclGroup, NcclOpener
@@ -79,7 +80,9 @@ class WeightReceiver:
         self.version: int | None = None
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Opens a session: `{id, transport, windows, verify, timeout_s, nccl, staged}` with `nccl = {address, port, world_size, rank}` or None.
+        """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport, nccl}`.
+
+        `nccl` is `{address, port, world_size, rank}` where the route is the session's group, else None.
 
         In a staged session windows are kept beside the live weights, which stay untouched until `finish`.
 
@@ -100,7 +103,7 @@ class WeightReceiver:
             self._target.begin_load()
 
     def receive(self, window: dict[str, Any]) -> None:
-        """Loads one window: `{index, buckets, senders: {device: {handle, checksums}}}`.
+        """Loads one window: `{index, buckets, senders: {place: {handle, checksums}}}`.
 
         Raises:
             SyncProtocolError: No session is open, or a window was skipped.
@@ -120,11 +123,10 @@ class WeightReceiver:
         self._next_window += 1
 
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
-        mine = device_uuid(self._device)
-        for place in (mine, host_of(mine), "any"):
-            if place in senders:
-                return senders[place]
-        raise SyncProtocolError(f"no sender reaches device {mine}; senders are on {sorted(senders)}")
+        place = place_of(self._session["transport"], device_uuid(self._device))
+        if place not in senders:
+            raise SyncProtocolError(f"nothing is staged at {place}, where this worker was told to read; senders are at {sorted(senders)}")
+        return senders[place]
 
     def _verify(self, received_B: torch.Tensor, buckets: list[BucketLayout], expected: list[str]) -> None:
         if not expected:

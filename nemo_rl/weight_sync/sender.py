@@ -1,14 +1,15 @@
 """The sending side of a sync session, inside one trainer rank.
 
-Consumes the collective weight export in layout order, packs it window by window into staging buffers and publishes
-their handles. Every rank consumes the export, since it is collective; only ranks told to stage pack. It knows no
-engine. Invariants: tensors leave in exactly the order of the layout; at most two windows are staged at once.
+Consumes the collective weight export in layout order, packs it window by window into staging buffers, one for each
+transport that it stages for, and publishes their handles. Every rank consumes the export, since it is collective; only
+ranks with a lane pack. It knows no engine. Invariants: tensors leave in exactly the order of the layout; at most two
+windows are staged at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,17 +35,17 @@ class SendSpec:
     """One session as the sender sees it.
 
     Attributes:
-        transport: How bytes travel.
         windows: Buckets of each window, in export order.
         verify: Whether checksums are taken.
         timeout_s: Deadline of collectives, in seconds.
-        nccl: The session's group; only for the nccl transport.
+        lanes: The transports that each source stages for, by its number.
+        nccl: The session's group, where a lane is one.
     """
 
-    transport: TransportName
     windows: Sequence[Sequence[BucketLayout]]
     verify: bool
     timeout_s: float
+    lanes: Mapping[int, tuple[TransportName, ...]] = field(default_factory=dict)
     nccl: NcclSpec | None = None
 
 
@@ -60,35 +61,47 @@ class WeightSender:
         spec: The session.
         weights: The collective export: (name, full tensor) in layout order.
         device: This rank's device.
-        stages: Whether this rank packs and publishes, or only takes part in the export.
+        source: This rank's number among the session's sources: without a lane it only takes part in the export.
     """
 
-    def __init__(self, spec: SendSpec, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device, *, stages: bool) -> None:
+    def __init__(self, spec: SendSpec, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device, *, source: int) -> None:
         self._spec = spec
         self._weights = weights
-        self._stagings: list[Staging] = []
         self._published: dict[int, int] = {}
         self._group: NcclGroup | None = None
-        if not stages:
-            return
-        size = max((window_bytes(window) for window in spec.windows), default=0)
-        slots = min(2, len(spec.windows))
-        self._stagings = [make_staging(spec.transport, size, device) for _ in range(slots)]
-        if spec.nccl is not None:
-            self._group = NcclGroup(spec.nccl.address, spec.nccl.port, 0, spec.nccl.world_size, spec.timeout_s, device)
+        self._lanes = spec.lanes.get(source, ())
+        # A collective sends from any memory of the device: beside CUDA IPC it needs no buffer of its own.
+        self._staged: list[TransportName] = [name for name in self._lanes if name != "nccl" or "cuda_ipc" not in self._lanes]
+        self._stagings: list[list[Staging]] = []
+        try:
+            self._open(device)
+        except BaseException:
+            self._free()
+            raise
+
+    def _open(self, device: torch.device) -> None:
+        size = max((window_bytes(window) for window in self._spec.windows), default=0)
+        for _ in range(min(2, len(self._spec.windows)) if self._staged else 0):
+            slot: list[Staging] = []
+            self._stagings.append(slot)
+            for name in self._staged:
+                slot.append(make_staging(name, size, device))
+        nccl = self._spec.nccl
+        if "nccl" in self._lanes and nccl is not None:
+            self._group = NcclGroup(nccl.address, nccl.port, 0, nccl.world_size, self._spec.timeout_s, device)
 
     @torch.no_grad()
     def export_window(self, index: int) -> dict[str, Any] | None:
         """Packs window `index` and publishes it.
 
         Returns:
-            `{handle, checksums}`, or None on a rank that does not stage.
+            `{handle, checksums}` per lane, or None on a rank without one.
 
         Raises:
             LayoutError: The export and the layout disagree.
         """
         buckets = self._spec.windows[index]
-        staging = self._stagings[index % len(self._stagings)] if self._stagings else None
+        stagings = self._stagings[index % len(self._stagings)] if self._stagings else []
         start = 0
         sums: list[str] = []
         for bucket in buckets:
@@ -96,15 +109,16 @@ class WeightSender:
                 name, tensor = next(self._weights, ("<end of export>", torch.empty(0)))
                 if name != meta.name:
                     raise LayoutError(f"the export gave {name!r} where the layout has {meta.name!r}")
-                if staging is not None:
+                for staging in stagings:
                     pack_tensor(staging.buffer_B, start + offset, meta, tensor)
-            if staging is not None and self._spec.verify:
-                sums.append(checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes))
+            if stagings and self._spec.verify:
+                sums.append(checksum(stagings[0].buffer_B[start : start + bucket.nbytes], bucket.nbytes))
             start += align(bucket.nbytes)
-        if staging is None:
+        if not stagings:
             return None
         self._published[index] = start
-        return {"handle": staging.publish(start), "checksums": sums}
+        handles = {name: staging.publish(start) for name, staging in zip(self._staged, stagings, strict=True)}
+        return {name: {"handle": handles.get(name, {"nbytes": start}), "checksums": sums} for name in self._lanes}
 
     def send_window(self, index: int) -> None:
         """Broadcasts a published window where the transport pushes; receivers pull otherwise.
@@ -116,13 +130,18 @@ class WeightSender:
             return
         if index not in self._published:
             raise TransportError(f"window {index} was sent before it was exported")
-        self._group.broadcast(self._stagings[index % len(self._stagings)].buffer_B[: self._published[index]])
+        stagings = self._stagings[index % len(self._stagings)]
+        pushed = stagings[self._staged.index("nccl" if "nccl" in self._staged else "cuda_ipc")]
+        self._group.broadcast(pushed.buffer_B[: self._published[index]])
 
     def close(self) -> None:
         """Drains the export and frees buffers and group."""
         for _ in self._weights:
             pass
-        for staging in self._stagings:
+        self._free()
+
+    def _free(self) -> None:
+        for staging in (staging for slot in self._stagings for staging in slot):
             staging.close()
         self._stagings = []
         if self._group is not None:

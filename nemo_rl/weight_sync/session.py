@@ -18,13 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nemo_rl.distributed.devices import host_of
 from nemo_rl.utils.record_events import SyncFinished
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
 from nemo_rl.weight_sync.receiver import encode_bucket
+from nemo_rl.weight_sync.routes import RoutePlan, place_of, plan_routes
 from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
-from nemo_rl.weight_sync.transports.base import TransportError, TransportName
-from nemo_rl.weight_sync.transports.factory import choose_transport
+from nemo_rl.weight_sync.transports.base import TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class WeightSource(Protocol):
         ...
 
     def devices(self) -> list[str]:
-        """Device identity of each rank that can stage."""
+        """Device identity of each source that can stage: GPUs of ranks, host memory."""
         ...
 
     def staging_budget(self) -> int:
@@ -49,15 +48,15 @@ class WeightSource(Protocol):
         ...
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address of the first rank and a free port there."""
+        """Address of the first source on a GPU and a free port there."""
         ...
 
-    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+    def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Starts the export on every rank."""
         ...
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
-        """Packs a window; each rank's `{handle, checksums}` or None."""
+        """Packs a window; each source's `{handle, checksums}` per lane, or None."""
         ...
 
     def send_window(self, index: int, timeout_s: float) -> None:
@@ -76,8 +75,8 @@ class WeightTargets(Protocol):
         """Device identity of each receiving worker, in rank order."""
         ...
 
-    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        """Opens the session on every target."""
+    def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        """Opens the session on every target, each with the route of its own: what `session` lacks of `WeightReceiver.begin`'s message."""
         ...
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
@@ -99,7 +98,7 @@ class SyncReport:
 
     Attributes:
         version: The version that targets now have.
-        transport: How bytes travelled.
+        transport: How bytes travelled, such as `cuda_ipc+host`.
         nbytes: Bytes of one copy of the weights.
         windows: Number of windows.
         seconds: Wall time of the phases begin, transfer, finish and of the whole (`total`).
@@ -134,16 +133,14 @@ class SyncSession:
         targets: Who receives.
         version: Of the weights.
         options: `weight_sync.*`.
-        cuda: Whether slots are GPUs.
         staged: Whether targets keep the windows beside their live weights and load all of them in one short pause.
     """
 
-    def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, cuda: bool, staged: bool = False) -> None:
+    def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, staged: bool = False) -> None:
         self._source = source
         self._targets = targets
         self.version = version
         self._options = options
-        self._cuda = cuda
         self._staged = staged
         self._deadline = 0.0
         self.session_id = uuid.uuid4().hex
@@ -168,12 +165,14 @@ class SyncSession:
                     "raise policy.refit_buffer_size_gb or free device memory"
                 )
         windows = plan_windows(buckets, budget)
-        spec, staging_ranks = self._plan_transport(windows)
+        sources = self._source.devices()
+        plan = plan_routes(self._options.transport, sources, self._targets.devices())
+        spec = self._spec(windows, plan)
         marks = {}
         try:
-            self._begin(spec, staging_ranks)
+            self._begin(spec, plan)
             marks["begin"] = time.monotonic() - started
-            checksum = self._transfer(spec, staging_ranks)
+            checksum = self._transfer(spec, sources)
             marks["transfer"] = time.monotonic() - started - marks["begin"]
             pauses_s = self._targets.finish(self.version, self._left())
         except BaseException:
@@ -185,48 +184,39 @@ class SyncSession:
         marks["finish"] = marks["total"] - marks["begin"] - marks["transfer"]
         nbytes = sum(meta.nbytes for meta in metas)
         logger.info(
-            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self.version, spec.transport, nbytes >> 20, len(windows), marks["total"]
+            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self.version, plan.summary, nbytes >> 20, len(windows), marks["total"]
         )
-        return SyncReport(self.version, spec.transport, nbytes, len(windows), marks, pauses_s, checksum)
+        return SyncReport(self.version, plan.summary, nbytes, len(windows), marks, pauses_s, checksum)
 
-    def _plan_transport(self, windows: Sequence[Sequence[Any]]) -> tuple[SendSpec, list[int]]:
-        senders, receivers = self._source.devices(), self._targets.devices()
-        transport = choose_transport(self._options.transport, sender_devices=set(senders), target_devices=set(receivers), cuda=self._cuda)
+    def _spec(self, windows: Sequence[Sequence[Any]], plan: RoutePlan) -> SendSpec:
         nccl = None
-        if transport == "nccl":
+        if plan.group_size:
             address, port = self._source.rendezvous()
-            nccl = NcclSpec(address, port, 1 + len(receivers))
-            staging_ranks = [0]
-        else:
-            # One copy per device that a target shares, or one per host where any process of the host can map it.
-            places, wanted = ([_place(transport, device) for device in group] for group in (senders, receivers))
-            staging_ranks = [rank for rank, place in enumerate(places) if place in set(wanted) and places.index(place) == rank]
-        if not staging_ranks:
-            raise TransportError(f"transport {transport} reaches no target: senders on {senders}, targets on {receivers}")
-        return SendSpec(transport, windows, self._options.verify, self._options.timeout_s, nccl), staging_ranks
+            nccl = NcclSpec(address, port, plan.group_size)
+        return SendSpec(windows, self._options.verify, self._options.timeout_s, plan.lanes, nccl)
 
-    def _begin(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
+    def _begin(self, spec: SendSpec, plan: RoutePlan) -> None:
         session: dict[str, Any] = {
             "id": self.session_id,
             "version": self.version,
             "staged": self._staged,
-            "transport": spec.transport,
             "windows": len(spec.windows),
             "verify": spec.verify,
             "timeout_s": spec.timeout_s,
-            "nccl": None,
         }
-        if spec.nccl is not None:
-            session["nccl"] = {"address": spec.nccl.address, "port": spec.nccl.port, "world_size": spec.nccl.world_size}
+        routes = []
+        for route in plan.routes:
+            group = spec.nccl if route.transport == "nccl" else None
+            meeting = None if group is None else {"address": group.address, "port": group.port, "world_size": group.world_size, "rank": route.group_rank}
+            routes.append({"transport": route.transport, "nccl": meeting})
         with ThreadPoolExecutor(1) as pool:
             # Sender and receivers meet in the group's rendezvous, so neither may wait for the other to return first.
-            opened = pool.submit(self._source.begin, spec, staging_ranks, self._left())
-            self._targets.begin(session, 1, self._left())
+            opened = pool.submit(self._source.begin, spec, self._left())
+            self._targets.begin(session, routes, self._left())
             opened.result(timeout=self._left())
 
-    def _transfer(self, spec: SendSpec, staging_ranks: Sequence[int]) -> str:
+    def _transfer(self, spec: SendSpec, sources: Sequence[str]) -> str:
         """Moves every window; the digest of their checksums."""
-        devices = self._source.devices()
         sums: list[str] = []
         with ThreadPoolExecutor(2) as pool:
             exported: Future[list[dict[str, Any] | None]] = pool.submit(self._source.export_window, 0, self._left())
@@ -236,8 +226,10 @@ class SyncSession:
                     # Double buffering needs window i-1 loaded before i+1 is packed over it; `receive_window` below waits for that.
                     exported = pool.submit(self._source.export_window, index + 1, self._left()) if spec.nccl is None else exported
                 sent = pool.submit(self._source.send_window, index, self._left()) if spec.nccl is not None else None
-                senders = {_place(spec.transport, devices[rank]): published[rank] for rank in staging_ranks}
-                sums += (published[staging_ranks[0]] or {}).get("checksums", [])
+                senders: dict[str, Any] = {}
+                for source, lanes in spec.lanes.items():
+                    senders |= {place_of(name, sources[source]): (published[source] or {})[name] for name in lanes}
+                sums += next(iter(senders.values()))["checksums"]
                 self._targets.receive_window({"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left())
                 if sent is not None:
                     sent.result(timeout=self._left())
@@ -250,11 +242,6 @@ class SyncSession:
         if left <= 0:
             raise SyncTimeoutError(f"session {self.session_id} for version {self.version} passed weight_sync.timeout_s={self._options.timeout_s:.0f}")
         return left
-
-
-def _place(transport: TransportName, device: str) -> str:
-    """Where a staged copy can be read: on its device, on its host, or (a collective) by every member."""
-    return {"cuda_ipc": device, "host": host_of(device), "nccl": "any"}[transport]
 
 
 def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:

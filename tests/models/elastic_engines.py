@@ -158,7 +158,7 @@ def elastic_engines(model: Path, shards: int, *overrides: str) -> Iterator[Elast
         cache = BucketCache(build)
         options = SyncOptions(bucket_bytes=1 << 20, verify=True, timeout_s=60.0)
         generation.wait_until_started()
-        engines = Elastic(generation, ElasticGeneration(generation, cache, options, cuda=False, record=record), cache, versions, record, tokenizer)
+        engines = Elastic(generation, ElasticGeneration(generation, cache, options, record=record), cache, versions, record, tokenizer)
         engines.refresh(0)
         yield engines
     finally:

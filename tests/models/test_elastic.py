@@ -93,7 +93,7 @@ class World:
         self.cache = BucketCache(self._build)
         self.generation = Generation(shards)
         self.record = MemoryRecord()
-        self.elastic = ElasticGeneration(self.generation, self.cache, OPTIONS, cuda=False, record=self.record)
+        self.elastic = ElasticGeneration(self.generation, self.cache, OPTIONS, record=self.record)
 
     def _build(self, version: int) -> CacheManifest:
         tensors = weights(float(version))

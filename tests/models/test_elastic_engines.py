@@ -177,7 +177,7 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
     source = Older(engines.cache, version - 1, None)
     targets = engines.generation.get_model_update_receiver([0, 1])
     with pytest.raises(WorkerError, match=f"brings version {version - 1} to shard . which has {version}|brings version {version - 1} to shard"):
-        SyncSession(source, targets, version=version - 1, options=engines.elastic._options, cuda=False).run()
+        SyncSession(source, targets, version=version - 1, options=engines.elastic._options).run()
     requests = engines.requests(9)
     assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,9 @@ class Engines:
     def devices(self) -> list[str]:
         return [device_uuid(CPU)] * len(self.receivers)
 
-    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        for receiver in self.receivers:
-            receiver.begin(session)
+    def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        for receiver, route in zip(self.receivers, routes, strict=True):
+            receiver.begin(session | route)
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
         for receiver in self.receivers:

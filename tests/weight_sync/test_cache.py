@@ -36,7 +36,7 @@ class Owner:
         return self.builder.build(version, metas, tensors.items())
 
     def sync(self, engines: Engines, version: int, *, staged: bool = False) -> Any:
-        return SyncSession(self.cache.source(version), engines, version=version, options=OPTIONS, cuda=False, staged=staged).run()
+        return SyncSession(self.cache.source(version), engines, version=version, options=OPTIONS, staged=staged).run()
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_tensor_larger_than_the_staging_that_is_allowed_is_named(owner: Owner)
     source = owner.cache.source(1)
     source.staging_budget = lambda: 1000  # type: ignore[method-assign]
     with pytest.raises(LayoutError, match="w0 alone needs 1564 bytes of staging, 1000 are allowed"):
-        SyncSession(source, Engines(DictModel()), version=1, options=OPTIONS, cuda=False).run()
+        SyncSession(source, Engines(DictModel()), version=1, options=OPTIONS).run()
 
 
 def test_pauses_are_told_as_quantiles() -> None:

@@ -81,7 +81,7 @@ class Refitter:
         targets = self._generation.get_model_update_receiver(recompute_kv=recompute_kv)
         # Engines of their own serve on while the windows arrive, where both copies of the weights fit.
         staged = not self._colocated and targets.staging_fits(sum(meta.nbytes for meta in self._policy.tensor_metas()))
-        session = SyncSession(self._policy, targets, version=version, options=self._options, cuda=self._cuda, staged=staged)
+        session = SyncSession(self._policy, targets, version=version, options=self._options, staged=staged)
         shards = targets.shards
         self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport))
         # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.

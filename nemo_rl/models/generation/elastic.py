@@ -57,15 +57,13 @@ class ElasticGeneration:
         generation: The engines.
         cache: Where weights come from.
         options: `weight_sync.*`.
-        cuda: Whether slots are GPUs.
         record: Run record.
     """
 
-    def __init__(self, generation: Any, cache: ServedCache, options: SyncOptions, *, cuda: bool, record: Record | None = None) -> None:
+    def __init__(self, generation: Any, cache: ServedCache, options: SyncOptions, *, record: Record | None = None) -> None:
         self._generation = generation
         self._cache = cache
         self._options = options
-        self._cuda = cuda
         self._record: Record = record or NullRecord()
         self.pauses_s: list[float] = []
 
@@ -175,7 +173,7 @@ class ElasticGeneration:
         return None
 
     def _run(self, source: Any, targets: Any, version: int, *, staged: bool = False, options: SyncOptions | None = None) -> SyncReport:
-        session = SyncSession(source, targets, version=version, options=options or self._options, cuda=self._cuda, staged=staged)
+        session = SyncSession(source, targets, version=version, options=options or self._options, staged=staged)
         self._record.emit(SyncStarted(session.session_id, version, targets.shards, self._options.transport))
         report = None
         try:

@@ -298,9 +298,9 @@ class Policy(PolicyInterface):
         """Address of rank 0 and a free port there."""
         return self._cluster.get_master_address_and_port()
 
-    def begin(self, spec: SendSpec, staging_ranks: Sequence[int], timeout_s: float) -> None:
+    def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Starts the export on every rank."""
-        self.worker_group.run("begin_export", spec=spec, staging_ranks=list(staging_ranks), timeout_s=timeout_s)
+        self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
         """Packs a window on every rank."""

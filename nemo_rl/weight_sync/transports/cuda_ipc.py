@@ -59,12 +59,21 @@ class CudaIpcOpener(Opener):
         self._opened: dict[bytes, torch.Tensor] = {}
 
     def open(self, handle: dict[str, Any]) -> torch.Tensor:
-        """The sender's buffer, as a view."""
+        """The sender's buffer, as a view.
+
+        Raises:
+            TransportError: The driver or the container forbids IPC.
+        """
         plain = handle["ipc"] | {"storage_device": self._device.index or 0}
         key = bytes(plain["storage_handle"]) + str(plain["storage_offset_bytes"]).encode()
         if key not in self._opened:
             size = (handle["capacity"],)
-            self._opened[key] = rebuild_cuda_tensor(torch.Tensor, size, (1,), 0, UntypedStorage, torch.uint8, *(plain[name] for name in _PLAIN))
+            try:
+                self._opened[key] = rebuild_cuda_tensor(torch.Tensor, size, (1,), 0, UntypedStorage, torch.uint8, *(plain[name] for name in _PLAIN))
+            except RuntimeError as error:
+                raise TransportError(
+                    f"a CUDA IPC handle cannot be opened on {self._device}: {error}; where IPC is forbidden set weight_sync.transport=host"
+                ) from error
         return self._opened[key][: handle["nbytes"]]
 
     def close(self) -> None:

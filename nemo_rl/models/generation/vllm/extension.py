@@ -103,11 +103,9 @@ class VllmInternalWorkerExtension(ReceiverMethods):
             self._nrl_weight_receiver = WeightReceiver(self.nrl_load_target(), self.device)
         return self._nrl_weight_receiver
 
-    def nrl_begin_sync(self, session: dict[str, Any], first_nccl_rank: int) -> None:
-        """Opens a sync session; this worker's NCCL rank counts from `first_nccl_rank`."""
-        if session.get("nccl"):
-            session = session | {"nccl": session["nccl"] | {"rank": first_nccl_rank + self.rank}}
-        self._nrl_receiver().begin(session)
+    def nrl_begin_sync(self, session: dict[str, Any], routes: list[dict[str, Any]]) -> None:
+        """Opens a sync session; `routes` holds the way to the weights of every rank of this engine."""
+        self._nrl_receiver().begin(session | routes[self.rank])
 
     def nrl_receive_window(self, window: dict[str, Any]) -> None:
         """Loads one window."""

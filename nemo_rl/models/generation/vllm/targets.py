@@ -56,8 +56,8 @@ class ShardTargets:
         """Device identity of every engine rank, shard by shard."""
         return [device for shard in self._devices for device in shard]
 
-    def begin(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        """Opens the session on every target.
+    def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        """Opens the session on every target, each rank by its own route.
 
         Raises:
             ShardStateError: A target sleeps or is quarantined.
@@ -67,10 +67,10 @@ class ShardTargets:
         if out:
             raise ShardStateError(f"session {session['id']} cannot sync shards that are {out}; wake their weights first, or leave them out")
         message = session | {"recompute_kv": self._recompute_kv}
-        first = first_nccl_rank
-        refs = []
+        refs: list[Any] = []
+        first = 0
         for worker, devices in zip(self._workers, self._devices, strict=True):
-            refs.append(worker.begin_sync.remote(session=message, first_nccl_rank=first, timeout_s=timeout_s))
+            refs.append(worker.begin_sync.remote(session=message, routes=list(routes[first : first + len(devices)]), timeout_s=timeout_s))
             first += len(devices)
         self._wait(refs, "begin_sync", timeout_s)
 

@@ -327,8 +327,10 @@ class VllmGenerationWorker:
 
     # -- new weights --------------------------------------------------------------------------------------------------
 
-    async def begin_sync(self, session: dict[str, Any], first_nccl_rank: int, timeout_s: float) -> None:
-        """Opens a sync session on every rank. An engine that serves is paused here, or in `finish_sync` where the weights are staged beside the live ones.
+    async def begin_sync(self, session: dict[str, Any], routes: list[dict[str, Any]], timeout_s: float) -> None:
+        """Opens a sync session on every rank, by its own route.
+
+        An engine that serves is paused here, or in `finish_sync` where the weights are staged beside the live ones.
 
         Raises:
             ShardStateError: The weights sleep.
@@ -338,7 +340,7 @@ class VllmGenerationWorker:
             raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before session {session['id']} syncs them")
         if session.get("version", self._stamps.version) < self._stamps.version:
             raise StaleVersionError(f"session {session['id']} brings version {session['version']} to shard {self._shard}, which has {self._stamps.version}")
-        await self._rpc("nrl_begin_sync", session, first_nccl_rank, timeout_s=timeout_s)
+        await self._rpc("nrl_begin_sync", session, routes, timeout_s=timeout_s)
         self._session = session
         if not session.get("staged"):
             await self._pause()

@@ -29,7 +29,7 @@ from nemo_rl.models.dtensor.scoring import LogitTransform
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.train_step import StepResult, TrainStep
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
-from nemo_rl.weight_sync.cache import CacheBuilder, CacheManifest
+from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 
@@ -293,11 +293,11 @@ class DTensorPolicyWorker(TQWorkerMixin):
             return int(self.cfg.refit_buffer_size_gb * (1 << 30))
         return int(_STAGING_SHARE * free_memory(self.mesh.device) / 2)
 
-    def begin_export(self, spec: SendSpec, staging_ranks: Sequence[int]) -> None:
+    def begin_export(self, spec: SendSpec) -> None:
         """Starts a session's export on this rank."""
         self.close_export()
         weights = full_weights(self.scorer, self._export_dtype(), self.mesh.device)
-        self._sender = WeightSender(spec, weights, self.mesh.device, stages=self.mesh.rank in staging_ranks)
+        self._sender = WeightSender(spec, weights, self.mesh.device, source=self.mesh.rank)
 
     def build_cpu_bucket_cache(self, step: int, bucket_bytes: int) -> CacheManifest | None:
         """Packs the current weights as version `step` into host memory on the first rank; every rank takes part in the export.
@@ -317,7 +317,7 @@ class DTensorPolicyWorker(TQWorkerMixin):
     def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
         """Starts a session that sends a built version from this rank."""
         self.close_export()
-        self._sender = WeightSender(spec, iter(manifest.weights()), self.mesh.device, stages=True)
+        self._sender = WeightSender(spec, iter(manifest.weights()), self.mesh.device, source=CACHE_OWNER)
 
     def export_window(self, index: int) -> dict[str, Any] | None:
         """Packs and publishes one window."""

@@ -1,0 +1,136 @@
+"""By which transport each target of a session gets the weights, and which source rank stages the bytes for it.
+
+A pure function of where sources and targets are and of `weight_sync.transport`; it knows no buffers, groups or engines.
+One session mixes transports: a target is told its own, which is what masks are for elsewhere. Invariants: a target's
+transport follows from its own device alone; nobody is sent to bytes that it cannot reach; one rank at most pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_rl.distributed.devices import host_of, in_host_memory
+from nemo_rl.weight_sync.transports.base import TransportError, TransportName
+
+_ANSWERS = ("auto", "cuda_ipc", "nccl", "host")
+
+
+@dataclass(frozen=True)
+class Route:
+    """One target's way to the bytes.
+
+    Attributes:
+        transport: What carries them.
+        source: Number of the source that stages them.
+        group_rank: The target's rank in the session's NCCL group, whose rank 0 sends; 0 for a target outside it.
+    """
+
+    transport: TransportName
+    source: int
+    group_rank: int = 0
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """The routes of all targets, in their order."""
+
+    routes: tuple[Route, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Members of the session's NCCL group with its sender; 0 when there is no group."""
+        members = sum(route.transport == "nccl" for route in self.routes)
+        return members + 1 if members else 0
+
+    @property
+    def lanes(self) -> dict[int, tuple[TransportName, ...]]:
+        """Which transports each source stages for; sources that stage nothing are left out."""
+        found: dict[int, set[TransportName]] = {}
+        for route in self.routes:
+            found.setdefault(route.source, set()).add(route.transport)
+        return {source: tuple(sorted(names)) for source, names in sorted(found.items())}
+
+    @property
+    def summary(self) -> str:
+        """The transports in use, such as `cuda_ipc+host`."""
+        return "+".join(sorted({route.transport for route in self.routes}))
+
+
+def place_of(transport: TransportName, device: str) -> str:
+    """Where a staged copy can be read, as a key that source and target compute alike: on its device, on its host, or by members of the group."""
+    return f"{transport}:{ {'cuda_ipc': device, 'host': host_of(device), 'nccl': 'group'}[transport] }"
+
+
+def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str]) -> RoutePlan:
+    """Chooses for every target.
+
+    `auto` takes, in this order: host memory that already holds the weights, the target's own GPU, pinned host memory, a group.
+
+    Args:
+        configured: `weight_sync.transport`.
+        sources: Device identity of each source.
+        targets: Device identity of each target.
+
+    Returns:
+        One route per target.
+
+    Raises:
+        TransportError: A target cannot be reached as configured.
+    """
+    if configured not in _ANSWERS:
+        raise TransportError(f"weight_sync.transport={configured} is unknown; choose {', '.join(_ANSWERS)}")
+    routes: list[Route] = []
+    grouped: set[str] = set()
+    for device in targets:
+        transport = _transport_for(configured, sources, device)
+        if transport == "nccl" and device in grouped:
+            raise TransportError(f"two targets share {device}, and NCCL cannot put two ranks on one GPU; use weight_sync.transport=host")
+        grouped |= {device} if transport == "nccl" else set()
+        routes.append(Route(transport, _source_for(transport, sources, device), len(grouped) if transport == "nccl" else 0))
+    return RoutePlan(tuple(routes))
+
+
+def _transport_for(configured: str, sources: Sequence[str], device: str) -> TransportName:
+    """The transport for a target on `device`.
+
+    Raises:
+        TransportError: The configured one does not reach it.
+    """
+    same_host = [source for source in sources if host_of(source) == host_of(device)]
+    if in_host_memory(device):
+        if configured not in ("auto", "host"):
+            raise TransportError(f"weight_sync.transport={configured} needs GPUs; on CPU slots use auto or host")
+        if not same_host:
+            raise TransportError(f"no source shares a host with the CPU slot {device}: CPU slots get weights through shared memory; place both on one node")
+        return "host"
+    if configured == "host":
+        if not same_host:
+            raise TransportError("weight_sync.transport=host reaches only targets on the source's own nodes; use auto or nccl across nodes")
+        return "host"
+    # A rank cannot broadcast to its own GPU, so a target there is reached by IPC whatever the others use.
+    if configured in ("cuda_ipc", "nccl"):
+        if device in sources:
+            return "cuda_ipc"
+        if configured == "cuda_ipc":
+            raise TransportError("weight_sync.transport=cuda_ipc reaches only targets on the source's own GPUs; use auto or nccl for separate placement")
+        return "nccl"
+    if any(in_host_memory(source) for source in same_host):
+        # One copy from memory that is there already, and no training rank takes part.
+        return "host"
+    if device in sources:
+        return "cuda_ipc"
+    # Pinned shared memory reaches every GPU of a host without a communicator; NCCL is for what lies beyond it.
+    return "host" if same_host else "nccl"
+
+
+def _source_for(transport: TransportName, sources: Sequence[str], device: str) -> int:
+    if transport == "cuda_ipc":
+        return sources.index(device)
+    if transport == "host":
+        near = [number for number, source in enumerate(sources) if host_of(source) == host_of(device)]
+        return min(near, key=lambda number: (not in_host_memory(sources[number]), number))
+    pushing = [number for number, source in enumerate(sources) if not in_host_memory(source)]
+    if not pushing:
+        raise TransportError(f"{device} is reached by NCCL alone, and no source is on a GPU that could send; sources are on {sorted(set(sources))}")
+    return pushing[0]

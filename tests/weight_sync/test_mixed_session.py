@@ -1,0 +1,230 @@
+"""One session reaches targets on the sender's GPU, beside it and on another host, each by a transport of its own.
+
+GPUs are CPU devices with numbers here, IPC is a dictionary and the group a set of queues; shared memory, senders, receivers
+and the session are the real ones.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.weight_sync import receiver as receiver_module
+from nemo_rl.weight_sync import sender as sender_module
+from nemo_rl.weight_sync.cache import CACHE_OWNER, BucketCache, CacheBuilder, CacheManifest
+from nemo_rl.weight_sync.layout import TensorMeta
+from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
+from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+from nemo_rl.weight_sync.session import SyncOptions, SyncSession
+from nemo_rl.weight_sync.transports import factory
+from nemo_rl.weight_sync.transports.base import Opener, Staging
+from tests.weight_sync.models import DictModel, Engines, weights
+
+NAMES = {0: "gpu0@a", 1: "gpu1@a", 2: "gpu2@a", 8: "gpu8@b", 9: "gpu9@b"}
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
+
+
+class Wires:
+    """What the fakes share, and what is still open."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, torch.Tensor] = {}
+        self.queues: dict[int, queue.Queue[torch.Tensor]] = {}
+        self.groups_open = 0
+        self.sent = 0
+
+
+class IpcStaging(Staging):
+    def __init__(self, wires: Wires, nbytes: int) -> None:
+        self._wires = wires
+        self.buffer_B = torch.empty(nbytes, dtype=torch.uint8)
+        wires.mapped[id(self)] = self.buffer_B
+
+    def publish(self, nbytes: int) -> dict[str, Any]:
+        return {"mapped": id(self), "nbytes": nbytes}
+
+    def close(self) -> None:
+        self._wires.mapped.pop(id(self))
+
+
+class IpcOpener(Opener):
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+
+    def open(self, handle: dict[str, Any]) -> torch.Tensor:
+        return self._wires.mapped[handle["mapped"]][: handle["nbytes"]]
+
+    def close(self) -> None:
+        pass
+
+
+class Group:
+    """A group of queues in place of a communicator."""
+
+    def __init__(self, wires: Wires, rank: int, world_size: int) -> None:
+        self._wires, self._rank = wires, rank
+        self.device = torch.device("cpu")
+        self._others = [wires.queues.setdefault(other, queue.Queue()) for other in range(1, world_size)]
+        wires.groups_open += 1
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if self._rank == 0:
+            self._wires.sent += 1
+            for other in self._others:
+                other.put(tensor.clone())
+        else:
+            tensor.copy_(self._wires.queues[self._rank].get(timeout=10.0))
+
+    def close(self) -> None:
+        self._wires.groups_open -= 1
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
+    shared = Wires()
+    make_staging, make_opener = factory.make_staging, factory.make_opener
+    monkeypatch.setattr(sender_module, "make_staging", lambda name, n, device: IpcStaging(shared, n) if name != "host" else make_staging(name, n, device))
+    monkeypatch.setattr(receiver_module, "make_opener", lambda name, device: IpcOpener(shared) if name == "cuda_ipc" else make_opener(name, device))
+    for module in (sender_module, receiver_module):
+        monkeypatch.setattr(module, "NcclGroup", lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size))
+    monkeypatch.setattr(receiver_module, "device_uuid", lambda device: NAMES[device.index])
+    yield shared
+    assert not shared.mapped and not shared.groups_open
+    assert not glob.glob(f"/dev/shm/nemo_rl-{os.getpid()}-*")
+
+
+class Placed(Engines):
+    """Receivers on numbered devices."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__(*(DictModel() for _ in numbers))
+        self._numbers = numbers
+        self.receivers = [WeightReceiver(model, torch.device("cpu", number)) for model, number in zip(self.models, numbers, strict=True)]
+
+    def devices(self) -> list[str]:
+        return [NAMES[number] for number in self._numbers]
+
+    def hold(self, tensors: dict[str, torch.Tensor]) -> bool:
+        return all(list(m.weights) == list(tensors) and all(torch.equal(m.weights[n], t) for n, t in tensors.items()) for m in self.models)
+
+
+class TwoRanks:
+    """A live source of two ranks on GPUs 0 and 1, both of which take part in the export."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.senders: list[WeightSender] = []
+
+    def tensor_metas(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in self.tensors.items()]
+
+    def devices(self) -> list[str]:
+        return [NAMES[0], NAMES[1]]
+
+    def staging_budget(self) -> int:
+        return 4096
+
+    def rendezvous(self) -> tuple[str, int]:
+        return "a", 1
+
+    def begin(self, spec: SendSpec, timeout_s: float) -> None:
+        self.senders = [WeightSender(spec, iter(self.tensors.items()), torch.device("cpu", rank), source=rank) for rank in (0, 1)]
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        return [sender.export_window(index) for sender in self.senders]
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        self.senders[0].send_window(index)
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+
+
+def test_live_weights_reach_three_kinds_of_targets_in_one_session(wires: Wires) -> None:
+    source, engines = TwoRanks(weights()), Placed(1, 9, 2, 0, 8)
+    report = SyncSession(source, engines, version=3, options=OPTIONS).run()
+    assert report.transport == "cuda_ipc+host+nccl"
+    assert engines.versions == [3] * 5 and engines.hold(source.tensors)
+    assert wires.sent == report.windows > 2
+
+
+def test_a_target_that_fails_on_one_transport_ends_the_session_on_all(wires: Wires) -> None:
+    source, engines = TwoRanks(weights()), Placed(0, 2, 9)
+    window = source.export_window
+
+    def flip(index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        published = window(index, timeout_s)
+        if index == 1:
+            # The copy in host memory, not the one that IPC and the group share.
+            slot = source.senders[0]._stagings[1]
+            slot[source.senders[0]._staged.index("host")].buffer_B[40] ^= 1
+        return published
+
+    source.export_window = flip  # type: ignore[method-assign]
+    with pytest.raises(ChecksumMismatchError):
+        SyncSession(source, engines, version=1, options=OPTIONS).run()
+    assert engines.versions == [None] * 3 and engines.aborted == 1
+
+
+class Owner:
+    """The rank on GPU 0 that owns a cache and pushes it where it cannot be mapped."""
+
+    def __init__(self) -> None:
+        self.builder = CacheBuilder(OPTIONS.bucket_bytes, torch.device("cpu"))
+        self.cache = BucketCache(self.build, timeout_s=1.0)
+        self.sender: WeightSender | None = None
+        self.begun = 0
+
+    def build(self, version: int) -> CacheManifest:
+        tensors = weights(float(version))
+        return self.builder.build(version, [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()], tensors.items())
+
+    def devices(self) -> list[str]:
+        return [NAMES[0], NAMES[1]]
+
+    def rendezvous(self) -> tuple[str, int]:
+        return "a", 1
+
+    def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
+        self.begun += 1
+        self.sender = WeightSender(spec, iter(manifest.weights()), torch.device("cpu", 0), source=CACHE_OWNER)
+
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+        assert self.sender is not None
+        return [self.sender.export_window(index)]
+
+    def send_window(self, index: int, timeout_s: float) -> None:
+        assert self.sender is not None
+        self.sender.send_window(index)
+
+    def close(self) -> None:
+        assert self.sender is not None
+        self.sender.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "transport", "used", "owner_pushes"),
+    [
+        ((0, 2), "auto", "host", False),
+        ((0, 2, 9), "auto", "host+nccl", True),
+        ((0, 2, 9), "nccl", "cuda_ipc+nccl", True),
+        ((0,), "cuda_ipc", "cuda_ipc", True),
+    ],
+)
+def test_a_cache_disturbs_its_owner_only_for_targets_that_cannot_map_it(
+    wires: Wires, numbers: tuple[int, ...], transport: str, used: str, owner_pushes: bool
+) -> None:
+    owner, engines = Owner(), Placed(*numbers)
+    owner.cache.build(5)
+    options = SyncOptions(transport, OPTIONS.bucket_bytes, verify=True, timeout_s=20.0)
+    report = SyncSession(owner.cache.source(5, owner), engines, version=5, options=options).run()
+    owner.builder.close()
+    assert report.transport == used and bool(owner.begun) == owner_pushes
+    assert engines.versions == [5] * len(numbers) and engines.hold(weights(5.0))
