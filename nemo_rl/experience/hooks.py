@@ -13,6 +13,10 @@ from typing import Any, Protocol
 CONTROL_PLANE_VARIABLE = "RLIX_CONTROL_PLANE"
 
 
+class HooksError(RuntimeError):
+    """A control plane's hooks did not do what the driver leaves to them."""
+
+
 def time_sharing_enabled() -> bool:
     """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`): refits, sleep and Ray's end are then its business."""
     return os.environ.get(CONTROL_PLANE_VARIABLE, "") == "rlix"
@@ -22,7 +26,10 @@ class RLixHooksProtocol(Protocol):
     """What a control plane hooks into."""
 
     def on_trajectory_collector_created(self, collector: Any) -> None:
-        """The collector exists and waits for its first version; generation may be asked for from here on."""
+        """The collector exists and waits for its first version; generation may be asked for from here on.
+
+        Under a control plane generation serves the run's version when this returns.
+        """
         ...
 
     def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
@@ -53,7 +60,7 @@ class RLixHooksProtocol(Protocol):
         """Brings generation to the weights of step `step` and gives the training accelerators back.
 
         Returns:
-            The version that generation serves now; None leaves the refit to the driver.
+            The version that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is an error under a control plane.
         """
         ...
 

@@ -24,6 +24,7 @@ from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
+from nemo_rl.experience.hooks import HooksError
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan
@@ -89,6 +90,7 @@ class World:
         self.trained: list[int] = []
         self.rewards = lambda prompt, sample: float(sample)
         self.served = -1
+        self.released = 0
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.saved: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -112,7 +114,7 @@ class World:
             record=MemoryRecord(),
             timer=Timer(),
             timeout=TimeoutChecker(None),
-            progress=SimpleNamespace(phase=lambda name: None, step_done=lambda *a, **k: None, total_steps=len(loader)),
+            progress=SimpleNamespace(phase=lambda name: None, validated=lambda accuracy: None, step_done=lambda *a, **k: None, total_steps=len(loader)),
             device_count=SimpleNamespace(total=2, training=1, generation=1),
             resumed_from=resumed_from,
         )
@@ -162,7 +164,7 @@ class World:
 
     # refitter
     def release_device(self) -> None:
-        pass
+        self.released += 1
 
     def bring_to(self, version: int, timer: Any = None, *, recompute_kv: bool = True) -> None:
         self.happened.append(f"refit {version}")
@@ -256,10 +258,32 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
-    world = World(tmp_path, "grpo.max_num_steps=3")
+    world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_period=1")
+    validated: list[int] = []
+
+    def roll_out_all(run: Any, step: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        validated.append(world.served)
+        return torch.ones(2), torch.ones(2), ["sum"] * 2
+
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.validation._roll_out_all", roll_out_all)
+    world.run.val_loader, world.run.validation_rollouts = Loader(), world
     async_grpo_train(world.run, Hooks(world, refits=True))
-    assert not [line for line in world.happened if line.startswith("refit")]
+    assert not [line for line in world.happened if line.startswith("refit")] and not world.released
     assert world.trained == list(range(9)) and world.run.state.step == 3
+    # Validation too takes generation as the hooks left it, at the version of the step.
+    assert validated == [0, 1, 2, 3]
+
+
+def test_a_control_plane_whose_hooks_do_not_publish_the_steps_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
+    world = World(tmp_path)
+    with pytest.raises(HooksError, match="after_training must bring generation to version 1 and return it"):
+        async_grpo_train(world.run, Hooks(world, refits=False))
+    world = World(tmp_path)
+    behind = Hooks(world, refits=True)
+    behind.after_training = lambda step: step  # type: ignore[method-assign]
+    with pytest.raises(HooksError, match=r"after_training\(0\) published version 0; the weights of 1 completed steps are that version"):
+        async_grpo_train(world.run, behind)
 
 
 def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_bound(tmp_path: Path) -> None:

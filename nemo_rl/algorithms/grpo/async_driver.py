@@ -22,7 +22,7 @@ from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
 from nemo_rl.algorithms.grpo.step_log import log_samples, log_step
 from nemo_rl.algorithms.grpo.validation import validate
-from nemo_rl.experience.hooks import NoOpRLixHooks, RLixHooksProtocol, time_sharing_enabled
+from nemo_rl.experience.hooks import CONTROL_PLANE_VARIABLE, HooksError, NoOpRLixHooks, RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.experience.trajectory_collector import TrajectoryCollector
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.utils.checkpoint_retention import should_save
@@ -42,8 +42,12 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
 
     Raises:
         NonFiniteStepError, WorkerError, CollectorError, CheckpointError: The run cannot go on; the last checkpoint is usable.
+        HooksError: A control plane owns the accelerators, and its hooks did not bring generation to the new weights.
     """
     hooks: RLixHooksProtocol = rlix_hooks or NoOpRLixHooks()
+    if time_sharing_enabled():
+        # A control plane brings generation to every version: nothing here may reach for weights or accelerators that are lent to others.
+        run.refitter = None
     run.timeout.start_iterations()
     collector = build_collector(run)
     try:
@@ -81,10 +85,12 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
         published = hooks.after_training(step)
         if published is None:
             _refit(run, collector, run.state.step)
+        elif published != run.state.step:
+            raise HooksError(f"after_training({step}) published version {published}; the weights of {run.state.step} completed steps are that version")
         position = collector.finish_step(step)
         if position.epoch != run.state.epoch:
             run.state.epoch, run.state.step_in_epoch = position.epoch, 0
-        collector.set_weight_version(run.state.step if published is None else published)
+        collector.set_weight_version(run.state.step)
         is_last = run.state.step >= min(run.config.grpo.max_num_steps, run.progress.total_steps)
         with run.timer.time("idle/validation"):
             val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
@@ -137,7 +143,7 @@ def _refit(run: GRPORun, collector: TrajectoryCollector, version: int) -> None:
     run.progress.phase("refit")
     with run.timer.time("weight_sync"):
         if run.refitter is None:
-            raise RuntimeError("an asynchronous run generates: it needs engines")
+            raise HooksError(f"{CONTROL_PLANE_VARIABLE} is set, so hooks refit: after_training must bring generation to version {version} and return it")
         if not cfg.in_flight_weight_updates:
             with run.timer.time("idle/refit_bubble"):
                 collector.prepare_for_refit(timeout_s=run.config.grpo.max_rollout_turns * request_timeout_s())

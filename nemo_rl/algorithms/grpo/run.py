@@ -47,7 +47,7 @@ class GRPORun:
         tokenizer: The policy's.
         policy: The trained policy.
         generation: The engines; None when rollouts are replayed and nothing validates.
-        refitter: Brings generation to the policy's version; None without generation.
+        refitter: Brings generation to the policy's version; None without generation, and where a control plane does it.
         rollouts: Where training rollouts come from.
         validation_rollouts: Where validation rollouts come from.
         store: Where a step's columns live.

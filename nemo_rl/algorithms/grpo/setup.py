@@ -34,6 +34,7 @@ from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.hooks import time_sharing_enabled
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
 from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import ExperienceStore, InProcessStore
@@ -311,7 +312,9 @@ def close(run: GRPORun) -> None:
     import ray
 
     with ExitStack() as stack:
-        stack.callback(shutdown_ray)
+        # On a shared pool Ray belongs to the control plane.
+        if not time_sharing_enabled():
+            stack.callback(shutdown_ray)
         stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
         for cluster in run.clusters:
             stack.callback(cluster.shutdown)
