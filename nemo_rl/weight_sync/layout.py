@@ -134,6 +134,10 @@ def pack_tensor(buffer_B: torch.Tensor, offset: int, meta: TensorMeta, tensor: t
         # Converted where it lies: half the bytes travel, and the copy is a plain one.
         tensor = tensor.detach().to(dtype_of(meta.dtype))
     view(buffer_B, offset, meta).copy_(tensor.detach(), non_blocking=True)
+    end = offset + meta.nbytes
+    # What lies between two tensors counts in checksums, which have to be equal wherever the same weights are packed.
+    if end != align(end):
+        buffer_B[end : align(end)].zero_()
 
 
 def view(buffer_B: torch.Tensor, offset: int, meta: TensorMeta) -> torch.Tensor:

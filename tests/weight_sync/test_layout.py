@@ -52,6 +52,18 @@ def test_a_packed_bucket_gives_back_every_tensor_bit_for_bit(tensors: list[Tenso
             assert torch.equal(tensor, originals[name])
 
 
+@given(metas)
+def test_the_same_weights_have_the_same_checksum_whatever_lay_in_the_buffer(tensors: list[TensorMeta]) -> None:
+    for bucket in plan_buckets(tensors, 2048):
+        sums = set()
+        for garbage in (0, 255):
+            buffer = torch.full((align(bucket.nbytes),), garbage, dtype=torch.uint8)
+            for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+                pack_tensor(buffer, offset, meta, torch.ones(meta.shape))
+            sums.add(checksum(buffer, bucket.nbytes))
+        assert len(sums) == 1
+
+
 def test_tensors_that_do_not_fit_the_layout_are_refused_by_name() -> None:
     meta = TensorMeta("head", (2, 2), "float32")
     buffer = torch.zeros(64, dtype=torch.uint8)
