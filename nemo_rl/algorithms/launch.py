@@ -143,8 +143,7 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
     from nemo_rl.experience.rollout_source import RecordingError
     from nemo_rl.experience.trajectory_collector import CollectorError
-    from nemo_rl.models.dtensor.load import CheckpointMismatchError, ModelNotFoundError
-    from nemo_rl.models.dtensor.parallelize import UnsupportedModelError
+    from nemo_rl.models.dtensor.model_config import CheckpointMismatchError, ModelNotFoundError, UnsupportedModelError
     from nemo_rl.models.generation.interfaces import GenerationError
     from nemo_rl.models.policy.optimizer import OptimizerConfigError
     from nemo_rl.utils.checkpoint import CheckpointError

@@ -29,7 +29,7 @@ from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
-from nemo_rl.models.dtensor.load import model_config
+from nemo_rl.models.dtensor.model_config import model_config
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.checkpoint import model_directory

@@ -40,8 +40,7 @@ from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import ExperienceStore, InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.dtensor.load import model_config
-from nemo_rl.models.dtensor.parallelize import check_divisible
+from nemo_rl.models.dtensor.model_config import check_divisible, model_config
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.optimizer import check_names

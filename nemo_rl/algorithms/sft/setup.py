@@ -26,7 +26,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.loss import NLLLossFn
-from nemo_rl.models.dtensor.load import model_config
+from nemo_rl.models.dtensor.model_config import model_config
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir
 from nemo_rl.utils.progress import RunProgress

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.models.dtensor.export import full_weights, hf_name
-from nemo_rl.models.dtensor.load import CheckpointMismatchError
 from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.model_config import CheckpointMismatchError
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
 SCHEDULE_FILE = "schedule.json"

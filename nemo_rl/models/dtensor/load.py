@@ -17,37 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor import attention
 from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.model_config import CheckpointMismatchError, ModelNotFoundError, compute_dtype, model_config
 from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing, apply_compile, apply_fsdp, apply_tensor_parallel
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
 PREFIX = "lm."
-
-
-class ModelNotFoundError(ValueError):
-    """There is no loadable model at `policy.model_name`."""
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """The torch dtype of `policy.precision`."""
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
-
-
-def model_config(cfg: PolicyConfig, source: str | None = None) -> Any:
-    """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
-
-    Raises:
-        ModelNotFoundError: Nothing can be loaded from there.
-    """
-    from transformers import AutoConfig
-
-    name = source or cfg.model_name
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"policy.model_name={name!r}: no model configuration could be loaded from there ({error})") from error
-    for key, value in cfg.hf_config_overrides.items():
-        setattr(config, key, value)
-    return config
 
 
 def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | None = None) -> CausalLMScorer:
@@ -86,10 +60,6 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(scorer, {PREFIX + name: tensor for name, tensor in state.items()}, options=options)
     return scorer
-
-
-class CheckpointMismatchError(ValueError):
-    """Weights do not belong to the configured model."""
 
 
 def _read_weights(source: str, config: Any, trust_remote_code: bool) -> dict[str, torch.Tensor]:

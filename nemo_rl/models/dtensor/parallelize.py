@@ -7,7 +7,7 @@ means, so that the step's one division by the global count is the only one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,13 +27,10 @@ from torch.distributed.tensor.parallel import (
 from nemo_rl.config import DTensorConfig
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.mesh import ParallelMesh
+from nemo_rl.models.dtensor.model_config import UnsupportedModelError, check_divisible
 
 # Norms inside attention work on this rank's heads only, so their gradients are parts of a sum over tensor-parallel ranks.
 HEADWISE_NORMS = (".q_norm.", ".k_norm.")
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be cut the way the configuration asks."""
 
 
 def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -67,27 +64,6 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
             "layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         }
     return plan
-
-
-_CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-
-
-def check_divisible(config: Any, tp: int, key: str = "policy.dtensor_cfg.tensor_parallel_size", sizes: Sequence[str] = _CUT_SIZES) -> None:
-    """Whether heads and vocabulary divide over `tp` ranks.
-
-    Args:
-        config: The model's Hugging Face configuration.
-        tp: Tensor-parallel ranks.
-        key: Where the number comes from, for the message.
-        sizes: What is cut.
-
-    Raises:
-        UnsupportedModelError: They do not.
-    """
-    for what in sizes:
-        value = getattr(config, what, None)
-        if value is not None and value % tp:
-            raise UnsupportedModelError(f"{key}={tp} does not divide the model's {what}={value}")
 
 
 def apply_tensor_parallel(model: Any, mesh: ParallelMesh, cfg: DTensorConfig) -> None:

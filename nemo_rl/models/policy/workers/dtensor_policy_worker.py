@@ -22,8 +22,9 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoint import CheckpointWriter, load_optimizer
 from nemo_rl.models.dtensor.export import full_weights, tensor_metas
-from nemo_rl.models.dtensor.load import compute_dtype, load_scorer
+from nemo_rl.models.dtensor.load import load_scorer
 from nemo_rl.models.dtensor.mesh import ParallelMesh, parallel_sizes
+from nemo_rl.models.dtensor.model_config import compute_dtype
 from nemo_rl.models.dtensor.residency import ReferenceWeights, move_model, move_optimizer, release
 from nemo_rl.models.dtensor.scoring import LogitTransform
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler

@@ -1,0 +1,70 @@
+"""The model that a configuration names, as far as its own small configuration file tells, before any weights are read.
+
+Decides whether there is a model, and whether its sizes divide as asked. Knows no mesh and no FSDP, so that a driver that only checks
+imports neither. Invariant: what is refused here is refused before Ray starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nemo_rl.config import PolicyConfig
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be cut the way the configuration asks."""
+
+
+class CheckpointMismatchError(ValueError):
+    """Weights do not belong to the configured model."""
+
+
+class ModelNotFoundError(ValueError):
+    """There is no loadable model at `policy.model_name`."""
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The torch dtype of `policy.precision`."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
+
+
+def model_config(cfg: PolicyConfig, source: str | None = None) -> Any:
+    """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
+
+    Raises:
+        ModelNotFoundError: Nothing can be loaded from there.
+    """
+    from transformers import AutoConfig
+
+    name = source or cfg.model_name
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"policy.model_name={name!r}: no model configuration could be loaded from there ({error})") from error
+    for key, value in cfg.hf_config_overrides.items():
+        setattr(config, key, value)
+    return config
+
+
+_CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+def check_divisible(config: Any, tp: int, key: str = "policy.dtensor_cfg.tensor_parallel_size", sizes: Sequence[str] = _CUT_SIZES) -> None:
+    """Whether heads and vocabulary divide over `tp` ranks.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        tp: Tensor-parallel ranks.
+        key: Where the number comes from, for the message.
+        sizes: What is cut.
+
+    Raises:
+        UnsupportedModelError: They do not.
+    """
+    for what in sizes:
+        value = getattr(config, what, None)
+        if value is not None and value % tp:
+            raise UnsupportedModelError(f"{key}={tp} does not divide the model's {what}={value}")
