@@ -133,7 +133,8 @@ def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:
     first, last = whole.weights(2), whole.weights(STEPS)
     assert any((first[name] != last[name]).any() for name in first)
     assert not whole.left()
-    assert not glob.glob("/dev/shm/nemo_rl-*")
+    # Shared memory carries its owner's process id: other runs may be under way on this machine.
+    assert not [name for name in glob.glob("/dev/shm/nemo_rl-*") if not psutil.pid_exists(int(name.split("-")[1]))]
     assert (whole.folder / "logs" / "exp_000" / "report.html").exists()
 
 
