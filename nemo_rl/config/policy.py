@@ -46,6 +46,19 @@ class LoraConfig(Section):
     use_triton: bool = Field(True, description="Use Triton kernels.")
 
 
+class AutomodelConfig(Section):
+    """`policy.dtensor_cfg.automodel_kwargs`."""
+
+    force_hf: bool = Field(False, description="Accepted for NeMo-RL's recipes: models are transformers' own classes with both values.")
+    use_liger_kernel: Annotated[bool, NotYet("Liger kernels")] = Field(False, description="Replace layers by Liger kernels.")
+    backend: Annotated[dict[str, Any], NotYet("model classes of NeMo-Automodel")] = Field(
+        default_factory=dict, description="Kernels of NeMo-Automodel's own model classes."
+    )
+    freeze_config: Annotated[dict[str, Any], NotYet("vision-language models")] = Field(
+        default_factory=dict, description="Parts of a multimodal model that are not trained."
+    )
+
+
 class DTensorConfig(Section):
     """`policy.dtensor_cfg`: FSDP2 with DTensor parallelism; data parallel size is world / (tensor * context)."""
 
@@ -58,7 +71,7 @@ class DTensorConfig(Section):
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
     custom_parallel_plan: str | None = Field(None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one).")
     torch_compile: bool = Field(False, description="Compile decoder layers and token scoring with torch.compile: faster steps after a minute of compilation.")
-    automodel_kwargs: Annotated[dict[str, Any], NotYet("options of NeMo-Automodel")] = Field(default_factory=dict, description="Options of NeMo-Automodel.")
+    automodel_kwargs: AutomodelConfig = Field(AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel.")
     expert_parallel_size: Annotated[PositiveInt, NotYet("expert parallelism of NeMo-Automodel")] = Field(1, description="Ranks that share the experts.")
     dp_replicate_size: PositiveInt = Field(1, description="HSDP: replicas of the sharded model within the data-parallel ranks.")
     defer_fsdp_grad_sync: bool = Field(False, description="Reduce gradients once per optimizer step instead of per microbatch.")
