@@ -1,6 +1,6 @@
 """Asynchronous against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and samples per second.
 
-    python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--steps 40]
+    python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--first-seed 42] [--steps 40]
     python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--work DIR]
 
 `accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps. `throughput`
@@ -56,13 +56,13 @@ def run(config: Path, log_dir: Path, overrides: list[str]) -> tuple[Any, float]:
 def accuracy(args: argparse.Namespace) -> None:
     """Final validation accuracy of both drivers over seeds."""
     results: dict[str, list[float]] = {"sync": [], "async": []}
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name, config in (("sync", SYNC), ("async", ASYNC)):
-            overrides = [f"policy.model_name={args.model}", f"grpo.max_num_steps={args.steps}", f"grpo.seed={42 + seed}", "logger.monitor_gpus=false"]
+            overrides = [f"policy.model_name={args.model}", f"grpo.max_num_steps={args.steps}", f"grpo.seed={seed}", "logger.monitor_gpus=false"]
             metrics, seconds = run(CONFIGS / config, Path(args.work) / f"{name}_{seed}", overrides)
             steps, values = metrics.scalars("validation/accuracy")
             results[name].append(values[-1])
-            print(f"seed {42 + seed} {name:5s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), {seconds:.0f} s", flush=True)
+            print(f"seed {seed} {name:5s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), {seconds:.0f} s", flush=True)
     print(f"\n{'':6s} {'mean':>7s} {'lowest':>7s} {'highest':>7s}")
     for name, values in results.items():
         print(f"{name:6s} {statistics.mean(values):7.3f} {min(values):7.3f} {max(values):7.3f}")
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("what", choices=("accuracy", "throughput"))
     parser.add_argument("--model", default="results/arithmetic/sft/latest")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--gpus", type=int, default=2)

@@ -1,10 +1,11 @@
 """Seconds per phase of taking one shard away and giving it back with the cache's weights, and the pause of shards that serve.
 
-    python benchmarks/weight_sync.py --shape 7b [--cycles 20] [--tp 1] [--transport auto|host|nccl] [--work DIR]
+    python benchmarks/weight_sync.py --shape 7b [--cycles 20] [--tp 1] [--transport auto|host|nccl] [--share] [--work DIR]
 
 Random weights of a Qwen2.5 shape. One shard of `--tp` accelerators sleeps, wakes its weights, is synced from the cache, wakes
 its KV cache and is routed, again and again; then it takes new weights while requests run. `--transport nccl` needs one GPU
-more, for the owner of the cache. Figures are medians; the rate that counts is the measured pinned host-to-device rate.
+more, for the owner of the cache; with `--share` the owner sits on the shard's first GPU, which it reaches by CUDA IPC, and
+the others over the group. Figures are medians; the rate that counts is the measured pinned host-to-device rate.
 """
 
 from __future__ import annotations
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--refreshes", type=int, default=10)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--share", action="store_true", help="the owner of the cache sits on the shard's first GPU")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--gpu-memory", type=float, default=0.35)
     parser.add_argument("--verify", action="store_true")
@@ -267,13 +269,14 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     config = config_of(args, model, cuda)
     dtype = "bfloat16" if cuda else "float32"
     bucket_bytes = args.bucket_mib << 20
-    cluster = RayVirtualCluster([args.tp], use_gpus=cuda, num_gpus_per_node=args.tp, name="shard")
+    groups = 2 if args.share else 1
+    cluster = RayVirtualCluster([args.tp], use_gpus=cuda, max_colocated_worker_groups=groups, num_gpus_per_node=args.tp, name="shard")
     began = time.perf_counter()
     engines = VllmGeneration(cluster, config.policy, config.cluster, pad_token_id=256, stop_token_ids=[], seed=1, colocated=False, sleeps=True)
     owner: Any = None
     through = None
     if args.transport == "nccl":
-        own = RayVirtualCluster([1], use_gpus=cuda, num_gpus_per_node=1, name="owner")
+        own = cluster if args.share else RayVirtualCluster([1], use_gpus=cuda, num_gpus_per_node=1, name="owner")
         slot = own.slots()[0]
         environment = {
             "CUDA_VISIBLE_DEVICES": str(slot.device_index),
@@ -281,7 +284,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
             "PYTHONPATH": f"{ROOT}:{ROOT}/benchmarks",
         }
         actor = ray.remote(CacheOwner).options(
-            num_cpus=0, num_gpus=0.5, scheduling_strategy=own.strategy_for(slot.node_rank, slot.bundle_index), runtime_env={"env_vars": environment}
+            num_cpus=0, num_gpus=0.4, scheduling_strategy=own.strategy_for(slot.node_rank, slot.bundle_index), runtime_env={"env_vars": environment}
         )
         owner = actor.remote(str(model), dtype, bucket_bytes)
         through = RemoteOwner(owner, own)

@@ -1,10 +1,16 @@
-"""Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or mislabelled."""
+"""Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or mislabelled.
+
+First the stress run: hundreds of prompt groups through engines that are never left alone, each of which arrives once, each token of its version. It is
+recomputed under the version it is labelled with, and a label that is off by one must be seen. Then every move by itself, on the same engines.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +21,13 @@ from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.shards import ShardState
-from nemo_rl.utils.record_events import ShardRouted, ShardSlept, ShardUnrouted, ShardWoken, SyncFinished, VersionPublished
+from nemo_rl.utils.record_events import GroupCommitted, ShardRouted, ShardSlept, ShardUnrouted, ShardWoken, SyncFinished, VersionPublished
 from nemo_rl.weight_sync.session import SyncSession
 from tests.models.elastic_engines import Elastic, elastic_engines
+from tests.stress.unrest import PROMPTS, SAMPLES, SEED, SHARDS, STEPS, TRANSITIONS, TURNS, Kept, Seen, Unrest, check_record, collector_of, moved_boundary
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SHARDS = 2
 TOLERANCE = 1e-3
 
 
@@ -35,6 +41,54 @@ def engines(ray_session: None, tiny_model: Path, no_memory: Path) -> Iterator[El
     extension = "+policy.generation.vllm_kwargs.worker_extension_cls=tests.models.failing_extension.FailingExtension"
     with elastic_engines(tiny_model, SHARDS, extension, f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_NO_MEMORY={no_memory}") as some:
         yield some
+
+
+def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elastic) -> None:
+    kept, seen = Kept(engines), Seen()
+    collector = collector_of(engines, kept, seen)
+    groups = []
+    with Unrest(engines, SEED) as unrest:
+        collector.set_weight_version(0)
+        for step in range(STEPS):
+            groups += collector.take(step, 0)
+            collector.finish_step(step)
+            # The weights change below running requests of the next step.
+            with unrest.lock:
+                engines.cache.build(step + 1)
+                engines.elastic.refresh()
+            collector.set_weight_version(step + 1)
+            assert unrest.error is None, unrest.error
+        while unrest.transitions < TRANSITIONS and unrest.error is None:
+            unrest.move()
+    collector.stop()
+    assert unrest.error is None, unrest.error
+    assert unrest.transitions >= TRANSITIONS and unrest.to_zero > 0
+    assert len(engines.elastic.pauses_s) >= 20
+
+    # Every group arrived once, and every environment step happened once per sample and turn.
+    assert len(groups) == STEPS * PROMPTS >= 500
+    committed = Counter(entry.event.group_id for entry in engines.record.entries if isinstance(entry.event, GroupCommitted))
+    assert len(committed) == len(groups) and set(committed.values()) == {1}
+    # A response that was cut by its length ends its sample after the first turn.
+    assert [count for (_, turn), count in seen.steps.items() if turn == 1] == [SAMPLES] * len(groups)
+    assert any(turn == TURNS for _, turn in seen.steps) and max(seen.steps.values()) == SAMPLES
+    assert len(kept.answered) == sum(seen.steps.values())
+
+    # Every token is what its version would have drawn it with, and a label that is off by one is seen.
+    requests, results = zip(*kept.answered, strict=True)
+    differences = engines.differences(requests, results)
+    assert len(differences) == sum(len(result.token_ids) for result in results) > 15_000
+    assert max(differences) < TOLERANCE
+    few = list(zip(requests, results, strict=True))[:: max(1, len(results) // 100)]
+    for shift in (1, -1):
+        shifted = engines.differences([r for r, _ in few], [r for _, r in few], shift)
+        assert statistics.median(shifted) > 100 * TOLERANCE
+    across = [(request, result) for request, result in kept.answered if len({span.version for span in result.spans}) > 1]
+    assert len(across) >= 5, "too few requests ran across a refit to say anything"
+    assert engines.generation._dispatcher.preempted >= 10
+    boundary = [moved_boundary(result) for _, result in across]
+    assert max(engines.differences([request for request, _ in across], boundary)) > 100 * TOLERANCE
+    check_record(engines.record.entries)
 
 
 def shards_of(results: list) -> set[int]:

@@ -1,23 +1,18 @@
-"""Hundreds of prompt groups through engines that sleep, wake and take new weights all the time: each arrives once, each token is of its version.
+"""What the stress run is made of: shards that move at random, a loader of sums, an environment that counts its steps.
 
-Seeded by NRL_STRESS_SEED (the shards that move, when, and when weights change); bounded by the numbers below. Every token
-is recomputed under the version it is labelled with, and a label that is off by one must be seen.
+Seeded by NRL_STRESS_SEED (which shards move, and when); bounded by the numbers below.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -31,15 +26,12 @@ from nemo_rl.experience.trajectory_collector import CollectorLimits, TrajectoryC
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.time_sharing.history.prompts import PromptChecks
-from nemo_rl.utils.record_events import GroupCommitted, WaitBegun, WaitEnded
-from tests.models.elastic_engines import Elastic, elastic_engines
-
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+from nemo_rl.utils.record_events import WaitBegun, WaitEnded
+from tests.models.elastic_engines import Elastic
 
 SEED = int(os.environ.get("NRL_STRESS_SEED", "1"))
 SHARDS, STEPS, PROMPTS, SAMPLES = 2, 21, 24, 2
 TRANSITIONS, TOKENS, TURNS = 100, 24, 2
-TOLERANCE = 1e-3
 
 
 class Seen:
@@ -141,12 +133,6 @@ class Unrest:
             self.transitions += len(moved)
 
 
-@pytest.fixture(scope="module")
-def engines(ray_session: None, tiny_model: Path) -> Iterator[Elastic]:
-    with elastic_engines(tiny_model, SHARDS) as some:
-        yield some
-
-
 def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollector:
     runner = RolloutRunner(kept, engines.tokenizer, {"seen": EnvironmentHandle("seen", seen, 60.0)}, engines.record)
     sampling = engines.generation.default_sampling()
@@ -161,54 +147,6 @@ def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollecto
     )
 
 
-def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elastic) -> None:
-    kept, seen = Kept(engines), Seen()
-    collector = collector_of(engines, kept, seen)
-    groups = []
-    with Unrest(engines, SEED) as unrest:
-        collector.set_weight_version(0)
-        for step in range(STEPS):
-            groups += collector.take(step, 0)
-            collector.finish_step(step)
-            # The weights change below running requests of the next step.
-            with unrest.lock:
-                engines.cache.build(step + 1)
-                engines.elastic.refresh()
-            collector.set_weight_version(step + 1)
-            assert unrest.error is None, unrest.error
-        while unrest.transitions < TRANSITIONS and unrest.error is None:
-            unrest.move()
-    collector.stop()
-    assert unrest.error is None, unrest.error
-    assert unrest.transitions >= TRANSITIONS and unrest.to_zero > 0
-    assert len(engines.elastic.pauses_s) >= 20
-
-    # Every group arrived once, and every environment step happened once per sample and turn.
-    assert len(groups) == STEPS * PROMPTS >= 500
-    committed = Counter(entry.event.group_id for entry in engines.record.entries if isinstance(entry.event, GroupCommitted))
-    assert len(committed) == len(groups) and set(committed.values()) == {1}
-    # A response that was cut by its length ends its sample after the first turn.
-    assert [count for (_, turn), count in seen.steps.items() if turn == 1] == [SAMPLES] * len(groups)
-    assert any(turn == TURNS for _, turn in seen.steps) and max(seen.steps.values()) == SAMPLES
-    assert len(kept.answered) == sum(seen.steps.values())
-
-    # Every token is what its version would have drawn it with, and a label that is off by one is seen.
-    requests, results = zip(*kept.answered, strict=True)
-    differences = engines.differences(requests, results)
-    assert len(differences) == sum(len(result.token_ids) for result in results) > 15_000
-    assert max(differences) < TOLERANCE
-    few = list(zip(requests, results, strict=True))[:: max(1, len(results) // 100)]
-    for shift in (1, -1):
-        shifted = engines.differences([r for r, _ in few], [r for _, r in few], shift)
-        assert statistics.median(shifted) > 100 * TOLERANCE
-    across = [(request, result) for request, result in kept.answered if len({span.version for span in result.spans}) > 1]
-    assert len(across) >= 5, "too few requests ran across a refit to say anything"
-    assert engines.generation._dispatcher.preempted >= 10
-    boundary = [moved_boundary(result) for _, result in across]
-    assert max(engines.differences([request for request, _ in across], boundary)) > 100 * TOLERANCE
-    _check_record(engines.record.entries)
-
-
 def moved_boundary(result: GenerationResult) -> GenerationResult:
     """The same with the first change of version one token too late."""
     first, second, *rest = result.spans
@@ -217,7 +155,7 @@ def moved_boundary(result: GenerationResult) -> GenerationResult:
     return replace(result, spans=(replace(first, end=first.end + 1), replace(second, start=second.start + 1), *rest))
 
 
-def _check_record(entries: list[Any]) -> None:
+def check_record(entries: list[Any]) -> None:
     waits: dict[str, int] = {}
     checks = PromptChecks()
     handlers = checks.handlers()
@@ -233,11 +171,3 @@ def _check_record(entries: list[Any]) -> None:
     assert not any(waits.values())
     # Groups (2) and requests (7); versions are proved above, by the weights themselves.
     assert not [message for invariant, message in checks.found if invariant in (2, 7)][:5]
-
-
-def test_without_recomputing_keys_the_spans_carry_the_mark(engines: Elastic) -> None:
-    version = engines.cache.version or 0
-    requests = engines.requests(32, tokens=40)
-    results = asyncio.run(engines.while_running(requests, lambda: engines.refresh(version + 1, recompute_kv=False)))
-    across = [result for result in results if len(result.spans) > 1]
-    assert across and all(result.spans[1].mixed_kv and not result.spans[0].mixed_kv for result in across)
