@@ -25,6 +25,7 @@ from nemo_rl.weight_sync.session import SyncOptions
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 CPU = torch.device("cpu")
+_ROWS = 64
 
 
 class Versions:
@@ -48,15 +49,21 @@ class Versions:
         return named
 
     @torch.no_grad()
-    def logprobs(self, version: int, ids: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first under a version, all of its context under the same."""
+    def logprobs(self, version: int, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token of each row but the first under a version, all of its context under the same."""
         if self._loaded != version:
             weights = self.weights(version)
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(weights[name])
             self._loaded = version
-        logits = self._model(input_ids=torch.tensor([list(ids)])).logits[0, :-1].log_softmax(dim=-1)
-        return logits.gather(1, torch.tensor(list(ids[1:]))[:, None])[:, 0].tolist()
+        found = []
+        for first in range(0, len(rows), _ROWS):
+            some = [torch.tensor(list(row)) for row in rows[first : first + _ROWS]]
+            # Padding on the right is seen by no token before it.
+            ids = torch.nn.utils.rnn.pad_sequence(some, batch_first=True)
+            logprobs = self._model(input_ids=ids).logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[:, :, 0]
+            found += [row[: len(tokens) - 1].tolist() for row, tokens in zip(logprobs, some, strict=True)]
+        return found
 
 
 @dataclass
@@ -114,9 +121,9 @@ class Elastic:
                 drawn = result.logprobs[span.start : span.end]
                 by_version.setdefault(span.version + shift, []).append((ids, len(request.prompt_ids) + span.start, len(drawn), drawn))
         for version, parts in sorted(by_version.items()):
-            for ids, start, count, drawn in parts:
-                again = self.versions.logprobs(version, ids[: start + count])[start - 1 :]
-                found += [abs(a - b) for a, b in zip(again, drawn, strict=True)]
+            again = self.versions.logprobs(version, [ids[: start + count] for ids, start, count, _ in parts])
+            for (_, start, _, drawn), row in zip(parts, again, strict=True):
+                found += [abs(a - b) for a, b in zip(row[start - 1 :], drawn, strict=True)]
         assert all(math.isfinite(value) for value in found)
         return found
 
