@@ -23,7 +23,12 @@ logger = logging.getLogger(__name__)
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_", "SLURM_")
 # Actors here do little Ray work of their own; the default pools cost hundreds of threads per process.
 _RAY_PROCESS_ENV = {"RAY_num_server_call_thread": "4", "TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-
+_LOCAL_CLUSTER_ENV = {
+    # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the machine starves them.
+    "RAY_worker_niceness": "0",
+    # Workers started ahead are never used: every actor has an environment of its own.
+    "RAY_prestart_worker_first_driver": "0",
+}
 
 _START_ATTEMPTS = 3
 _END_TIMEOUT_S = 10.0
@@ -72,8 +77,8 @@ def init_ray(
     # A local cluster guards its ports with a token; Ray says so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     resources: dict[str, float] = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
-    # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the machine starves them.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in _LOCAL_CLUSTER_ENV.items():
+        os.environ.setdefault(name, value)
     _start_local(
         # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.
         num_cpus=max(os.cpu_count() or 1, 64),
