@@ -49,7 +49,7 @@ class RLixHooksProtocol(Protocol):
         ...
 
     def before_training(self, step: int) -> None:
-        """Returns once the training accelerators may be used for step `step`."""
+        """Returns once the training accelerators may be used for step `step`; or, where validation has just ended the run, for its last checkpoint."""
         ...
 
     def before_weight_sync(self, step: int) -> None:

@@ -234,6 +234,7 @@ def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints in memory: what would be written, by step."""
 
     def save(run: Any, *_: Any, loader: Any, also: Any) -> None:
+        run.policy.happened.append(f"save {run.state.step}")
         run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
 
     monkeypatch.setattr("nemo_rl.algorithms.grpo.async_driver.save_checkpoint", save)
@@ -249,7 +250,7 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     hooks = Hooks(world, refits=False)
     async_grpo_train(world.run, hooks)
     step = ["begin {0}", "end", "before training {0}", "logprobs", "train", "before sync {0}", "after training {0}", "refit {1}"]
-    expected = ["collector", "refit 0", *[line.format(n, n + 1) for n in range(2) for line in step], "clear"]
+    expected = ["collector", "refit 0", *[line.format(n, n + 1) for n in range(2) for line in step], "save 2", "clear"]
     assert world.happened == expected
     batches = [position for position, (*_, new) in enumerate(hooks.progress) if new]
     assert batches[0] == 0 and len(batches) == 2
@@ -258,7 +259,7 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
-    world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_period=1")
+    world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_period=1", "checkpointing.save_period=1")
     validated: list[int] = []
 
     def roll_out_all(run: Any, step: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
@@ -268,10 +269,20 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr("nemo_rl.algorithms.grpo.validation._roll_out_all", roll_out_all)
     world.run.val_loader, world.run.validation_rollouts = Loader(), world
     async_grpo_train(world.run, Hooks(world, refits=True))
-    assert not [line for line in world.happened if line.startswith("refit")] and not world.released
+    # A snapshot needs the accelerators, so it is taken before the hooks give them back.
+    step = ["begin {0}", "end", "before training {0}", "logprobs", "train", "before sync {0}", "save {1}", "after training {0}"]
+    assert world.happened == ["collector", *[line.format(n, n + 1) for n in range(3) for line in step], "clear"]
+    assert not world.released
     assert world.trained == list(range(9)) and world.run.state.step == 3
     # Validation too takes generation as the hooks left it, at the version of the step.
     assert validated == [0, 1, 2, 3]
+
+    # An early stop is known only afterwards: the accelerators are asked for once more, and the run ends.
+    early = ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_metric_threshold=0.5"]
+    world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_period=2", *early)
+    world.run.val_loader, world.run.validation_rollouts = Loader(), world
+    async_grpo_train(world.run, Hooks(world, refits=True))
+    assert world.happened[-4:] == ["after training 1", "before training 2", "save 2", "clear"]
 
 
 def test_a_control_plane_whose_hooks_do_not_publish_the_steps_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

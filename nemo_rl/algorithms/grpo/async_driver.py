@@ -77,28 +77,32 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
         except StopIteration:
             logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
             return True
-        hooks.before_training(run.state.step)
-        metrics, result = learn(run, experience)
-        hooks.before_weight_sync(run.state.step)
         step = run.state.step
+        hooks.before_training(step)
+        metrics, result = learn(run, experience)
+        hooks.before_weight_sync(step)
         complete_step(run, experience)
-        published = hooks.after_training(step)
-        if published is None:
-            _refit(run, collector, run.state.step)
-        elif published != run.state.step:
-            raise HooksError(f"after_training({step}) published version {published}; the weights of {run.state.step} completed steps are that version")
         position = collector.finish_step(step)
         if position.epoch != run.state.epoch:
             run.state.epoch, run.state.step_in_epoch = position.epoch, 0
-        collector.set_weight_version(run.state.step)
         is_last = run.state.step >= min(run.config.grpo.max_num_steps, run.progress.total_steps)
+        timed_out = saved = False
+        if time_sharing_enabled():
+            # A snapshot is taken on the training accelerators, which belong to others once the hooks have given them back.
+            timed_out = run.timeout.check_save()
+            saved = _save_if_due(run, collector, metrics, None, is_last=is_last, stop=False, timed_out=timed_out)
+        _publish(run, collector, hooks, step)
         with run.timer.time("idle/validation"):
             val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
         run.timeout.mark_iteration()
-        stop, timed_out = early_stop(run, val_metrics), run.timeout.check_save()
-        if should_save(run.state.step, run.config.checkpointing, is_last=is_last, early_stop=stop, timeout=timed_out):
-            with run.timer.time("checkpointing"):
-                save_checkpoint(run, metrics, val_metrics, loader=collector.position(), also=saved_collector(run, collector))
+        stop = early_stop(run, val_metrics)
+        if not time_sharing_enabled():
+            timed_out = run.timeout.check_save()
+            _save_if_due(run, collector, metrics, val_metrics, is_last=is_last, stop=stop, timed_out=timed_out)
+        elif stop and not saved:
+            # The run ends here, and its end gives them back.
+            hooks.before_training(run.state.step)
+            _save_if_due(run, collector, metrics, val_metrics, is_last=is_last, stop=stop, timed_out=timed_out)
         log_samples(run, experience, run.state.step)
         run.store.clear(experience.handle)
     log_step(run, experience, metrics, result)
@@ -106,6 +110,26 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
     if stop or timed_out:
         logger.info("run=ended step=%d reason=%s", run.state.step, "early_stop" if stop else "checkpoint_must_save_by")
     return stop or timed_out
+
+
+def _publish(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol, step: int) -> None:
+    """Generation serves the weights of step `step`, and rollouts of later steps may begin."""
+    published = hooks.after_training(step)
+    if published is None:
+        _refit(run, collector, run.state.step)
+    elif published != run.state.step:
+        raise HooksError(f"after_training({step}) published version {published}; the weights of {run.state.step} completed steps are that version")
+    collector.set_weight_version(run.state.step)
+
+
+def _save_if_due(
+    run: GRPORun, collector: TrajectoryCollector, metrics: dict[str, Any], val_metrics: dict[str, float] | None, *, is_last: bool, stop: bool, timed_out: bool
+) -> bool:
+    due = should_save(run.state.step, run.config.checkpointing, is_last=is_last, early_stop=stop, timeout=timed_out)
+    if due:
+        with run.timer.time("checkpointing"):
+            save_checkpoint(run, metrics, val_metrics, loader=collector.position(), also=saved_collector(run, collector))
+    return due
 
 
 def _wait_for_experience(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> Experience[Any]:
