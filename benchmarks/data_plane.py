@@ -1,7 +1,7 @@
 """What the data plane costs: the columns of one step through it, through TransferQueue used directly, and through Ray's object store.
 
     python benchmarks/data_plane.py [--rows 512] [--tokens 1000] [--backend simple|mooncake_cpu] [--repeats 5]
-    python benchmarks/data_plane.py --driver      bytes through the driver per step, at 1, 4 and 16 times the sequence length
+    python benchmarks/data_plane.py --driver      bytes through the driver and its memory, at 1, 4 and 16 times the sequence length
 
 The sequence is a step's: the rollout's write, the fetch for log-probabilities, two write-backs, advantages, the fetch for
 training. Encoding and decoding count; every way must give the same padded tensors.
@@ -13,29 +13,33 @@ import argparse
 import os
 import platform
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cloudpickle
+import psutil
 import ray
 import torch
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
-from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.codec import pack_jagged_fields
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.experience.columns import RolloutColumns
-from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
+from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.record import MemoryRecord
 
 Columns = dict[str, torch.Tensor]
@@ -120,11 +124,12 @@ def through_rays_object_store(columns: Columns) -> tuple[float, Columns]:
 
 def compare(args: argparse.Namespace) -> None:
     """Best of several, each way in turn, so that a busy machine is busy for all."""
-    import transfer_queue
-
     columns = step_columns(args.rows, args.tokens)
     sizes = {"global_segment_size": args.segment_gib << 30, "local_buffer_size": 1 << 28} if args.backend == "mooncake_cpu" else {}
     client = build_data_plane_client(DataPlaneConfig(enabled=True, backend=args.backend, **sizes))
+    # Not before the client: it loads the libraries without which `transfer_queue` takes Mooncake for missing.
+    import transfer_queue
+
     transfer_queue.init()
     ways: dict[str, Callable[[], tuple[float, Columns]]] = {
         f"data plane ({args.backend})": lambda: through_the_plane(client, columns),
@@ -152,29 +157,88 @@ def compare(args: argparse.Namespace) -> None:
     transfer_queue.close()
 
 
-def driver_bytes(args: argparse.Namespace) -> None:
-    """What one step sends through the driver, as sequences grow."""
-    print(f"{args.rows} rows\n| tokens per row | bytes through the driver | bytes of the columns |\n|---|---|---|")
+class MadeUpRollouts:
+    """Rollouts of one length, made where the actor lives."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        self.columns = (rows, tokens)
+
+    def roll_out(self, *_: Any) -> Rollout:
+        """A rollout's columns."""
+        columns = step_columns(*self.columns)
+        rows = len(columns["input_lengths"])
+        small = BatchedDataDict(prompt_number=torch.arange(rows) // 8, total_reward=torch.zeros(rows), total_lengths=columns["input_lengths"])
+        return Rollout(RolloutColumns(BatchedDataDict({name: columns[name] for name in ROLLOUT}), small), {})
+
+
+def weigh(columns: BatchedDataDict[Any]) -> StageOutput:
+    """A stage like those of a step: one column of tokens, one value per row."""
+    return StageOutput({"advantages": columns["token_mask"] * 0.5}, {"tokens": columns["token_mask"].sum(-1)})
+
+
+class Peak:
+    """The most memory that this process had while a block ran, above what it had before."""
+
+    def __enter__(self) -> Peak:
+        self._before = self._most = psutil.Process().memory_info().rss
+        self._done = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._watch.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._done.wait(0.005):
+            self._most = max(self._most, psutil.Process().memory_info().rss)
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watch.join()
+
+    @property
+    def mb(self) -> float:
+        """In MB."""
+        return (self._most - self._before) / 1e6
+
+
+def driver_cost(args: argparse.Namespace) -> None:
+    """What steps cost the driver's process, as sequences grow: with rows on the data plane, and with rows in the driver."""
+    client = build_data_plane_client(DataPlaneConfig(enabled=True))
+    print(
+        f"{args.rows} rows, {args.repeats} steps each\n| tokens per row | bytes of the columns | through the driver, bytes | driver's memory grows by, MB "
+        "| with rows in the driver, MB |\n|---|---|---|---|---|"
+    )
     for factor in (1, 4, 16):
-        columns = step_columns(args.rows, args.tokens * factor)
-        print(f"| {args.tokens * factor:,} | {_driver_step(columns):,} | {sum(column.nbytes for column in columns.values()):,} |")
+        source = MadeUpRollouts(args.rows, args.tokens * factor)
+        size = sum(column.nbytes for column in step_columns(*source.columns).values())
+        store = DataPlaneStore(client, PAD["input_ids"])
+        rollouts, _ = store.rollouts(source, None, MemoryRecord(), MemoryRecord())
+        driver_step(store, rollouts)
+        with Peak() as stored:
+            passed = [driver_step(store, rollouts) for _ in range(args.repeats)]
+        store.close()
+        here: Any = InProcessStore(PAD["input_ids"])
+        with Peak() as held:
+            for _ in range(args.repeats):
+                driver_step(here, source)
+        print(f"| {args.tokens * factor:,} | {size:,} | {max(passed):,} | {stored.mb:.1f} | {held.mb:.1f} |")
+    client.close()
 
 
-def _driver_step(columns: Columns) -> int:
+def driver_step(store: Any, rollouts: Any) -> int:
     """Bytes of everything that a step hands to the driver or that the driver sends out."""
-    rows = len(columns["input_lengths"])
-    small = BatchedDataDict(prompt_number=torch.arange(rows) // 8, total_reward=torch.zeros(rows), total_lengths=columns["input_lengths"])
-    source: Any = type("Source", (), {"roll_out": lambda self, *_: Rollout(RolloutColumns({name: columns[name] for name in ROLLOUT}, small), {})})()
-    storage = MemoryStorage()
-    actor = RolloutActor(ActorSources({"train": source}, MemoryRecord()), StoredClient(lambda: storage), 1)
-    unused: Any = None
-    rollout = actor.rollout_to_tq("train", unused, unused, 0)
-    meta: KVBatchMeta = rollout.columns.tokens
-    packing: Any = {"max_tokens_per_microbatch": int(columns["input_lengths"].max()) * 4, "algorithm": "modified_first_fit_decreasing"}
-    packing |= {"sequence_length_pad_multiple": 1, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
-    shards = [shard_meta_for_dp(meta, dp_world=4, sequence_packing_args=packing)[0] for _ in range(3)]
-    stage_rows = {name: torch.zeros(rows) for name in ("sum", "count", "min", "max")}
-    return sum(len(cloudpickle.dumps(value)) for value in (rollout, shards, stage_rows))
+    plan: Any = SimpleNamespace(step=0)
+    with store.step():
+        rollout = rollouts.roll_out(BatchedDataDict(), plan, 0)
+        handle = store.write(rollout.columns.tokens)
+        rows = store.apply(handle, TokenStage(weigh, ("token_mask",), ("advantages",)))
+        sent: list[Any] = [rows]
+        if isinstance(handle, KVBatchMeta):
+            lengths = handle.sequence_lengths or []
+            packing: Any = {"max_tokens_per_microbatch": max(lengths) * 4, "algorithm": "modified_first_fit_decreasing"}
+            packing |= {"sequence_length_pad_multiple": 1, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
+            sent += [rollout, *(shard_meta_for_dp(handle, dp_world=4, sequence_packing_args=packing)[0] for _ in range(3))]
+        store.clear(handle)
+    return sum(len(cloudpickle.dumps(value)) for value in sent)
 
 
 def main() -> None:
@@ -184,16 +248,13 @@ def main() -> None:
     parser.add_argument("--backend", choices=["simple", "mooncake_cpu"], default="simple")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--segment-gib", type=int, default=1, help="mooncake_cpu: size of the segment")
-    parser.add_argument("--driver", action="store_true", help="bytes of the driver instead of seconds")
+    parser.add_argument("--driver", action="store_true", help="what the driver pays instead of seconds")
     args = parser.parse_args()
-    if args.driver:
-        driver_bytes(args)
-        return
-    ray.init(num_cpus=max(16, os.cpu_count() or 1), include_dashboard=False, log_to_driver=False, configure_logging=False)
+    init_ray(device="cpu")
     try:
-        compare(args)
+        driver_cost(args) if args.driver else compare(args)
     finally:
-        ray.shutdown()
+        shutdown_ray()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
     return blocks
 
 
-def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Sequence[str], width: int, pad: Mapping[str, float]) -> dict[str, Any]:
+def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Collection[str], width: int, pad: Mapping[str, float]) -> dict[str, Any]:
     """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that is longer.
 
     Args:
@@ -96,33 +96,18 @@ def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Sequence[str]
         width: Wanted width; 0 for the longest row.
         pad: Padding by column; 0 where absent.
     """
-    rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
-    lengths = _lengths(rows)
-    longest = max(lengths, default=0)
-    decoded: dict[str, Any] = {}
-    for slot, offset, steps in _placed(layout):
-        if slot.column not in columns:
-            continue
-        if slot.kind == "o":
-            decoded[slot.column] = [_decode_object(row) for row in rows]
-        elif slot.kind == "r":
-            decoded[slot.column] = _rows_of(rows, slot, offset)
-        else:
-            shape, size = (max(width, longest), *slot.shape), slot.nbytes
-            padding = _byte_matrix(torch.full((1, *shape), pad.get(slot.column, 0), dtype=slot.torch_dtype))[0]
-            tensor = torch.empty((len(rows), *shape), dtype=slot.torch_dtype)
-            out = _byte_matrix(tensor)
-            # Each byte is touched once: the first touch of fresh memory is what costs.
-            for row, (buffer, length) in enumerate(zip(rows, lengths, strict=True)):
-                start, end = offset + steps * length, length * size
-                out[row, :end] = buffer[start : start + end]
-                out[row, end:] = padding[end:]
-            decoded[slot.column] = tensor
-    return decoded
+    return _decode(layout, buffers, columns, lambda slot, parts, lengths: _padded(slot, parts, max(width, max(lengths, default=0)), pad.get(slot.column, 0)))
 
 
-def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Sequence[str]) -> dict[str, Any]:
+def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Collection[str]) -> dict[str, Any]:
     """Columns of a block: token columns as `Jagged`, rows' as tensors, objects as lists."""
+    return _decode(layout, buffers, columns, lambda slot, parts, lengths: Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths)))
+
+
+def _decode(
+    layout: Layout, buffers: Sequence[Any], columns: Collection[str], of_tokens: Callable[[Slot, list[Buffer], list[int]], torch.Tensor | Jagged]
+) -> dict[str, Any]:
+    """Columns of a block; `of_tokens` makes a token column of its rows' bytes."""
     rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
     lengths = _lengths(rows)
     decoded: dict[str, Any] = {}
@@ -132,11 +117,11 @@ def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Sequence[str]
         if slot.kind == "o":
             decoded[slot.column] = [_decode_object(row) for row in rows]
         elif slot.kind == "r":
-            decoded[slot.column] = _rows_of(rows, slot, offset)
+            decoded[slot.column] = _typed([row[offset : offset + slot.nbytes] for row in rows], slot, len(rows))
         else:
-            size = slot.nbytes
-            parts = [buffer[offset + steps * n : offset + (steps + size) * n] for buffer, n in zip(rows, lengths, strict=True)]
-            decoded[slot.column] = Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths))
+            until = steps + slot.nbytes
+            parts = [row[offset + steps * n : offset + until * n] for row, n in zip(rows, lengths, strict=True)]
+            decoded[slot.column] = of_tokens(slot, parts, lengths)
     return decoded
 
 
@@ -202,8 +187,16 @@ def _placed(layout: Layout) -> list[tuple[Slot, int, int]]:
     return placed
 
 
-def _rows_of(rows: Sequence[Buffer], slot: Slot, offset: int) -> torch.Tensor:
-    return _typed([row[offset : offset + slot.nbytes] for row in rows], slot, len(rows))
+def _padded(slot: Slot, parts: Sequence[Buffer], width: int, pad: float) -> torch.Tensor:
+    """Rows of tokens [N, width, ...]."""
+    shape = (width, *slot.shape)
+    padding = _byte_matrix(torch.full((1, *shape), pad, dtype=slot.torch_dtype))[0]
+    tensor = torch.empty((len(parts), *shape), dtype=slot.torch_dtype)
+    # Each byte is touched once: the first touch of fresh memory is what costs.
+    for out, part in zip(_byte_matrix(tensor), parts, strict=True):
+        out[: len(part)] = part
+        out[len(part) :] = padding[len(part) :]
+    return tensor
 
 
 def _typed(parts: Sequence[Buffer], slot: Slot, values: int) -> torch.Tensor:
@@ -217,9 +210,8 @@ def _encode_object(name: str, row: int, value: Any) -> Buffer:
     if _is_plain(value):
         mark, payload = _JSON, json.dumps(value).encode()
     else:
-        _check_object(name, row, value)
         stream = io.BytesIO()
-        torch.save(value, stream)
+        torch.save(_storable(name, row, value), stream)
         mark, payload = _TORCH, stream.getvalue()
     header = np.array([len(payload)], dtype=np.int64).tobytes()
     return np.frombuffer(header + bytes([mark]) + payload, dtype=np.uint8)
@@ -241,14 +233,20 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def _check_object(name: str, row: int, value: Any) -> None:
-    inner = list(value.values()) + list(value) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else None
-    if inner is None:
-        if not isinstance(value, _LEAVES) or isinstance(value, np.generic):
-            raise TypeError(
-                f"column {name!r}, row {row}: non-tensor value of type {type(value).__module__}.{type(value).__name__} cannot be stored; "
-                "tensors, text, numbers and lists, tuples and dicts of them can"
-            )
-        return
-    for item in inner:
-        _check_object(name, row, item)
+def _storable(name: str, row: int, value: Any) -> Any:
+    """The object with tensors of its own: saving a view would save all that it is a view of."""
+    if isinstance(value, torch.Tensor):
+        own = value.detach().cpu()
+        return own.clone() if own.untyped_storage().nbytes() > own.nbytes else own
+    if isinstance(value, dict):
+        pairs = {_storable(name, row, key): _storable(name, row, item) for key, item in value.items()}
+        return pairs if type(value) is dict else value
+    if isinstance(value, (list, tuple, set)):
+        items = [_storable(name, row, item) for item in value]
+        return type(value)(items) if type(value) in (list, tuple, set) else value
+    if not isinstance(value, _LEAVES) or isinstance(value, np.generic):
+        raise TypeError(
+            f"column {name!r}, row {row}: non-tensor value of type {type(value).__module__}.{type(value).__name__} cannot be stored; "
+            "tensors, text, numbers and lists, tuples and dicts of them can"
+        )
+    return value

@@ -6,7 +6,7 @@ column that is not in it travels too, as the values it has. Invariant: a name me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,6 +25,8 @@ class Consumer(Enum):
     LOGPROB = "logprob"
     TRAIN = "train"
     CALIBRATION = "calibration"
+    # The model's forward, beyond token ids: what images, video and audio were turned into.
+    MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class FieldSchema:
 
 _ALL = frozenset({Consumer.LOGPROB, Consumer.TRAIN})
 _TRAIN = frozenset({Consumer.TRAIN})
+_MEDIA = frozenset({Consumer.MODEL})
 
 SCHEMA: dict[str, FieldSchema] = {
     field.name: field
@@ -79,7 +82,16 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("turn_roles", Axis.OBJECT),
         FieldSchema("turn_contents", Axis.OBJECT),
         FieldSchema("content", Axis.OBJECT),
-        FieldSchema("multi_modal_inputs", Axis.OBJECT, consumers=frozenset({Consumer.CALIBRATION})),
+        FieldSchema("multi_modal_inputs", Axis.OBJECT, consumers=_MEDIA | {Consumer.CALIBRATION}),
+        FieldSchema("pixel_values", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("pixel_values_videos", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("pixel_attention_mask", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("image_sizes", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("image_grid_thw", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("video_grid_thw", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("second_per_grid_ts", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("input_features", Axis.ROW, consumers=_MEDIA),
+        FieldSchema("feature_attention_mask", Axis.ROW, consumers=_MEDIA),
     )
 }
 
@@ -91,6 +103,16 @@ MESSAGE_LOG_BULK_FIELDS = ("turn_lengths", "turn_roles", "turn_contents")
 def default_fields(consumer: Consumer) -> list[str]:
     """The columns a consumer reads when nobody says otherwise, in the registry's order."""
     return [name for name, field in SCHEMA.items() if consumer in field.consumers]
+
+
+def model_inputs(names: Iterable[str]) -> list[str]:
+    """Those of the columns that the model's forward reads beyond token ids."""
+    return [name for name in names if name in SCHEMA and Consumer.MODEL in SCHEMA[name].consumers]
+
+
+def columns_of_others(names: Iterable[str]) -> list[str]:
+    """Those of the columns that training takes along although no stage names them: the model's, and those that nobody here knows."""
+    return [name for name in names if name not in SCHEMA or Consumer.MODEL in SCHEMA[name].consumers]
 
 
 DP_TRAIN_FIELDS = default_fields(Consumer.TRAIN)

@@ -117,6 +117,10 @@ class DataPlaneStore:
         self._check(handle, names)
         return read_columns(self._client, handle, names, pad_value_dict=self._pad_values)
 
+    def columns(self, handle: KVBatchMeta) -> list[str]:
+        """What the meta says is written."""
+        return list(handle.fields or ())
+
     def apply(self, handle: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage beside the rows; its columns stay there."""
         self._check(handle, stage.reads)

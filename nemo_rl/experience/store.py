@@ -55,6 +55,10 @@ class ExperienceStore(Protocol[Handle]):
         """
         ...
 
+    def columns(self, handle: Handle) -> list[str]:
+        """Names of the columns that a handle's rows have."""
+        ...
+
     def apply(self, handle: Handle, stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs a stage where the rows are; its row scalars [B], none for a detached stage.
 
@@ -130,6 +134,10 @@ class InProcessStore:
         if missing:
             raise KeyError(f"columns {missing} were never written; there are {sorted(handle)}")
         return BatchedDataDict({name: handle[name] for name in names})
+
+    def columns(self, handle: BatchedDataDict[Any]) -> list[str]:
+        """The batch's keys."""
+        return list(handle)
 
     def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage here; a detached one in a thread, once the one before is done."""

@@ -10,8 +10,18 @@ from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.policy.lm_policy import microbatch_arguments
+from nemo_rl.models.policy.batches import microbatch_arguments
 from tests.models.policy_ranks import ROWS, WIDTH, make_worker, run_config, shard_of, training_batch
+
+
+class LossOfMore(ClippedPGLossFn):
+    """A loss of a user's own, which reads columns that nobody else knows."""
+
+    def __call__(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        if list(data["hint"]) != [{"bonus": int(bonus)} for bonus in data["bonus"]]:
+            raise ValueError(f"hints {list(data['hint'])} do not belong to {data['bonus']}")
+        loss, metrics = super().__call__(data, *args, **kwargs)
+        return loss, metrics | {"bonus": data["bonus"].sum().float()}
 
 
 def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:

@@ -70,6 +70,14 @@ def test_objects_come_back_with_their_types(objects: list[Any]) -> None:
     assert got == objects and [type(value) for value in got] == [type(value) for value in objects]
 
 
+def test_a_view_is_stored_without_what_it_is_a_view_of() -> None:
+    batch = torch.zeros(1000, 100)
+    ((layout, buffers),) = encode({"o": [{"image": batch[3], "more": (batch[4, :2], ["x"])}]}, 1).items()
+    assert len(buffers[0]) < 20_000 < batch.nbytes
+    got = decode_jagged(layout, buffers, ["o"])["o"][0]
+    assert torch.equal(got["image"], batch[3]) and got["more"][0].shape == (2,) and got["more"][1] == ["x"]
+
+
 def test_nothing_is_stored_that_would_have_to_be_unpickled() -> None:
     class Own:
         pass

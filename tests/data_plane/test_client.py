@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from urllib.request import urlopen
 
 import pytest
@@ -14,11 +17,12 @@ import torch
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import DataPlaneClient, KVBatchMeta, MetricsDataPlaneClient, build_data_plane_client
+from nemo_rl.data_plane.adapters import mooncake
 from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.adapters.mooncake import announced_address, segment_sizes
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
-from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, MissingRowsError
+from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, MissingRowsError, MooncakeUnavailableError
 
 OPENED: list[MemoryStorage] = []
 
@@ -191,6 +195,53 @@ def test_counters_follow_what_succeeded_and_events_tell_everything() -> None:
 def test_the_factory_never_gives_a_client_that_stores_nothing(config: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_data_plane_client(config, **options)
+
+
+def test_an_operation_is_one_call_to_the_storage_however_many_rows_there_are() -> None:
+    class Counting(MemoryStorage):
+        calls: ClassVar[list[str]] = []
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("locate", "put", "get", "clear", "list"):
+                self.calls.append(name)
+            return super().__getattribute__(name)
+
+    client = client_of(Counting())
+    ids = [str(n) for n in range(100)]
+    client.put_padded(ids, "p", {"input_ids": torch.ones(100, 7, dtype=torch.int64), "x": torch.arange(100)}, [7] * 100)
+    client.get_padded(ids, "p", ["input_ids", "x"])
+    client.clear_samples(ids, "p")
+    assert Counting.calls == ["locate", "put", "locate", "get", "clear"]
+
+
+def test_rows_that_cannot_be_listed_are_not_taken_for_none() -> None:
+    class Unlisted(MemoryStorage):
+        def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
+            raise ConnectionError("planted")
+
+    with pytest.raises(ConnectionError, match="planted"):
+        client_of(Unlisted()).clear_samples(None, "p")
+
+
+def test_every_process_announces_its_own_address_to_mooncake_whatever_it_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "load_mooncake", lambda: None)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "10.0.0.1")
+    monkeypatch.delenv("MC_STORE_MEMCPY", raising=False)
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    mooncake.prepare_process(SimpleNamespace(backend=SimpleNamespace(MooncakeStore=SimpleNamespace(protocol="tcp"))))
+    assert [os.environ[name] for name in ("MC_TCP_BIND_ADDRESS", "MC_STORE_MEMCPY", "MC_LOG_LEVEL")] == ["10.0.0.7", "0", "INFO"]
+
+
+def test_a_master_that_lost_its_executable_bit_gets_it_back_and_one_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(__file__=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(mooncake.importlib, "import_module", lambda name: package)
+    monkeypatch.setattr(mooncake.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(MooncakeUnavailableError, match=r"mooncake_master is neither beside the package .* nor on PATH; reinstall it"):
+        mooncake._master_binary()
+    binary = tmp_path / "mooncake_master"
+    binary.touch(mode=0o644)
+    assert mooncake._master_binary() == binary and os.access(binary, os.X_OK)
 
 
 def test_mooncake_announces_only_addresses_that_mean_something_elsewhere() -> None:

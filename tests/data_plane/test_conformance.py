@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,36 @@ def test_columns_are_added_to_rows_that_exist_by_different_writers(client: DataP
     assert got["prev_logprobs"].sum(dim=1).tolist() == [3, 5, 2, 8]
     if other is not client:
         other.close()
+
+
+def test_rows_of_every_size_travel(client: DataPlaneClient, partition: str) -> None:
+    columns = {"input_ids": torch.randint(0, 9, (4, 5000)), "generation_logprobs": torch.randn(4, 5000)}
+    lengths = [5000, 1, 0, 3000]
+    client.put_padded(IDS, partition, columns, lengths)
+    got = client.get_padded([IDS[3], IDS[0], IDS[2]], partition, list(columns))
+    for name, column in columns.items():
+        assert torch.equal(got[name][0, :3000], column[3, :3000]) and torch.equal(got[name][1], column[0]) and not got[name][2].any()
+
+
+def test_several_writers_add_columns_at_once_while_others_read(client: DataPlaneClient, partition: str) -> None:
+    client.put_samples(IDS, partition, {"x": torch.arange(4)})
+
+    def add(number: int) -> list[int]:
+        client.put_samples(IDS, partition, {f"column_{number}": torch.arange(4) + number})
+        return client.get_samples(IDS, partition, ["x"])["x"].tolist()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(seen == [0, 1, 2, 3] for seen in pool.map(add, range(16)))
+    got = client.get_samples(IDS, partition, [f"column_{number}" for number in range(16)])
+    assert all(got[f"column_{number}"].tolist() == [number, number + 1, number + 2, number + 3] for number in range(16))
+
+
+def test_a_client_may_be_used_where_an_event_loop_runs(client: DataPlaneClient, partition: str) -> None:
+    async def inside() -> list[int]:
+        client.put_samples(IDS, partition, {"x": torch.arange(4)})
+        return client.get_samples(IDS, partition, ["x"])["x"].tolist()
+
+    assert asyncio.run(inside()) == [0, 1, 2, 3]
 
 
 def test_what_is_missing_is_named_and_nothing_is_read(client: DataPlaneClient, partition: str) -> None:

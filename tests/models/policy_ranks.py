@@ -15,7 +15,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
-from nemo_rl.models.policy.lm_policy import shard_batch
+from nemo_rl.models.policy.batches import shard_batch
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
 
 ROWS, WIDTH = 8, 24

@@ -18,6 +18,7 @@ from nemo_rl.algorithms.grpo.masks import mask_by_sequence_error, overlong_filte
 from nemo_rl.algorithms.grpo.positive_examples import positive_example_columns
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.data_plane.schema import columns_of_others
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import ExperienceStore, Handle
 from nemo_rl.loss.interfaces import LossFunction
@@ -124,6 +125,7 @@ def train(
     loss_cfg: ClippedPGLossConfig,
     timer: Timer,
 ) -> TrainResult:
-    """One `policy.train` on the batch."""
-    data: Any = store.select_columns(experience.handle, train_columns(cfg, loss_cfg))
+    """One `policy.train` on the batch; columns that no stage knows go along, for the model and for losses of users."""
+    columns = [*train_columns(cfg, loss_cfg), *columns_of_others(store.columns(experience.handle))]
+    data: Any = store.select_columns(experience.handle, columns)
     return policy.train(data, loss_fn, timer=timer)

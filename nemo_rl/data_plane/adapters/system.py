@@ -58,7 +58,9 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     try:
         from transfer_queue.controller import TransferQueueController
     except ImportError as error:
-        raise DataPlaneError(f"data_plane.impl=transfer_queue needs the package transferqueue ({error}); pip install 'nemo-rl[data-plane]'") from error
+        raise DataPlaneError(
+            f"data_plane.impl=transfer_queue needs the package transferqueue ({error}), which comes with the extras cpu and vllm of nemo-rl"
+        ) from error
     name = f"nemo_rl.data_plane-{uuid.uuid4().hex[:12]}"
     mooncake = cfg.backend == "mooncake_cpu"
     with ExitStack() as undo:
@@ -69,9 +71,13 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         controller = actor_class.options(name=name, num_cpus=0).remote(sampler=SequentialSampler, polling_mode=True)
         undo.callback(_kill, controller)
         try:
-            config = _configuration(cfg, overlay, ray.get(controller.get_zmq_server_info.remote(), timeout=_START_TIMEOUT_S))
-            if not mooncake:
-                config.backend.SimpleStorage.zmq_info = _start_units(cfg, config, name, undo)
+            config = _configuration(cfg, overlay)
+            # All processes start at the same time.
+            units: dict[str, Any] = {} if mooncake else _start_units(cfg, config, name, undo)
+            config.controller.zmq_info = ray.get(controller.get_zmq_server_info.remote(), timeout=_START_TIMEOUT_S)
+            if units:
+                infos = ray.get([unit.get_zmq_server_info.remote() for unit in units.values()], timeout=_START_TIMEOUT_S)
+                config.backend.SimpleStorage.zmq_info = dict(zip(units, infos, strict=True))
             endpoint = _start_metrics(cfg, controller, config) if cfg.observability.enabled else ""
             ray.get(controller.store_config.remote(config), timeout=_START_TIMEOUT_S)
         except ray.exceptions.RayError as error:
@@ -81,7 +87,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake), undo.pop_all(), endpoint)
 
 
-def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any], controller_info: Any) -> Any:
+def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any]) -> Any:
     from importlib import resources
 
     from omegaconf import OmegaConf
@@ -90,7 +96,6 @@ def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any], controller_inf
         defaults: Any = OmegaConf.load(path)
     config: Any = OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults)
     config.controller.polling_mode = True
-    config.controller.zmq_info = controller_info
     config.backend.storage_backend = "MooncakeStore" if cfg.backend == "mooncake_cpu" else "SimpleStorage"
     config.backend.SimpleStorage.total_storage_size = cfg.storage_capacity
     config.backend.SimpleStorage.num_data_storage_units = cfg.num_storage_units
@@ -100,8 +105,7 @@ def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any], controller_inf
 
 
 def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) -> dict[str, Any]:
-    """Storage actors, spread over the nodes; what clients need to reach them, by name."""
-    import ray
+    """Storage actors by name, spread over the nodes."""
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
@@ -112,8 +116,7 @@ def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) 
         actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(config=plain)
         undo.callback(_kill, actor)
         units[f"storage unit {rank}"] = actor
-    infos = ray.get([actor.get_zmq_server_info.remote() for actor in units.values()], timeout=_START_TIMEOUT_S)
-    return dict(zip(units, infos, strict=True))
+    return units
 
 
 def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: Any) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, prepare_process
 from nemo_rl.data_plane.client import StorageFull
-from nemo_rl.data_plane.errors import DataPlaneError, DataPlaneTimeout, MissingRowsError
+from nemo_rl.data_plane.errors import DataPlaneClosedError, DataPlaneError, DataPlaneTimeout, MissingRowsError
 from nemo_rl.data_plane.interfaces import Located
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ T = TypeVar("T")
 _PROBE_EVERY_S = 3.0
 _PROBE_TIMEOUT_S = 2.0
 _ATTACH_TIMEOUT_S = 60.0
+_SETTLE_TIMEOUT_S = 5.0
 # -200 is Mooncake's "no space left in any segment".
 _FULL_MARKS = ("Storage capacity exceeded", "error codes [-200", "-200,", "NO_AVAILABLE_HANDLE")
 
@@ -123,7 +124,8 @@ class TransferQueueStorage:
         what = f"writing {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         try:
             if blocks:
-                data = _Rows({name: _tensors(values) if self._mooncake else [value.tobytes() for value in values] for name, values in blocks.items()})
+                # Rows as bytes lie in one message; a frame for each row, which arrays would get, costs more than the copy.
+                data = _Rows({name: _one_tensor(values) if self._mooncake else [value.tobytes() for value in values] for name, values in blocks.items()})
                 data.batch_size = (len(rows.sample_ids),)
                 self._run(what, lambda: self._manager.put_data(data, rows.native))
             if tags is not None:
@@ -180,6 +182,8 @@ class TransferQueueStorage:
         if self._mooncake:
             # While its master still answers.
             self._manager.storage_client.close()
+        for loop in (self._loop, self._manager._notify_loop):
+            _settle(loop)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
         self._client.close()
@@ -187,6 +191,8 @@ class TransferQueueStorage:
 
     def _run(self, what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs a call to its end, or to the deadline, or until a part of the data plane is found dead."""
+        if not self._open:
+            raise DataPlaneClosedError(f"{what}: the client is closed")
         future = asyncio.run_coroutine_threadsafe(make(), self._loop)
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -203,11 +209,29 @@ class TransferQueueStorage:
                     future.cancel()
                     alive = ", ".join(map(str, self.endpoints))
                     raise DataPlaneTimeout(f"{what}: no answer within {self._timeout_s:.0f} s, although these accept connections: {alive}") from None
+            except concurrent.futures.CancelledError:
+                raise DataPlaneClosedError(f"{what} was cut off: the client was closed meanwhile") from None
             except RuntimeError as error:
                 dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
                 if dead:
                     raise DataPlaneError(f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the run cannot go on") from error
                 raise
+
+
+def _settle(loop: asyncio.AbstractEventLoop) -> None:
+    """Lets calls that nobody waits for any more end on their own loop; a coroutine that is only forgotten complains when it is collected."""
+    if loop.is_running():
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=_SETTLE_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            logger.warning("data_plane=closing calls_left=true after_s=%.0f", _SETTLE_TIMEOUT_S)
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class _Rows(dict[str, Any]):
@@ -245,10 +269,13 @@ def endpoints_of(config: Any) -> tuple[Endpoint, ...]:
     return tuple(found)
 
 
-def _tensors(buffers: Sequence[Any]) -> torch.Tensor:
-    offsets = torch.tensor([0, *np.cumsum([len(buffer) for buffer in buffers]).tolist()])
+def _one_tensor(buffers: Sequence[Any]) -> torch.Tensor:
+    """The rows of a block as one jagged tensor."""
+    sizes = [len(buffer) for buffer in buffers]
+    whole = buffers[0].base
     # Rows of one put lie behind each other already, unless they were made one by one.
-    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(np.concatenate(buffers)), offsets)
+    values = whole if isinstance(whole, np.ndarray) and whole.nbytes == sum(sizes) else np.concatenate(buffers)
+    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), torch.tensor([0, *np.cumsum(sizes).tolist()]))
 
 
 def _buffers(values: Any) -> list[Any]:

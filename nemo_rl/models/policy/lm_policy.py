@@ -24,6 +24,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
 from nemo_rl.utils.flops import TransformerShape, peak_tflops
 from nemo_rl.weight_sync.layout import TensorMeta
@@ -133,6 +134,7 @@ class Policy(PolicyInterface):
         return self.worker_group.get_all_worker_results(future)
 
     def _score(self, method: str, data: BatchedDataDict[Any], timer: Timer | None, **common: Any) -> BatchedDataDict[Any]:
+        refuse_model_inputs(data)
         columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
@@ -171,8 +173,10 @@ class Policy(PolicyInterface):
 
         Raises:
             ValueError: The batch does not divide into global batches over the data-parallel ranks.
+            UnsupportedColumnsError: It has inputs of the model that the backend does not take.
             WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
         """
+        refuse_model_inputs(data)
         gbs, mbs = self._batch_sizes(data.size, gbs, mbs)
         with timed(timer, "policy_training/sharding_data"):
             shards, _ = self.shard(data, gbs, training=True)
@@ -203,6 +207,7 @@ class Policy(PolicyInterface):
 
     def train_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
         """Adds a chunk of samples to the open step; it must divide over the data-parallel ranks."""
+        refuse_model_inputs(data)
         with timed(timer, "policy_training/sharding_data"):
             shards, _ = self.shard(data, None, training=True)
         with timed(timer, "policy_training/submit_microbatch_futures"):
@@ -346,50 +351,6 @@ class Policy(PolicyInterface):
     def shutdown(self) -> bool:
         """Ends the workers."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
-
-
-def shard_batch(
-    data: BatchedDataDict[Any], config: PolicyConfig, ranks: int, batch_size: int | None, *, training: bool
-) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
-    """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing, as the configuration says.
-
-    Args:
-        data: `input_ids`, `input_lengths` and whatever else travels along.
-        config: The policy section.
-        ranks: Data-parallel ranks.
-        batch_size: Samples of a global batch, which is cut on its own; None takes all.
-        training: Whether the token budgets of training apply, or those of log-probability passes.
-
-    Returns:
-        One shard per rank, and the permutation that restores the caller's order (None: none needed).
-    """
-    arguments = microbatch_arguments(config, training=training)
-    if arguments:
-        return data.shard_by_batch_size(ranks, batch_size=batch_size, **arguments)
-    return data.shard_by_batch_size(ranks, batch_size=batch_size), None
-
-
-def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, Any]:
-    """How the configuration forms microbatches, as the keyword argument that sharding takes; none for equal ones.
-
-    Args:
-        config: The policy section.
-        training: Whether the token budgets of training apply, or those of log-probability passes.
-    """
-    packing, dynamic = config.sequence_packing, config.dynamic_batching
-    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
-    if dynamic.enabled:
-        tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
-        return {"dynamic_batching_args": {"max_tokens_per_microbatch": tokens, "sequence_length_round": dynamic.sequence_length_round, **keys}}
-    if packing.enabled:
-        arguments = {
-            "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
-            "algorithm": packing.algorithm,
-            "microbatch_order": packing.microbatch_order,
-            "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
-        }
-        return {"sequence_packing_args": arguments | keys}
-    return {}
 
 
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:

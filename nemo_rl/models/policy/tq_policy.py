@@ -19,8 +19,9 @@ from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.batches import microbatch_arguments, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.lm_policy import Policy, microbatch_arguments, timed
+from nemo_rl.models.policy.lm_policy import Policy, timed
 
 if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
@@ -114,6 +115,7 @@ class TQPolicy(Policy):
         self._score_meta("get_reference_policy_logprobs", meta, "reference_policy_logprobs", timer, micro_batch_size)
 
     def _score_meta(self, method: str, meta: KVBatchMeta, column: str, timer: Timer | None, micro_batch_size: int | None) -> None:
+        refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
         seed = meta.only_fields([name for name in LP_SEED_FIELDS if name in present])
         with timed(timer, f"{method}/shard_meta"):
@@ -170,8 +172,10 @@ class TQPolicy(Policy):
 
         Raises:
             ValueError: The rows do not divide into global batches.
+            UnsupportedColumnsError: They have inputs of the model that the backend does not take.
             WorkerError: A worker failed.
         """
+        refuse_model_inputs(meta.fields or ())
         gbs, mbs = self._batch_sizes(meta.size, gbs, mbs)
         with timed(timer, "policy_training/shard_meta"):
             shards = self._shard_meta(meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True)
@@ -191,6 +195,7 @@ class TQPolicy(Policy):
 
     def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
         """Adds a chunk of rows to the open step."""
+        refuse_model_inputs(meta.fields or ())
         with timed(timer, "policy_training/shard_meta"):
             shards = self._shard_meta(meta.only_fields(meta.fields or DP_TRAIN_FIELDS), None, training=True)
         with timed(timer, "policy_training/submit_microbatch_futures"):

@@ -1,0 +1,78 @@
+"""What a policy takes as a batch, and how the batch is cut over its ranks.
+
+Refuses what the backend would silently leave out, and turns the configuration into the arguments of sharding. Knows no
+worker and no store. Invariant: batches of this process and rows of the data plane are cut by the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.data_plane.schema import model_inputs
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+
+
+class UnsupportedColumnsError(ValueError):
+    """A batch has columns that the policy's backend cannot take."""
+
+
+def refuse_model_inputs(columns: Iterable[str]) -> None:
+    """Refuses a batch whose model inputs the DTensor backend's forward would leave out, rather than to train on its text alone.
+
+    Args:
+        columns: Names of the batch's columns.
+
+    Raises:
+        UnsupportedColumnsError: There are such columns.
+    """
+    refused = model_inputs(columns)
+    if refused:
+        raise UnsupportedColumnsError(
+            f"the batch has the model inputs {refused}, but the DTensor backend's forward takes token ids only; leave these columns out of the rollout"
+        )
+
+
+def shard_batch(
+    data: BatchedDataDict[Any], config: PolicyConfig, ranks: int, batch_size: int | None, *, training: bool
+) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
+    """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing, as the configuration says.
+
+    Args:
+        data: `input_ids`, `input_lengths` and whatever else travels along.
+        config: The policy section.
+        ranks: Data-parallel ranks.
+        batch_size: Samples of a global batch, which is cut on its own; None takes all.
+        training: Whether the token budgets of training apply, or those of log-probability passes.
+
+    Returns:
+        One shard per rank, and the permutation that restores the caller's order (None: none needed).
+    """
+    arguments = microbatch_arguments(config, training=training)
+    if arguments:
+        return data.shard_by_batch_size(ranks, batch_size=batch_size, **arguments)
+    return data.shard_by_batch_size(ranks, batch_size=batch_size), None
+
+
+def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, Any]:
+    """How the configuration forms microbatches, as the keyword argument that sharding takes; none for equal ones.
+
+    Args:
+        config: The policy section.
+        training: Whether the token budgets of training apply, or those of log-probability passes.
+    """
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    if dynamic.enabled:
+        tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
+        return {"dynamic_batching_args": {"max_tokens_per_microbatch": tokens, "sequence_length_round": dynamic.sequence_length_round, **keys}}
+    if packing.enabled:
+        arguments = {
+            "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
+            "algorithm": packing.algorithm,
+            "microbatch_order": packing.microbatch_order,
+            "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
+        }
+        return {"sequence_packing_args": arguments | keys}
+    return {}
