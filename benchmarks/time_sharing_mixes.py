@@ -1,27 +1,42 @@
 """Runs the shipped mixes of jobs in four ways over generation : train ratios, length spreads and seeds, and prints one table per mix.
 
-    python benchmarks/time_sharing_mixes.py [--mix two_jobs twelve_jobs two_hundred_jobs] [--seeds 20] [--processes 2]
+    python benchmarks/time_sharing_mixes.py [--mix two_jobs twelve_jobs two_hundred_jobs] [--seeds 20] [--processes 2] [--keep FOLDER]
 
 The ratio is that of the job's own generation time alone on its GPUs to its training time. The last line of each mix says whether the
 promises hold: total time against one after the other, the static split and the gap-ratio rule, p99 slowdown against the last two.
+Seeds run in turn over all cells, so with `--keep` a run that was cut short can be shown, with fewer seeds, or gone on with later.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_rl.time_sharing.scenario import Job, Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, SERIAL, STATIC, WAYS
-from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, table
+from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way, table
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "time_sharing"
 MIXES = ("two_jobs", "twelve_jobs", "two_hundred_jobs")
 RATIOS, SIGMAS = (1.0, 3.0, 8.0), (0.8, 1.2)
+COMPOSED_FROM = 50
+"""From so many jobs on, the ways in which no two jobs share a GPU at a time are put together from each job alone instead of simulated as a whole."""
+
+
+class Cell(NamedTuple):
+    """One column of the table: a mix at one generation : train ratio and length spread; `keep` is where its runs are kept."""
+
+    mix: str
+    ratio: float
+    sigma: float
+    keep: Path | None
 
 
 def variant(scenario: Scenario, ratio: float, sigma: float) -> Scenario:
@@ -45,9 +60,39 @@ def _generation_s(scenario: Scenario, job: Job) -> float:
     return max(whole - scenario.costs.start_s, 0.1) / steps
 
 
-def run_seed(scenario: Scenario, seed: int) -> list[tuple[str, Outcome]]:
-    alone = AloneTimes(scenario)
-    return [(name, run_way(scenario, name, seed, alone)) for name in WAYS]
+def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
+    """One seed in all ways, with the same prompts and training times. Runs that are kept already are not repeated."""
+    scenario: Scenario | None = None
+    alone: AloneTimes | None = None
+    found: dict[str, Outcome] = {}
+    for name in WAYS:
+        kept = _load(cell, seed, name)
+        if kept is None:
+            if scenario is None or alone is None:
+                scenario = variant(load_scenario(EXAMPLES / f"{cell.mix}.yaml"), cell.ratio, cell.sigma)
+                alone = AloneTimes(scenario, {(job, seed): run for job, run in (_load(cell, seed, "alone") or {}).items()})
+            composed = name in (SERIAL, STATIC) and len(scenario.jobs) >= COMPOSED_FROM
+            kept = {name: compose(scenario, name, seed, alone) if composed else run_way(scenario, name, seed, alone)}
+            _save(cell, seed, name, kept)
+            _save(cell, seed, "alone", {job: run for (job, _), run in alone.known.items()})
+        found[name] = kept[name]
+    return found
+
+
+def _file(cell: Cell, seed: int, name: str) -> Path | None:
+    return None if cell.keep is None else cell.keep / f"{cell.mix}-{cell.ratio:g}-{cell.sigma:g}-{seed}-{name}.json"
+
+
+def _load(cell: Cell, seed: int, name: str) -> dict[str, Outcome] | None:
+    path = _file(cell, seed, name)
+    return None if path is None or not path.exists() else {key: Outcome(**run) for key, run in json.loads(path.read_text()).items()}
+
+
+def _save(cell: Cell, seed: int, name: str, runs: dict[str, Outcome]) -> None:
+    path = _file(cell, seed, name)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({key: asdict(run) for key, run in runs.items()}))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,36 +102,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--ratio", nargs="*", type=float, default=list(RATIOS))
     parser.add_argument("--sigma", nargs="*", type=float, default=list(SIGMAS))
+    parser.add_argument("--keep", type=Path, help="folder in which each run is kept, and looked for")
     chosen = parser.parse_args(arguments)
     with ProcessPoolExecutor(chosen.processes) as pool:
         for mix in chosen.mix:
-            run_mix(pool, mix, chosen.seeds, chosen.ratio, chosen.sigma)
+            run_mix(pool, [Cell(mix, ratio, sigma, chosen.keep) for sigma in chosen.sigma for ratio in chosen.ratio], chosen.seeds)
 
 
-def run_mix(pool: ProcessPoolExecutor, mix: str, seeds: int, ratios: Sequence[float], sigmas: Sequence[float]) -> None:
-    base = load_scenario(EXAMPLES / f"{mix}.yaml")
+def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> None:
+    began = time.perf_counter()
+    todo = [(cell, seed) for seed in range(seeds) for cell in cells]
+    runs = dict(zip(todo, pool.map(run_seed, *zip(*todo, strict=True)), strict=True))
     worst = {"serial": float("inf"), "static": 0.0, "gap": 0.0, "p99_static": 0.0, "p99_gap": 0.0}
     unfinished = 0
-    for sigma in sigmas:
-        for ratio in ratios:
-            began = time.perf_counter()
-            scenario = variant(base, ratio, sigma)
-            runs = list(pool.map(run_seed, [scenario] * seeds, range(seeds)))
-            rows = [(name, [dict(run)[name] for run in runs]) for name in WAYS]
-            print(f"{mix}: generation:train {ratio:g}:1, sigma {sigma:g}, {seeds} seeds ({time.perf_counter() - began:.0f} s)", flush=True)
-            show(table(rows))
-            outcome = dict(rows)
-            total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in WAYS}
-            p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in WAYS}
-            worst["serial"] = min(worst["serial"], total[SERIAL] / total[OURS])
-            for key, other in (("static", STATIC), ("gap", GAP_RATIO)):
-                worst[key] = max(worst[key], total[OURS] / total[other])
-                worst[f"p99_{key}"] = max(worst[f"p99_{key}"], p99[OURS] / p99[other])
-            unfinished += sum(len(o.unfinished) for o in outcome[OURS])
+    for cell in cells:
+        outcome = {name: [runs[cell, seed][name] for seed in range(seeds)] for name in WAYS}
+        print(f"{cell.mix}: generation:train {cell.ratio:g}:1, sigma {cell.sigma:g}, {seeds} seeds", flush=True)
+        show(table(list(outcome.items())))
+        total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in WAYS}
+        p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in WAYS}
+        line = {"serial": total[SERIAL] / total[OURS]}
+        for key, other in (("static", STATIC), ("gap", GAP_RATIO)):
+            line |= {key: total[OURS] / total[other], f"p99_{key}": p99[OURS] / p99[other]}
+        print("  ours: " + ", ".join(f"{key} {value:.4f}" for key, value in line.items()))
+        worst = {key: (min if key == "serial" else max)(worst[key], value) for key, value in line.items()}
+        unfinished += sum(len(o.unfinished) for o in outcome[OURS])
     print(
-        f"{mix}: at least {worst['serial']:.2f}x better than one after the other; total at most {worst['static']:.3f} of static split, "
-        f"{worst['gap']:.3f} of gap-ratio; p99 slowdown at most {worst['p99_static']:.3f} of static split, {worst['p99_gap']:.3f} of gap-ratio; "
-        f"{unfinished} jobs unfinished\n",
+        f"{cells[0].mix}: at least {worst['serial']:.2f}x better than one after the other; total at most {worst['static']:.3f} of static split, "
+        f"{worst['gap']:.3f} of gap-ratio; p99 slowdown at most {worst['p99_static']:.4f} of static split, {worst['p99_gap']:.4f} of gap-ratio; "
+        f"{unfinished} jobs unfinished; {seeds} seeds in {time.perf_counter() - began:.0f} s\n",
         flush=True,
     )
 

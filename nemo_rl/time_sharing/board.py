@@ -55,12 +55,9 @@ class Board:
         self.reserved: dict[int, list[Reservation]] = {}
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
-        self.kind = self._kinds()
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
-        self.counts: dict[str, int] = {
-            name: len(p.claimed_ranks) + sum(1 for rank in p.awake.values() if rank.phase not in FALLING) for name, p in snapshot.pipelines.items()
-        }
-
+        self.counts: dict[str, int] = {}
+        self.kind = self._kinds()
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
         self.fixed_gpus: dict[str, int] = {name: sum(len(held.gpus) for held in p.held.values()) for name, p in snapshot.pipelines.items()}
         fixed_claims = {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values()
@@ -73,16 +70,21 @@ class Board:
         return self.fixed_gpus[name] + self.counts[name] * self.pipelines[name].topology.tp
 
     def _kinds(self) -> bytearray:
+        """What each GPU is, by who holds it; counts the ranks that are up on the way."""
         kind = bytearray(len(self.owner))
-        for gpu, lease in enumerate(self.owner):
-            if lease is None:
-                continue
-            pipeline = self.pipelines[lease.pipeline]
-            if lease.rank < 0 or pipeline.fenced:
-                kind[gpu] = BLOCKED
-                continue
-            phase = pipeline.awake[lease.rank].phase
-            kind[gpu] = BLOCKED if phase is Phase.FAILED else FREEING if phase in FALLING else RANK
+        for name, pipeline in self.pipelines.items():
+            ranks, up = pipeline.topology.ranks, 0
+            for held in pipeline.held.values():
+                for gpu in held.gpus:
+                    kind[gpu] = BLOCKED
+            for rank, awake in pipeline.awake.items():
+                falling = awake.phase in FALLING
+                up += not falling
+                blocked = pipeline.fenced or awake.phase is Phase.FAILED
+                what = BLOCKED if blocked else FREEING if falling else RANK
+                for gpu in ranks[rank]:
+                    kind[gpu] = what
+            self.counts[name] = len(pipeline.claimed_ranks) + up
         for gpu in self.claimed:
             kind[gpu] = BLOCKED
         for gpu in self.quarantined:

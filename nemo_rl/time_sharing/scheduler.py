@@ -264,8 +264,10 @@ class Scheduler:
         self._inventoried = {name for name, p in self.state.pipelines.items() if p.fenced}
 
     def _finish_inventory(self) -> None:
+        if not self.state.recovering:
+            return
         unknown = any(command.pipeline not in self.state.pipelines for command in self.state.commands.values())
-        if self.state.recovering and self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
+        if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
             self._emit(ev.InventoryDone(self.state.term))
             self._executor.settle_claims()
             self._dirty = self._urgent = True

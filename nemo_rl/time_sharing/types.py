@@ -41,6 +41,9 @@ FIXED_CLUSTERS = (ACTOR_TRAIN, CRITIC, REFERENCE)
 class Phase(str, Enum):
     """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only."""
 
+    # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all ranks.
+    __hash__ = str.__hash__
+
     ASLEEP = "asleep"
     WAKING = "waking"
     SYNCING = "syncing"

@@ -69,18 +69,23 @@ def _known(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
 
 def _idle_and_owned(snapshot: Snapshot) -> Iterator[str]:
     """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for each GPU."""
-    holders: dict[int, Lease] = {}
+    owner, agreed = snapshot.owner, 0
+    holders: dict[int, tuple[str, str, int, int]] = {}
     for name, pipeline in snapshot.pipelines.items():
-        leases = [(Lease(name, cluster, -1, held.epoch), held.gpus) for cluster, held in pipeline.held.items()]
-        leases += [(Lease(name, ACTOR_INFER, rank, awake.epoch), pipeline.topology.ranks[rank]) for rank, awake in pipeline.awake.items()]
+        ranks = pipeline.topology.ranks
+        leases = [((name, cluster, -1, held.epoch), held.gpus) for cluster, held in pipeline.held.items()]
+        leases += [((name, ACTOR_INFER, rank, awake.epoch), ranks[rank]) for rank, awake in pipeline.awake.items()]
         for lease, gpus in leases:
             for gpu in gpus:
                 if gpu in holders:
-                    yield f"rule 10: GPU {gpu} is held by {holders[gpu]} and by {lease}"
+                    yield f"rule 10: GPU {gpu} is held by {Lease(*holders[gpu])} and by {Lease(*lease)}"
                 holders[gpu] = lease
-    for gpu, owner in enumerate(snapshot.owner):
-        if owner != holders.get(gpu):
-            yield f"rule 8: GPU {gpu} is on the books of {owner}, but {holders.get(gpu)} has it"
+                agreed += owner[gpu] == lease
+    if agreed == len(holders) == len(owner) - owner.count(None):
+        return
+    for gpu, on_gpu in enumerate(owner):
+        if on_gpu != holders.get(gpu):
+            yield f"rule 8: GPU {gpu} is on the books of {on_gpu}, but {Lease(*holders[gpu]) if gpu in holders else None} has it"
 
 
 def _bundle(snapshot: Snapshot, name: str, rank: int) -> tuple[int, ...]:
@@ -100,13 +105,11 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
             if gpu in freed:
                 problems.append(f"rule 9: GPU {gpu} is freed twice")
             freed.add(gpu)
-    for gpu, owner in enumerate(snapshot.owner):
-        if owner is None:
-            freed.add(gpu)
-        elif owner.rank >= 0:
-            awake = snapshot.pipelines[owner.pipeline].awake.get(owner.rank)
-            if awake is not None and awake.phase in FALLING and awake.phase is not Phase.FAILED:
-                freed.add(gpu)
+    freed.update(gpu for gpu, owner in enumerate(snapshot.owner) if owner is None)
+    for pipeline in snapshot.pipelines.values():
+        for rank, awake in pipeline.awake.items():
+            if awake.phase in FALLING and awake.phase is not Phase.FAILED:
+                freed.update(pipeline.topology.ranks[rank])
     return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board
 from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Reprice, Snapshot
-from nemo_rl.time_sharing.types import FALLING, Phase, Priority
+from nemo_rl.time_sharing.types import Phase, Priority
 
 _ACTIVATIONS = 1000
 
@@ -88,72 +88,91 @@ def _generation(board: Board, result: Plan) -> None:
     rows = _rows(board)
     work = sum(row.remaining * row.tp for row in rows)
     budget = sum(1 for kind in board.kind if kind != BLOCKED) + sum(len(c.gpus) for c in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values())
-    if not budget or not work:
-        return
-    for row in rows:
-        row.tau = row.remaining * row.tp / work
-        row.wanted_gpus = max(math.floor(row.tau * budget / row.tp + 0.5) * row.tp, row.tp)
-    touched: set[tuple[str, int]] = set()
-    for _ in range(_ACTIVATIONS):
+    if budget and work:
+        _Cycle(board, result, rows, work, budget).run()
+
+
+class _Cycle:
+    """One division of the generation GPUs: ranks are activated one by one until none can be."""
+
+    def __init__(self, board: Board, result: Plan, rows: list[_Row], work: float, budget: int) -> None:
+        self._board, self._result, self._budget = board, result, budget
+        self._rows = {row.name: row for row in rows}
+        self._todo = {row.name: row.todo for row in rows}
+        self._touched: set[tuple[str, int]] = set()
         for row in rows:
-            row.active = board.counts[row.name]
-        acceptors = [r for r in rows if _gap(r, budget) > 0 and r.active * r.tp < r.wanted_gpus and r.tau > 0]
-        acceptors.sort(key=lambda r: (-_gap(r, budget) / r.tau, -_gap(r, budget), r.name))
-        if not any(_activate(board, result, row, rows, budget, touched) for row in acceptors):
-            return
+            row.tau = row.remaining * row.tp / work
+            row.wanted_gpus = max(math.floor(row.tau * budget / row.tp + 0.5) * row.tp, row.tp)
 
+    def run(self) -> None:
+        # Who found no rank finds none later either, unless a donor has given more GPUs than its taker needed.
+        without: set[str] = set()
+        for _ in range(_ACTIVATIONS):
+            open_rows = [r for r in self._rows.values() if r.name not in without]
+            acceptors = [r for r in open_rows if self._gap(r) > 0 and r.active * r.tp < r.wanted_gpus and r.tau > 0]
+            acceptors.sort(key=lambda r: (-self._gap(r) / r.tau, -self._gap(r), r.name))
+            shrunk = len(self._result.shrinks)
+            for row in acceptors:
+                if self._activate(row):
+                    break
+                without.add(row.name)
+            else:
+                return
+            if len(self._result.shrinks) > shrunk:
+                without.clear()
 
-def _gap(row: _Row, budget: int) -> float:
-    return row.tau - row.active * row.tp / budget
+    def _gap(self, row: _Row) -> float:
+        return row.tau - row.active * row.tp / self._budget
+
+    def _activate(self, row: _Row) -> bool:
+        best: tuple[tuple[object, ...], int, list[tuple[str, int]]] | None = None
+        board, pipeline = self._board, row.pipeline
+        if any(q.want.priority is Priority.ACTOR_TRAINING for q in pipeline.wants.values()):
+            return False
+        for rank, gpus in enumerate(pipeline.topology.ranks):
+            asleep = rank not in pipeline.awake and rank not in pipeline.claimed_ranks and pipeline.cooling.get(rank, 0.0) <= board.now
+            if not asleep or (row.name, rank) in self._touched or any(board.kind[g] == BLOCKED for g in gpus):
+                continue
+            donors = self._donors(gpus, row)
+            if donors is None:
+                continue
+            score = (1 if donors else 0, sorted(-self._todo.get(name, 0.0) for name, _ in donors), rank)
+            if best is None or score < best[0]:
+                best = (score, rank, donors)
+            if not donors:
+                break
+        if best is None:
+            return False
+        _, rank, donors = best
+        for name, donor in donors:
+            self._touched.add((name, donor))
+            board.shrink(self._result, name, donor, ("gives", name, 0.0, row.name, 0.0))
+            self._rows[name].active = board.counts[name]
+        gpus = pipeline.topology.ranks[rank]
+        self._touched.add((row.name, rank))
+        board.claim(gpus)
+        board.counts[row.name] += 1
+        self._result.expands.append(Expand(row.name, rank, gpus, False, ("share", row.active * row.tp, row.tau * self._budget)))
+        row.active = board.counts[row.name]
+        return True
+
+    def _donors(self, gpus: tuple[int, ...], row: _Row) -> list[tuple[str, int]] | None:
+        spent: dict[str, int] = {}
+        donors: list[tuple[str, int]] = []
+        board = self._board
+        for gpu in gpus:
+            lease = board.owner[gpu]
+            if board.kind[gpu] != RANK or lease is None or (lease.pipeline, lease.rank) in donors:
+                continue
+            donor = self._rows.get(lease.pipeline)
+            if donor is None or donor is row or self._gap(donor) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
+                return None
+            if board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE or (lease.pipeline, lease.rank) in self._touched:
+                return None
+            spent[donor.name] = spent.get(donor.name, 0) + 1
+            donors.append((lease.pipeline, lease.rank))
+        return donors
 
 
 def _spare(row: _Row) -> int:
     return max(0, row.active - max(1, row.wanted_gpus // row.tp))
-
-
-def _activate(board: Board, result: Plan, row: _Row, rows: list[_Row], budget: int, touched: set[tuple[str, int]]) -> bool:
-    best: tuple[tuple[object, ...], int, list[tuple[str, int]]] | None = None
-    if any(q.want.priority is Priority.ACTOR_TRAINING for q in row.pipeline.wants.values()):
-        return False
-    for rank, gpus in enumerate(row.pipeline.topology.ranks):
-        asleep = rank not in row.pipeline.awake and rank not in row.pipeline.claimed_ranks and row.pipeline.cooling.get(rank, 0.0) <= board.now
-        if not asleep or (row.name, rank) in touched or any(board.kind[g] == BLOCKED for g in gpus):
-            continue
-        donors = _donors(board, gpus, row, rows, budget, touched)
-        if donors is None:
-            continue
-        todo = {r.name: r.todo for r in rows}
-        score = (1 if donors else 0, sorted(-todo.get(name, 0.0) for name, _ in donors), rank)
-        if best is None or score < best[0]:
-            best = (score, rank, donors)
-    if best is None:
-        return False
-    _, rank, donors = best
-    for name, donor in donors:
-        touched.add((name, donor))
-        board.shrink(result, name, donor, ("gives", name, 0.0, row.name, 0.0))
-    gpus = row.pipeline.topology.ranks[rank]
-    touched.add((row.name, rank))
-    board.claim(gpus)
-    board.counts[row.name] += 1
-    result.expands.append(Expand(row.name, rank, gpus, False, ("share", row.active * row.tp, row.tau * budget)))
-    return True
-
-
-def _donors(board: Board, gpus: tuple[int, ...], row: _Row, rows: list[_Row], budget: int, touched: set[tuple[str, int]]) -> list[tuple[str, int]] | None:
-    by_name = {r.name: r for r in rows}
-    spent: dict[str, int] = {}
-    donors: list[tuple[str, int]] = []
-    for gpu in gpus:
-        lease = board.owner[gpu]
-        if board.kind[gpu] != RANK or lease is None or (lease.pipeline, lease.rank) in donors:
-            continue
-        donor = by_name.get(lease.pipeline)
-        awake = board.pipelines[lease.pipeline].awake[lease.rank]
-        if donor is None or donor is row or awake.phase is not Phase.ACTIVE or awake.phase in FALLING or (lease.pipeline, lease.rank) in touched:
-            return None
-        if _gap(donor, budget) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
-            return None
-        spent[donor.name] = spent.get(donor.name, 0) + 1
-        donors.append((lease.pipeline, lease.rank))
-    return donors

@@ -45,6 +45,7 @@ class Life:
     generation: Generation
     record: Record
     groups: dict[str, Group] = field(default_factory=dict)
+    missing: int = 0
     admitted_step: int = -1
     started_ranks: set[int] = field(default_factory=set)
     initialised: bool = False
@@ -140,6 +141,7 @@ class SimulatedJob:
         for group in list(life.groups.values()):
             life.record.emit(rec.GroupDropped(group.name, "end_of_run"))
         life.groups.clear()
+        life.missing = 0
         life.generation.cancel()
         life.agent.leave()
 
@@ -168,6 +170,7 @@ class SimulatedJob:
             prompt = f"{self.job.name}.s{step}.g{number}"
             group = Group(f"{prompt}.i{life.incarnation}", step, self.job.samples_per_group)
             life.groups[group.name] = group
+            life.missing += group.missing
             life.record.emit(rec.GroupAdmitted(group.name, prompt, group.missing, step))
             rng = random.Random(f"{self.world.seed}/{prompt}")
             for index in range(group.missing):
@@ -176,8 +179,7 @@ class SimulatedJob:
         return samples
 
     def _progress(self, life: Life) -> tuple[int, int]:
-        missing = sum(group.missing for group in life.groups.values())
-        return missing, len(life.groups) * self.job.samples_per_group
+        return life.missing, len(life.groups) * self.job.samples_per_group
 
     def _sample_done(self, sample: Sample) -> None:
         life = self.life
@@ -185,6 +187,7 @@ class SimulatedJob:
             return
         group = life.groups[sample.group]
         group.missing -= 1
+        life.missing -= 1
         group.tokens += sample.length
         group.version = max(group.version, *(span.version for span in sample.spans))
         if group.missing == 0:

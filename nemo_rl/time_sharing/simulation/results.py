@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.scenario import Job, Scenario
-from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, accept_all, alone, way
+from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, SERIAL, STATIC, accept_all, alone, way
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.types import Phase
 from nemo_rl.time_sharing.validator import validate
@@ -47,20 +47,63 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class AloneTimes:
-    """How long each job takes by itself, with the same prompts, without faults; simulated once per job and seed."""
+    """Each job by itself, with the same prompts, without faults; simulated once per job and seed. `known` are runs that are there already."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, known: dict[tuple[str, int], Outcome] | None = None) -> None:
         self._scenario = scenario.model_copy(update={"faults": type(scenario.faults)(), "network": type(scenario.network)()})
-        self._known: dict[tuple[str, int], float] = {}
+        self.known = {} if known is None else known
 
     def of(self, job: Job, seed: int) -> float:
         """Seconds from its start to its end."""
+        return self.run(job, seed).total_s
+
+    def run(self, job: Job, seed: int) -> Outcome:
+        """The run of this job alone; its `total_s` lasts from its start to its end."""
         key = (job.name, seed)
-        if key not in self._known:
+        if key not in self.known:
             world = World(alone(self._scenario, job), seed, lambda clock: NullRecord())
             world.run()
-            self._known[key] = world.jobs[job.name].finished_at or world.loop.now
-        return self._known[key]
+            run = world.jobs[job.name]
+            seconds = run.finished_at or world.loop.now
+            handovers, preemptions = _handovers(world.entries)
+            busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.size)
+            unfinished = () if run.finished_at is not None else (job.name,)
+            self.known[key] = Outcome(seconds, {job.name: seconds}, {job.name: 1.0}, busy, 0.0, handovers, preemptions, unfinished, world.loop.events)
+        return self.known[key]
+
+
+def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> Outcome:
+    """What `run_way` says of SERIAL and STATIC, put together from runs of each job alone: there no two jobs use a GPU at the same time.
+
+    Each job starts when every earlier one that shares a GPU with it has ended. Left out is what the network does between two jobs (milliseconds), so
+    this takes a fraction of the time where jobs are many. Raises ValueError for other ways, and for scenarios with faults or jobs that leave.
+    """
+    if name not in (SERIAL, STATIC) or scenario.faults != type(scenario.faults)() or any(job.leaves_s is not None for job in scenario.jobs):
+        raise ValueError(f"{name}: only {SERIAL} and {STATIC}, without faults and jobs that leave, can be put together from jobs alone")
+    changed, _ = way(scenario, name)
+    times = AloneTimes(changed) if name == STATIC else alone_times
+    ends: dict[str, float] = {}
+    gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in changed.jobs}
+    for job in sorted(changed.jobs, key=lambda j: (j.arrive_s, j.name)):
+        before = [end for other, end in ends.items() if not gpus[other].isdisjoint(gpus[job.name])]
+        ends[job.name] = max([job.arrive_s, *before]) + times.of(job, seed)
+    runs = {job.name: times.run(job, seed) for job in changed.jobs}
+    seconds = {job.name: ends[job.name] - job.arrive_s for job in scenario.jobs}
+    slowdown = {job.name: seconds[job.name] / max(alone_times.of(job, seed), 1e-9) for job in scenario.jobs}
+    pool, total = scenario.gpu_pool.size, max(ends.values())
+    busy = {name: run.gpu_busy * run.total_s * pool for name, run in runs.items()}
+    service = [busy[job.name] / job.weight / max(seconds[job.name], 1e-9) for job in scenario.jobs]
+    return Outcome(
+        total,
+        seconds,
+        slowdown,
+        sum(busy.values()) / (total * pool),
+        _spread(service),
+        [span for run in runs.values() for span in run.handovers_s],
+        sum(run.preemptions for run in runs.values()),
+        tuple(name for run in runs.values() for name in run.unfinished),
+        sum(run.events for run in runs.values()),
+    )
 
 
 def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes, make_record: Callable[[Callable[[], float]], Record] | None = None) -> Outcome:
@@ -87,9 +130,13 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
     total = max(job.arrive_s + seconds[job.name] for job in scenario.jobs)
     busy = sum(run.train_gpu_s + run.generate_gpu_s for run in world.jobs.values())
     service = [(run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[name], 1e-9) for name, run in world.jobs.items()]
-    spread = statistics.pstdev(service) / statistics.fmean(service) if len(service) > 1 and sum(service) else 0.0
     handovers, preemptions = _handovers(world.entries)
-    return Outcome(total, seconds, slowdown, busy / (total * scenario.gpu_pool.size), spread, handovers, preemptions, tuple(unfinished), world.loop.events)
+    return Outcome(total, seconds, slowdown, busy / (total * scenario.gpu_pool.size), _spread(service), handovers, preemptions, tuple(unfinished), world.loop.events)
+
+
+def _spread(service: Sequence[float]) -> float:
+    """Standard deviation of the service per weight, over its mean."""
+    return statistics.pstdev(service) / statistics.fmean(service) if len(service) > 1 and sum(service) else 0.0
 
 
 def _handovers(entries: Sequence[Entry]) -> tuple[list[float], int]:
