@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.scenario import Job, Scenario, load_scenario
-from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, SERIAL, STATIC, WAYS
+from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, OURS, SERIAL, STATIC, WAYS
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way, table
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "time_sharing"
@@ -37,6 +37,7 @@ class Cell(NamedTuple):
     ratio: float
     sigma: float
     keep: Path | None
+    ways: tuple[str, ...] = WAYS
 
 
 def variant(scenario: Scenario, ratio: float, sigma: float) -> Scenario:
@@ -65,7 +66,7 @@ def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
     scenario: Scenario | None = None
     alone: AloneTimes | None = None
     found: dict[str, Outcome] = {}
-    for name in WAYS:
+    for name in cell.ways:
         kept = _load(cell, seed, name)
         if kept is None:
             if scenario is None or alone is None:
@@ -103,10 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ratio", nargs="*", type=float, default=list(RATIOS))
     parser.add_argument("--sigma", nargs="*", type=float, default=list(SIGMAS))
     parser.add_argument("--keep", type=Path, help="folder in which each run is kept, and looked for")
+    parser.add_argument("--decisions", action="store_true", help="also the gap-ratio rule without its serial cycles")
     chosen = parser.parse_args(arguments)
+    ways = (*WAYS, GAP_RATIO_DECISIONS) if chosen.decisions else WAYS
     with ProcessPoolExecutor(chosen.processes) as pool:
         for mix in chosen.mix:
-            run_mix(pool, [Cell(mix, ratio, sigma, chosen.keep) for sigma in chosen.sigma for ratio in chosen.ratio], chosen.seeds)
+            run_mix(pool, [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio], chosen.seeds)
 
 
 def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> None:
@@ -116,16 +119,16 @@ def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> Non
     worst = {"serial": float("inf"), "static": 0.0, "gap": 0.0, "p99_static": 0.0, "p99_gap": 0.0}
     unfinished = 0
     for cell in cells:
-        outcome = {name: [runs[cell, seed][name] for seed in range(seeds)] for name in WAYS}
+        outcome = {name: [runs[cell, seed][name] for seed in range(seeds)] for name in cell.ways}
         print(f"{cell.mix}: generation:train {cell.ratio:g}:1, sigma {cell.sigma:g}, {seeds} seeds", flush=True)
         show(table(list(outcome.items())))
-        total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in WAYS}
-        p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in WAYS}
+        total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in cell.ways}
+        p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in cell.ways}
         line = {"serial": total[SERIAL] / total[OURS]}
-        for key, other in (("static", STATIC), ("gap", GAP_RATIO)):
+        for key, other in [("static", STATIC), ("gap", GAP_RATIO), ("decisions", GAP_RATIO_DECISIONS)][: len(cell.ways) - 2]:
             line |= {key: total[OURS] / total[other], f"p99_{key}": p99[OURS] / p99[other]}
         print("  ours: " + ", ".join(f"{key} {value:.4f}" for key, value in line.items()))
-        worst = {key: (min if key == "serial" else max)(worst[key], value) for key, value in line.items()}
+        worst = {key: (min if key == "serial" else max)(value, line[key]) for key, value in worst.items()}
         unfinished += sum(len(o.unfinished) for o in outcome[OURS])
     print(
         f"{cells[0].mix}: at least {worst['serial']:.2f}x better than one after the other; total at most {worst['static']:.3f} of static split, "

@@ -17,6 +17,8 @@ from nemo_rl.time_sharing.types import Demand
 
 OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
 WAYS = (OURS, SERIAL, STATIC, GAP_RATIO)
+GAP_RATIO_DECISIONS = "gap_ratio_decisions"
+"""The gap-ratio rule without its serial cycles: what its decisions alone are worth."""
 
 
 def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
@@ -76,7 +78,7 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
     """The scenario and the rule that make up one way of running it."""
     if name == STATIC:
         return static_split(scenario), one_after_the_other
-    return scenario, {OURS: planner.plan, SERIAL: one_after_the_other, GAP_RATIO: gap_ratio.plan}[name]
+    return scenario, {OURS: planner.plan, SERIAL: one_after_the_other, GAP_RATIO: gap_ratio.plan, GAP_RATIO_DECISIONS: gap_ratio.decide}[name]
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:

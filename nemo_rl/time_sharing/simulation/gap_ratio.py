@@ -1,7 +1,8 @@
 """The gap-ratio rule, to compare with: the allocation rule of earlier time-sharing schedulers, defects included.
 
 Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, nobody reserves, and generation is moved towards shares of
-remaining work with zero tolerance. It is run by the same executor, so only the decisions differ. Never used outside simulation.
+remaining work with zero tolerance. A cycle waits for every hand-over of the one before it. The executor is ours, so it is spared the rest. Never used
+outside simulation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Reprice, Snapshot
 from nemo_rl.time_sharing.types import Phase, Priority
 
 _ACTIVATIONS = 1000
+_POLL_S = 0.02
 
 
 @dataclass(slots=True)
@@ -37,7 +39,16 @@ class _Row:
 
 
 def plan(snapshot: Snapshot, now: float) -> Plan:
-    """One cycle of the rule."""
+    """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way, whoever's they are."""
+    if _cycle_runs(snapshot):
+        waiting = Plan()
+        waiting.look_again(now + _POLL_S)
+        return waiting
+    return decide(snapshot, now)
+
+
+def decide(snapshot: Snapshot, now: float) -> Plan:
+    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines go on."""
     board, result = Board(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.leaving and not pipeline.fenced:
@@ -46,6 +57,12 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
     _fixed(board, result, snapshot)
     _generation(board, result)
     return result
+
+
+def _cycle_runs(snapshot: Snapshot) -> bool:
+    if snapshot.claimed:
+        return True
+    return any(rank.phase is not Phase.ACTIVE and rank.phase is not Phase.FAILED for p in snapshot.pipelines.values() for rank in p.awake.values())
 
 
 def _fixed(board: Board, result: Plan, snapshot: Snapshot) -> None:

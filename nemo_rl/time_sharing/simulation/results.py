@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.scenario import Job, Scenario
-from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, SERIAL, STATIC, accept_all, alone, way
+from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, SERIAL, STATIC, accept_all, alone, way
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.types import Phase
 from nemo_rl.time_sharing.validator import validate
@@ -109,7 +109,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
 def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes, make_record: Callable[[Callable[[], float]], Record] | None = None) -> Outcome:
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
     changed, rule = way(scenario, name)
-    validator = validate if name != GAP_RATIO else accept_all
+    validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
     world = World(changed, seed, make_record or (lambda clock: NullRecord()), rule=rule, validator=validator)
     world.run()
     return summarise(world, scenario, seed, alone_times)
