@@ -222,8 +222,9 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
                 held = min(board.pipelines[d].awake[r].since for d, r in donors)
                 spare = min(board.counts[d] for d, _ in donors)
                 options.append((rank not in pipeline.warm, -spare, held, rank, donors))
-            elif donors is None:
-                result.look_again(_turn_end(board, gpus))
+            elif donors is None and (turn_end := _turn_end(board, gpus)) > board.now:
+                # Otherwise a rank is on its way up, and its arrival brings the next plan.
+                result.look_again(turn_end)
     if options:
         *_, chosen, donors = min(options)
         for donor, rank in donors:

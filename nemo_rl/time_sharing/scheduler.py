@@ -244,11 +244,14 @@ class Scheduler:
             self._urgent = self._urgent or self._changes_much(event)
 
     def _changes_much(self, event: ev.RankMoved) -> bool:
-        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or training waited for this rank to be up."""
+        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or somebody waited for this rank to be up:
+        the training of its own pipeline, or a pipeline without any rank that may get this one."""
         pipeline = self.state.pipelines[event.pipeline]
-        if event.phase is Phase.ACTIVE:
-            return bool(pipeline.wants)
-        return not all(gpu in self.state.claimed for gpu in pipeline.topology.ranks[event.rank])
+        gpus = pipeline.topology.ranks[event.rank]
+        if event.phase is Phase.ASLEEP:
+            return not all(gpu in self.state.claimed for gpu in gpus)
+        hungry = (p for p in self.state.pipelines.values() if p.hungry_since is not None and not p.held)
+        return bool(pipeline.wants) or any(not p.topology.mapped_gpus.isdisjoint(gpus) for p in hungry)
 
     def _flush(self) -> None:
         """The log reaches the operating system before any command leaves."""
