@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -93,7 +94,9 @@ def _save(cell: Cell, seed: int, name: str, runs: dict[str, Outcome]) -> None:
     path = _file(cell, seed, name)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({key: asdict(run) for key, run in runs.items()}))
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({key: asdict(run) for key, run in runs.items()}))
+        unfinished.rename(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

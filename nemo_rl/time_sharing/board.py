@@ -55,6 +55,7 @@ class Board:
         self.reserved: dict[int, list[Reservation]] = {}
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
+        self.initialising: set[str] = set()
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
         self.counts: dict[str, int] = {}
         self.kind = self._kinds()

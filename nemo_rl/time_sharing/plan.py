@@ -122,6 +122,7 @@ _REASONS = {
     "quarantined": "GPU {0} is in quarantine",
     "floor": "GPU {0} is in its guaranteed turn of {1}",
     "unsafe": "{0} holds GPUs that this pipeline may want next, and may itself want these: it goes first",
+    "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
     "rotates": "every rank it could have is in another pipeline's turn",
 }

@@ -51,6 +51,8 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
     Arguments: snapshot, which is not changed; now, seconds on the scheduler's clock. Planned releases come first, then the queue, then generation.
     """
     board = Board(snapshot, now)
+    if snapshot.limits.max_initialising:
+        board.initialising = {name for name, pipeline in snapshot.pipelines.items() if _initialises(snapshot, pipeline)}
     result = Plan()
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.leaving and not pipeline.fenced:
@@ -114,6 +116,8 @@ def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState,
         # Everything it may want is kept from newcomers, or each of them could be the next that it has to wait for.
         found.block(("unsafe", unsafe_beside), float("inf"))
         gpus = tuple(sorted(pipeline.topology.training_gpus))
+    if want.priority is Priority.INITIALIZATION and board.limits.max_initialising:
+        _check_places(board, item.name, pipeline, found)
     if found.because is None and found.passed:
         _check_backfill(board, pipeline, want.priority, found)
     if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
@@ -163,6 +167,21 @@ def _obstacles(board: Board, name: str, pipeline: PipelineState, gpus: tuple[int
         else:
             found.victims.add((lease.pipeline, lease.rank))
     return found
+
+
+def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
+    held = any(held.priority is Priority.INITIALIZATION for held in pipeline.held.values())
+    return held or any(q.want.priority is Priority.INITIALIZATION and _has_claim(snapshot, pipeline, cluster) for cluster, q in pipeline.wants.items())
+
+
+def _check_places(board: Board, name: str, pipeline: PipelineState, found: _Obstacles) -> None:
+    """No more than `max_initialising` at a time. Those who wait count for those behind them, or a later one could take every place that comes free."""
+    others = board.initialising - {name}
+    if len(others) >= board.limits.max_initialising and not pipeline.held:
+        found.block(("initialising", ", ".join(sorted(others))), float("inf"))
+        for other in others:
+            board.holds.wait_for(name, other)
+    board.initialising.add(name)
 
 
 def _check_backfill(board: Board, pipeline: PipelineState, priority: Priority, found: _Obstacles) -> None:

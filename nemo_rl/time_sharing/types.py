@@ -217,12 +217,17 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Every bound and delay of the scheduler, in seconds unless said otherwise. The defaults suit minutes-long steps."""
+    """Every bound and delay of the scheduler, in seconds unless said otherwise. The defaults suit minutes-long steps.
+
+    max_backfills: how often a waiting request is passed. max_initialising: how many pipelines may initialise at the same time, 0 for any number; set it
+    where starting processes is what a machine runs out of (their number, host memory), and not GPUs.
+    """
 
     aging_s: float = 60.0
     min_hold_s: float = 10.0
     hysteresis: float = 0.10
     max_backfills: int = 4
+    max_initialising: int = 0
     max_hold_s: float = 3600.0
     heartbeat_s: float = 5.0
     lease_s: float = 30.0
@@ -254,7 +259,10 @@ class Limits:
         }[verb]
 
 
+_COUNTS = frozenset({"max_backfills", "max_initialising"})
+
+
 def limits_from(values: Mapping[str, float]) -> Limits:
     """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no limit."""
-    typed: dict[str, Any] = {name: int(value) if name == "max_backfills" else value for name, value in values.items()}
+    typed: dict[str, Any] = {name: int(value) if name in _COUNTS else value for name, value in values.items()}
     return replace(Limits(), **typed)

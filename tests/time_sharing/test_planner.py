@@ -282,3 +282,18 @@ def test_every_plan_is_valid_pure_and_settles(seed: int) -> None:
 
 def vars_of(pipeline: object) -> dict[str, object]:
     return {name: repr(getattr(pipeline, name)) for name in ("awake", "held", "wants", "demand", "hungry_since", "claimed_ranks", "cooling")}
+
+
+def test_only_so_many_pipelines_initialise_at_a_time_first_come_first_served() -> None:
+    fleet = Fleet(6, max_initialising=2)
+    for number in range(3):
+        fleet.add(f"p{number}", [2 * number], [2 * number, 2 * number + 1])
+        fleet.want(f"p{number}", Priority.INITIALIZATION, at=float(number))
+    plan = fleet.plan()
+    assert [grant.pipeline for grant in plan.grants] == ["p0", "p1"]
+    assert [sentence for sentence in explain(plan) if "p2" in sentence] == ["p2 waits for actor_train: p0, p1 initialise now, as many as may at the same time."]
+    fleet.carry_out(plan, 100.0)
+    fleet.release("p0", at=110.0)
+    fleet.add("late", [1], [0, 1])
+    fleet.want("late", Priority.INITIALIZATION, at=105.0)
+    assert [grant.pipeline for grant in fleet.plan(111.0).grants] == ["p2"]
