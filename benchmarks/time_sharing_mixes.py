@@ -10,6 +10,7 @@ Seeds run in turn over all cells, so with `--keep` a run that was cut short can 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--decisions", action="store_true", help="also the gap-ratio rule without its serial cycles")
     chosen = parser.parse_args(arguments)
     ways = (*WAYS, GAP_RATIO_DECISIONS) if chosen.decisions else WAYS
-    with ProcessPoolExecutor(chosen.processes) as pool:
+    with ProcessPoolExecutor(chosen.processes, initializer=gc.set_threshold, initargs=(200_000, 20, 20)) as pool:
         for mix in chosen.mix:
             run_mix(pool, [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio], chosen.seeds)
 

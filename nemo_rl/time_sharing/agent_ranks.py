@@ -32,6 +32,7 @@ class RankKeeper:
         self._host, self._record = host, record
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._refreshing: set[int] = set()
+        self._refresh_begun = False
         self._seq = self._operations = 0
 
     def send_status(self) -> None:
@@ -40,6 +41,7 @@ class RankKeeper:
 
     def refresh(self) -> None:
         """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears `refreshed`."""
+        self._refresh_begun = self.published != self.cached
         self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE and rank.busy is None}
         for index in sorted(self._refreshing):
             operation = self._perform(index, REFRESH, self.cached)
@@ -208,8 +210,10 @@ class RankKeeper:
         self._publish_if_refreshed()
 
     def _publish_if_refreshed(self) -> None:
-        if self._refreshing or self.published == self.cached:
+        # A rank may be ended between the cache and the refresh; what is left then has not got the new weights yet.
+        if not self._refresh_begun or self._refreshing or self.published == self.cached:
             return
+        self._refresh_begun = False
         self.published = self.cached
         active = tuple(i for i, r in enumerate(self.ranks) if r.phase is Phase.ACTIVE and r.version == self.published)
         self._record.emit(rec.VersionPublished(self.published, active))

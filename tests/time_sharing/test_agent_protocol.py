@@ -209,6 +209,17 @@ def test_with_no_rank_awake_the_refresh_is_nothing_and_publishes(bench: Bench) -
     assert bench.host.published == [1]
 
 
+def test_a_rank_that_is_ended_between_cache_and_refresh_does_not_publish_for_the_others(bench: Bench) -> None:
+    bench.route(1)
+    bench.route(2)
+    train(bench, 1)
+    bench.agent.rank_ended(2)
+    assert not bench.host.published and bench.agent.published == 0
+    bench.agent.refresh()
+    bench.finish()
+    assert bench.host.published == [1] and bench.agent.ranks[1].version == 1
+
+
 def test_a_rank_whose_refresh_fails_serves_no_more_and_the_scheduler_is_told(bench: Bench) -> None:
     bench.route(1)
     bench.route(2)

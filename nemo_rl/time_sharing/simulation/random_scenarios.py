@@ -41,7 +41,7 @@ def random_scenario(seed: int) -> Scenario:
             "name": f"random {seed}",
             "pool": {"nodes": nodes, "gpus_per_node": per_node},
             "jobs": jobs,
-            "limits": _LIMITS,
+            "limits": {**_LIMITS, "max_initialising": seed % 3},
             "horizon_s": 20_000.0,
             "network": _network(rng),
             "faults": _faults(rng),
