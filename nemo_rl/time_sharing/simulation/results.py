@@ -131,7 +131,9 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
     busy = sum(run.train_gpu_s + run.generate_gpu_s for run in world.jobs.values())
     service = [(run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[name], 1e-9) for name, run in world.jobs.items()]
     handovers, preemptions = _handovers(world.entries)
-    return Outcome(total, seconds, slowdown, busy / (total * scenario.gpu_pool.size), _spread(service), handovers, preemptions, tuple(unfinished), world.loop.events)
+    return Outcome(
+        total, seconds, slowdown, busy / (total * scenario.gpu_pool.size), _spread(service), handovers, preemptions, tuple(unfinished), world.loop.events
+    )
 
 
 def _spread(service: Sequence[float]) -> float:
