@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import setup as grpo_setup
+from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.sync_driver import grpo_train
 from nemo_rl.config import load_master_config
+from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.data_plane.conftest import SMALL_MOONCAKE, require_mooncake
+from tests.models.policy_ranks import RaisingLoss
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,9 +46,14 @@ BASE = (
     "logger.tensorboard_enabled=false",
     "cluster.cpu_slots=4",
 )
+WHITENED = ("grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true", "grpo.overlong_filtering=true")
 CASES = {
-    "plain_dp2_dynamic_sampling": ("cluster.gpus_per_node=2", "grpo.use_dynamic_sampling=true"),
+    "plain_dp2_dynamic_sampling": ("cluster.gpus_per_node=2", "grpo.use_dynamic_sampling=true", "loss_fn.class=tests.data_plane.plane_ranks.LossOfMore"),
+    "packed_tp2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2", "policy.sequence_packing.enabled=true"),
+    "dynamic_dp2_whitened": ("cluster.gpus_per_node=2", "policy.dynamic_batching.enabled=true", *WHITENED),
 }
+# A storage knows nothing of how batches are cut: each way is tried on one, and one of them on both.
+BACKENDS = {"plain_dp2_dynamic_sampling": ["simple"], "packed_tp2": ["simple", "mooncake_cpu"], "dynamic_dp2_whitened": ["mooncake_cpu"]}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rollouts as a run records them: rows of different lengths, groups that differ and groups that do not."""
     folder = tmp_path_factory.mktemp("recording")
     draw = torch.Generator().manual_seed(0)
-    for step in range(STEPS):
+    for step in range(STEPS + 1):
         for attempt in range(6):
             torch.save(_batch(draw), folder / f"rollout_step{step + 1}_{attempt}.pt")
     return folder
@@ -73,6 +81,8 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
         "token_mask": trained,
         "generation_logprobs": (-5.7 + 0.2 * torch.randn(rows, width, generator=draw)) * trained,
         "content": [f"sample {row}" for row in range(rows)],
+        "bonus": torch.arange(rows),
+        "hint": [{"bonus": row} for row in range(rows)],
     }
     columns = {
         "total_reward": rewards,
@@ -90,19 +100,19 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
 
 
 @pytest.fixture
-def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Trains on the recording; metrics of every step, digests of the weights and the lines of the sample logs."""
     monkeypatch.setattr(grpo_setup, "shutdown_ray", lambda: None)
 
-    def run(name: str, *overrides: str) -> dict[str, Any]:
+    def run(name: str, *overrides: str, then: Callable[[GRPORun], None] | None = None) -> dict[str, Any]:
         places = [f"policy.model_name={tiny_model}", f"logger.log_dir={tmp_path / name}", f"grpo.rollout_replay={recording}"]
         config = load_master_config(CONFIG, [*BASE, *places, *overrides])
         built = grpo_setup.setup(config)
         try:
             grpo_train(built)
             seen: dict[str, Any] = {"weights": built.policy.run_on_all("weight_checksums")[0]}
-            if config.data_plane.enabled:
-                assert built.policy.dp_client.list_samples("train") == {}  # type: ignore[attr-defined]
+            if then is not None:
+                then(built)
         finally:
             grpo_setup.close(built)
         series = read_metrics(Path(config.logger.log_dir)).series
@@ -110,18 +120,31 @@ def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, 
         seen["samples"] = [(Path(config.logger.log_dir) / "samples" / f"train_data_step{step}.jsonl").read_text() for step in range(1, STEPS + 1)]
         return seen
 
-    yield run
+    return run
+
+
+def leaves_no_row(built: GRPORun) -> None:
+    """Neither after its steps, nor after one in the middle of which a worker raises."""
+    client: Any = getattr(built.policy, "dp_client", None)
+    assert client.list_samples("train") == {}
+    built.loss_fn = RaisingLoss(built.config.loss_fn)
+    built.config.grpo.max_num_steps += 1
+    with pytest.raises(WorkerError, match="planted"):
+        grpo_train(built)
+    assert client.list_samples("train") == {}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_the_same_bit_for_bit(case: str, train: Any) -> None:
+def test_training_is_the_same_bit_for_bit_and_leaves_no_row(case: str, train: Callable[..., dict[str, Any]]) -> None:
     plain = train("driver", *CASES[case])
+    assert ("train/bonus" in plain["metrics"]) is ("loss_fn.class" in str(CASES[case])), "columns that nobody knows reach the loss that asks for them"
     assert len(plain["metrics"]["train/loss"]) == STEPS and len(set(plain["metrics"]["train/grad_norm"].values())) == STEPS
-    sizes = [f"data_plane.{name}={size}" for name, size in SMALL_MOONCAKE.items()]
-    for backend, options in (("simple", ()), ("mooncake_cpu", sizes)):
+    for backend in BACKENDS[case]:
         if backend == "mooncake_cpu":
             require_mooncake()
-        stored = train(backend, *CASES[case], "data_plane.enabled=true", f"data_plane.backend={backend}", *options)
+        sizes = [f"data_plane.{name}={size}" for name, size in SMALL_MOONCAKE.items()]
+        plane = ("data_plane.enabled=true", f"data_plane.backend={backend}", "data_plane.num_storage_units=1", *sizes)
+        stored = train(backend, *CASES[case], *plane, then=leaves_no_row)
         assert stored["metrics"] == plain["metrics"]
         assert stored["weights"] == plain["weights"]
         assert stored["samples"] == plain["samples"]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nemo_rl.utils.metrics_file import read_metrics
+from tests.data_plane.conftest import require_mooncake
 from tests.models.engines import wait_until_gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -170,9 +171,17 @@ def test_replayed_rollouts_train_the_same_weights_without_an_engine(whole: Comma
     assert command.metrics() == whole.metrics()
 
 
-def test_training_and_generation_on_slots_of_their_own_train_the_same(whole: Command, tmp_path: Path) -> None:
+OWN_SLOTS = ("cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+
+
+# With generation beside training and with slots of its own: a storage knows nothing of where engines are.
+@pytest.mark.parametrize(("backend", "placement"), [("simple", OWN_SLOTS), ("mooncake_cpu", ())], ids=["simple-own_slots", "mooncake_cpu-colocated"])
+def test_a_run_on_the_data_plane_wherever_its_engines_are_trains_the_same(backend: str, placement: Sequence[str], whole: Command, tmp_path: Path) -> None:
+    if backend == "mooncake_cpu":
+        require_mooncake()
     command = Command(whole.model, tmp_path)
-    placement = ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"]
-    command.finish("grpo.max_num_steps=2", *placement)
+    sizes = ["data_plane.global_segment_size=268435456", "data_plane.local_buffer_size=67108864"]
+    command.finish("grpo.max_num_steps=2", "data_plane.enabled=true", f"data_plane.backend={backend}", *sizes, *placement)
     assert_equal_weights(command.weights(2), whole.weights(2))
     assert {step: metrics for step, metrics in whole.metrics().items() if step <= 2} == command.metrics()
+    assert not command.left()
