@@ -62,6 +62,18 @@ class KVBatchMeta:
                 tag[name] = value
         self.tags = tags
 
+    def tag(self, name: str) -> list[Any]:
+        """A tag's value for each row.
+
+        Raises:
+            KeyError: A row does not have it.
+        """
+        tags = self.tags if self.tags is not None else [{} for _ in self.sample_ids]
+        lacking = [identity for identity, tag in zip(self.sample_ids, tags, strict=True) if name not in tag]
+        if lacking:
+            raise KeyError(f"partition {self.partition_id!r}: {len(lacking)} of {self.size} rows have no tag {name!r}, {lacking[:3]} among them")
+        return [tag[name] for tag in tags]
+
     def subset(self, indices: Sequence[int]) -> KVBatchMeta:
         """The rows at `indices`, in that order."""
         return replace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,6 +267,4 @@ def test_claims_of_rows_that_vanish_meanwhile_take_the_others() -> None:
     client = client_of(Vanishing())
     client.register_partition("p", [], 3, ["t"])
     client.put_samples(["a", "b", "c"], "p", numbers(3))
-    started = time.monotonic()
     assert client.claim_meta("p", "t", ["x"], 2).sample_ids == ["a", "c"]
-    assert time.monotonic() - started < 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -206,10 +205,8 @@ def test_a_row_is_claimed_once_per_task_and_only_when_its_columns_are_there(clie
     client.register_partition(partition, ["x"], 4, ["train"])
     assert client.claim_meta(partition, "ref_lp", ["x", "input_lengths"], 4).sequence_lengths == LENGTHS
     assert client.check_consumption_status(partition, ["ref_lp"]) and not client.check_consumption_status(partition, ["ref_lp", "train"])
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0 of 2 rows have \['x', 'y'\]"):
         client.claim_meta(partition, "train", ["x", "y"], 2, timeout_s=0.1)
-    assert time.monotonic() - started < 30
     with pytest.raises(KeyError, match="task 'val' is not registered"):
         client.claim_meta(partition, "val", ["x"], 1)
     client.put_samples(IDS, partition, {"y": torch.arange(4)})

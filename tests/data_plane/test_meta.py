@@ -40,6 +40,16 @@ def test_transforms_leave_the_original_alone() -> None:
     assert whole == before and changed.fields == ["x", "y"]
 
 
+def test_a_tag_that_rows_do_not_have_is_named_with_the_rows() -> None:
+    assert meta(3).tag("n") == [0, 1, 2]
+    mixed = meta(3)
+    mixed.tags = [{"n": 0}, {}, {"n": 2}]
+    with pytest.raises(KeyError, match=r"partition 'train': 1 of 3 rows have no tag 'n', \['r1'\] among them"):
+        mixed.tag("n")
+    with pytest.raises(KeyError, match="2 of 2 rows have no tag 'n'"):
+        KVBatchMeta("train", None, ["a", "b"]).tag("n")
+
+
 def test_joining_keeps_what_all_parts_have() -> None:
     joined = meta(2).concat(meta(1, start=2), meta(1, start=3))
     assert joined == meta(4)
