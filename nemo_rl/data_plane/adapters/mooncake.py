@@ -63,6 +63,8 @@ def load_mooncake() -> None:
 
 def load_native_libraries() -> None:
     """Loads what Mooncake needs, where it lies unpacked. Must come before `transfer_queue` is imported, which looks for Mooncake once and never again."""
+    # Read when the engine's library is loaded, and it tells of every step of its start.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     for name in _NATIVE:
         unpacked = native_folder() / name
         if unpacked.exists():
@@ -87,7 +89,8 @@ def prepare_process(config: Any) -> None:
     os.environ["MC_TCP_BIND_ADDRESS"] = announced_address(ray.util.get_node_ip_address())
     # The shortcut for local peers reads other processes' pointers.
     os.environ.setdefault("MC_STORE_MEMCPY", "0")
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    # TransferQueue builds jagged tensors, at the first of which torch warns about a function of its own.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if config.backend.MooncakeStore.protocol == "rdma":
         os.environ.setdefault("MC_GID_INDEX", "3")
     load_mooncake()
