@@ -210,8 +210,11 @@ class SyncSession:
             meeting = None if group is None else {"address": group.address, "port": group.port, "world_size": group.world_size, "rank": route.group_rank}
             routes.append({"transport": route.transport, "nccl": meeting})
         with ThreadPoolExecutor(1) as pool:
-            # Sender and receivers meet in the group's rendezvous, so neither may wait for the other to return first.
             opened = pool.submit(self._source.begin, spec, self._left())
+            # A source that cannot begin is found out before any target is touched; but sender and receivers of a group meet in
+            # its rendezvous, where neither may wait for the other to return first.
+            if spec.nccl is None:
+                opened.result(timeout=self._left())
             self._targets.begin(session, routes, self._left())
             opened.result(timeout=self._left())
 

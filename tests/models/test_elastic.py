@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from nemo_rl.utils.record_events import SyncFinished, VersionPublished
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.session import SyncOptions
+from nemo_rl.weight_sync.transports.base import TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
@@ -44,6 +47,7 @@ class Targets(Engines):
         super().receive_window(window, timeout_s)
 
     def finish(self, version: int, timeout_s: float) -> list[float]:
+        self._generation.before_load()
         self._generation.happened.append(f"load {list(self.shards)}")
         super().finish(version, timeout_s)
         return [0.25] * len(self.shards)
@@ -59,6 +63,7 @@ class Generation:
         self.no_memory: set[tuple[int, str]] = set()
         self.broken: set[int] = set()
         self.fits = True
+        self.before_load: Callable[[], None] = lambda: None
         self.shards = SimpleNamespace(state=self.states.__getitem__, having=lambda *wanted: [s for s, state in self.states.items() if state in wanted])
 
     def sleep_partial(self, ranks: Sequence[int]) -> None:
@@ -171,6 +176,63 @@ def test_a_failed_refresh_costs_only_what_it_must(world: World) -> None:
     with pytest.raises(WorkerError, match="planted"):
         world.elastic.refresh()
     assert world.generation.happened[-1] == "quarantine [0, 1]"
+
+
+def test_a_session_that_fails_through_no_shards_fault_leaves_them_asleep(world: World) -> None:
+    world.cache.build(1)
+    world.elastic.shrink([0, 1])
+    nowhere = ElasticGeneration(world.generation, world.cache, replace(OPTIONS, transport="nccl"))
+    with pytest.raises(TransportError, match="weight_sync.transport=nccl needs GPUs"):
+        nowhere.expand([0, 1])
+    assert world.generation.states == {0: ShardState.ASLEEP, 1: ShardState.ASLEEP, 2: ShardState.ACTIVE}
+    assert world.elastic.expand([0, 1]).shards == [0, 1]
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_version_that_is_built_while_shards_are_synced_is_the_one_they_get(world: World, wakes: bool) -> None:
+    world.cache.build(1)
+    world.generation.fits = False
+    if wakes:
+        world.elastic.shrink([0, 1])
+    source = world.cache.source
+
+    def overtaken(version: int, through: Any = None) -> Any:
+        read = source(version, through)
+        if version == 1:
+            world.cache.build(2)
+        return read
+
+    world.cache.source = overtaken  # type: ignore[method-assign]
+    report = world.elastic.expand([0, 1]).sync if wakes else world.elastic.refresh([0, 1])
+    assert report is not None and report.version == 2
+    assert world.versions == [2, 2, None]
+    assert not [line for line in world.generation.happened if line.startswith("quarantine")]
+
+
+def test_moves_and_refreshes_take_turns(world: World) -> None:
+    world.cache.build(1)
+    world.elastic.shrink([1])
+    world.cache.build(2)
+    refreshing, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        refreshing.set()
+        go_on.wait(10.0)
+
+    world.generation.before_load = hold
+    threads = [threading.Thread(target=world.elastic.refresh)]
+    threads[0].start()
+    refreshing.wait(10.0)
+    world.generation.before_load = lambda: None
+    threads.append(threading.Thread(target=world.elastic.expand, args=([1],)))
+    threads[1].start()
+    threads[1].join(timeout=0.1)
+    assert "wake weights [1]" not in world.generation.happened
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert world.generation.happened[-5:] == ["load [0, 2]", "wake weights [1]", "load [1]", "wake kv_cache [1]", "route [1]"]
+    assert world.versions == [2, 2, 2]
 
 
 def test_nothing_is_woken_from_an_empty_cache(world: World) -> None:

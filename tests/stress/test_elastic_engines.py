@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,9 @@ from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record_events import GroupCommitted, ShardRouted, ShardSlept, ShardUnrouted, ShardWoken, SyncFinished, VersionPublished
+from nemo_rl.weight_sync.cache import CachedSource
 from nemo_rl.weight_sync.session import SyncSession
+from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.elastic_engines import Elastic, elastic_engines
 from tests.stress.unrest import PROMPTS, SAMPLES, SEED, SHARDS, STEPS, TRANSITIONS, TURNS, Kept, Seen, Unrest, check_record, collector_of, moved_boundary
 
@@ -52,10 +55,9 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
         for step in range(STEPS):
             groups += collector.take(step, 0)
             collector.finish_step(step)
-            # The weights change below running requests of the next step.
-            with unrest.lock:
-                engines.cache.build(step + 1)
-                engines.elastic.refresh()
+            # The weights change below running requests of the next step, and while shards come and go.
+            engines.cache.build(step + 1)
+            engines.elastic.refresh()
             collector.set_weight_version(step + 1)
             assert unrest.error is None, unrest.error
         while unrest.transitions < TRANSITIONS and unrest.error is None:
@@ -232,6 +234,33 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
     targets = engines.generation.get_model_update_receiver([0, 1])
     with pytest.raises(WorkerError, match=f"brings version {version - 1} to shard . which has {version}|brings version {version - 1} to shard"):
         SyncSession(source, targets, version=version - 1, options=engines.elastic._options).run()
+    requests = engines.requests(9)
+    assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
+
+
+def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_version(engines: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BreaksOff(CachedSource):
+        def staging_budget(self) -> int:
+            return engines.elastic._options.bucket_bytes
+
+        def export_window(self, index: int, timeout_s: float) -> list[Any]:
+            if index == 1:
+                raise TransportError("planted: the sender is gone")
+            return super().export_window(index, timeout_s)
+
+    engines.generation.sleep_partial([1])
+    with monkeypatch.context() as broken:
+        broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version, None))
+        # A shard that wakes sleeps again when its weights do not come.
+        with pytest.raises(TransportError, match="planted"):
+            engines.elastic.expand([1])
+    assert engines.generation.shards.state(1) is ShardState.ASLEEP
+    engines.generation.wake_up_partial([1], skip_activate=True, tags=["weights"])
+    with monkeypatch.context() as broken:
+        broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version, None))
+        with pytest.raises(TransportError, match="planted"):
+            engines.elastic.sync_selected_workers([1])
+    assert engines.elastic.expand([1]).shards == [1]
     requests = engines.requests(9)
     assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
 

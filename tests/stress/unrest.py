@@ -91,13 +91,12 @@ class Loader:
 
 
 class Unrest:
-    """Moves random shards to sleep and back until told to stop; refits and moves never overlap."""
+    """Moves random shards to sleep and back until told to stop, whatever else happens to them."""
 
     def __init__(self, engines: Elastic, seed: int) -> None:
         self._engines = engines
         self._random = random.Random(seed)
         self._stop = threading.Event()
-        self.lock = threading.Lock()
         self.transitions = 0
         self.to_zero = 0
         self.error: BaseException | None = None
@@ -122,15 +121,14 @@ class Unrest:
     def move(self) -> None:
         """One shard or some change sides."""
         elastic, shards = self._engines.elastic, self._engines.generation.shards
-        with self.lock:
-            asleep = shards.having(ShardState.ASLEEP)
-            awake = shards.having(ShardState.ACTIVE)
-            if asleep and (not awake or self._random.random() < 0.55):
-                moved = elastic.expand(self._random.sample(asleep, self._random.randint(1, len(asleep)))).shards
-            else:
-                moved = elastic.shrink(self._random.sample(awake, self._random.randint(1, len(awake)))).shards
-                self.to_zero += not shards.having(ShardState.ACTIVE)
-            self.transitions += len(moved)
+        asleep = shards.having(ShardState.ASLEEP)
+        awake = shards.having(ShardState.ACTIVE)
+        if asleep and (not awake or self._random.random() < 0.55):
+            moved = elastic.expand(self._random.sample(asleep, self._random.randint(1, len(asleep)))).shards
+        else:
+            moved = elastic.shrink(self._random.sample(awake, self._random.randint(1, len(awake)))).shards
+            self.to_zero += not shards.having(ShardState.ACTIVE)
+        self.transitions += len(moved)
 
 
 def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollector:

@@ -89,6 +89,14 @@ def test_bytes_and_version_change_together_and_not_below_a_session(owner: Owner)
         owner.cache.open(1)
 
 
+def test_a_source_that_cannot_begin_is_found_out_before_any_target_is_touched(owner: Owner) -> None:
+    engines = Engines(DictModel())
+    owner.cache.build(2)
+    with pytest.raises(CacheError, match="version 1 was asked for"):
+        owner.sync(engines, 1)
+    assert engines.models[0].loading is None and engines.versions == [None]
+
+
 def test_one_build_at_a_time_and_never_backwards(owner: Owner) -> None:
     owner.cache.build(3)
     with pytest.raises(CacheError, match="version 2 cannot be built: the cache already serves version 3"):

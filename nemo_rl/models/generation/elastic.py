@@ -1,18 +1,22 @@
 """Shards leave and come back with the weights of the cache; shards that serve take new weights without leaving.
 
 The one path by which a time-shared run resizes generation. Ties the cache, the sync session and the shards together.
-Invariants: a shard comes back in the order wake weights, sync, finalise, wake KV, publish, route; one that cannot is put
-to sleep again or quarantined, and the others come back all the same; the version served is the cache's.
+Invariants: moves and refreshes take turns, while versions are built at any time; a shard comes back in the order wake
+weights, sync, finalise, wake KV, publish, route; one that cannot is put to sleep again or quarantined, and the others come
+back all the same; the version served is the cache's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import SyncStarted, VersionPublished
@@ -20,6 +24,9 @@ from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, finished_event, pause_quantiles
 
 logger = logging.getLogger(__name__)
+
+# Every step of a move has a deadline of its own; together they stay below this.
+_TURN_S = 900.0
 
 
 class ServedCache(Protocol):
@@ -65,6 +72,7 @@ class ElasticGeneration:
         self._cache = cache
         self._options = options
         self._record: Record = record or NullRecord()
+        self._turn = threading.Lock()
         self.pauses_s: list[float] = []
 
     def shrink(self, dp_ranks: Iterable[int]) -> Resize:
@@ -74,7 +82,8 @@ class ElasticGeneration:
             WorkerError: A shard did not sleep, or its memory did not come back: the device must not be given to anybody.
         """
         wanted = sorted(set(dp_ranks))
-        self._generation.sleep_partial(wanted)
+        with self._alone("shrink"):
+            self._generation.sleep_partial(wanted)
         return Resize([shard for shard in wanted if self._generation.shards.state(shard) is ShardState.ASLEEP])
 
     def expand(self, dp_ranks: Iterable[int]) -> Resize:
@@ -85,16 +94,17 @@ class ElasticGeneration:
 
         Raises:
             CacheError: The cache is empty.
+            TransportError, WorkerError: The session failed through no shard's fault; they sleep as before.
         """
-        version = self._served()
-        states = self._generation.shards
-        wanted = [shard for shard in sorted(set(dp_ranks)) if states.state(shard) is not ShardState.ACTIVE]
+        self._served()
         failed: dict[int, str] = {}
-        self._wake(wanted, failed, "weights")
-        report = self._sync_all(wanted, failed, version)
-        self._wake(wanted, failed, "kv_cache")
-        if wanted:
-            self._generation.activate_dp_ranks(wanted)
+        with self._alone("expand"):
+            wanted = [shard for shard in sorted(set(dp_ranks)) if self._generation.shards.state(shard) is not ShardState.ACTIVE]
+            self._wake(wanted, failed, "weights")
+            report = self._sync_all(wanted, failed)
+            self._wake(wanted, failed, "kv_cache")
+            if wanted:
+                self._generation.activate_dp_ranks(wanted)
         for shard, reason in failed.items():
             logger.error("shard=%d expand=failed reason=%s", shard, reason)
         return Resize(wanted, failed, report)
@@ -105,16 +115,22 @@ class ElasticGeneration:
         Raises:
             WorkerError, TransportError: The session failed; targets that staged serve their old weights, others are quarantined.
         """
-        version = self._served()
-        active = self._generation.shards.having(ShardState.ACTIVE)
-        wanted = active if dp_ranks is None else sorted(set(dp_ranks))
-        if not wanted:
-            return None
+        with self._alone("refresh"):
+            active = self._generation.shards.having(ShardState.ACTIVE)
+            wanted = active if dp_ranks is None else sorted(set(dp_ranks))
+            return self._refresh(wanted, self._served(), recompute_kv) if wanted else None
+
+    def _refresh(self, wanted: list[int], version: int, recompute_kv: bool) -> SyncReport:
         targets = self._generation.get_model_update_receiver(wanted, recompute_kv=recompute_kv)
         source = self._cache.source(version)
         staged = targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
         try:
             report = self._run(source, targets, version, staged=staged)
+        except CacheError:
+            # Nothing was loaded yet. A newer version that was built meanwhile is as good.
+            if self._served() == version:
+                raise
+            return self._refresh(wanted, self._served(), recompute_kv)
         except Exception:
             # Without staging the engines stand still over weights that may be half new, whatever it was that failed.
             lost = targets.culprits if staged else dict.fromkeys(wanted, "its weights may be half new")
@@ -131,13 +147,23 @@ class ElasticGeneration:
         Raises:
             WorkerError, TransportError: The session failed; no target has the version.
         """
-        version = self._served()
         options = replace(self._options, verify=verify or self._options.verify)
-        return self._run(self._cache.source(version), self._generation.get_model_update_receiver(tgt_dp_ranks), version, options=options)
+        with self._alone("sync"):
+            version = self._served()
+            return self._run(self._cache.source(version), self._generation.get_model_update_receiver(tgt_dp_ranks), version, options=options)
 
     def pause_metrics(self) -> dict[str, float]:
         """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
         return pause_quantiles(self.pauses_s)
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._turn.acquire(timeout=_TURN_S):
+            raise ShardStateError(f"{what}: another move of shards has not ended within {_TURN_S:.0f} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _served(self) -> int:
         version = self._cache.version
@@ -158,12 +184,16 @@ class ElasticGeneration:
             failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")
             wanted[:] = [shard for shard in wanted if shard not in lost]
 
-    def _sync_all(self, wanted: list[int], failed: dict[int, str], version: int) -> SyncReport | None:
+    def _sync_all(self, wanted: list[int], failed: dict[int, str]) -> SyncReport | None:
         while wanted:
+            version = self._served()
             targets = self._generation.get_model_update_receiver(wanted)
             try:
                 return self._run(self._cache.source(version), targets, version)
-            except WorkerError:
+            except Exception as error:
+                if isinstance(error, CacheError) and self._served() != version:
+                    # A newer version was built before the session could read this one.
+                    continue
                 if not targets.culprits:
                     self._generation.sleep_partial(wanted)
                     raise
