@@ -255,6 +255,8 @@ def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_v
         with pytest.raises(TransportError, match="planted"):
             engines.elastic.expand([1])
     assert engines.generation.shards.state(1) is ShardState.ASLEEP
+    slept = [entry.event for entry in engines.record.entries if isinstance(entry.event, ShardSlept)][-1]
+    assert slept.freed_bytes > 30 << 20
     engines.generation.wake_up_partial([1], skip_activate=True, tags=["weights"])
     with monkeypatch.context() as broken:
         broken.setattr(engines.cache, "source", lambda version: BreaksOff(engines.cache, version, None))

@@ -9,7 +9,6 @@ client that submitted it; a shard that leaves takes no request; no forward pass 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequ
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
 from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE, last_errors
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
-
-logger = logging.getLogger(__name__)
 
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
@@ -256,11 +253,14 @@ class VllmGenerationWorker:
             ShardStateError: Requests are still running.
             MemoryNotFreedError: The memory did not come back.
         """
-        if self._asleep:
+        if "weights" in self._asleep:
             used = sum(await self._rpc("nrl_memory_in_use"))
             return {"before": used, "after": used}
         if self._tasks:
             raise ShardStateError(f"shard {self._shard} has {len(self._tasks)} running requests; end them before it sleeps")
+        if self._asleep and self._spec.cuda:
+            # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
+            await self._engine.wake_up(["kv_cache"])
         level = level or self._spec.sleep_level
         self._weights_lost = level == 2
         resident = await self._rpc("nrl_model_bytes")
@@ -311,11 +311,14 @@ class VllmGenerationWorker:
             await self._engine.reset_prefix_cache()
 
     async def _back_to_sleep(self) -> None:
+        resident = 0 if "weights" in self._asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
+        before = sum(await self._rpc("nrl_memory_in_use"))
         self._asleep = {"weights", "kv_cache"}
         if self._spec.cuda:
             await self._engine.sleep(level=self._spec.sleep_level)
         else:
             await self._rpc("nrl_release_memory", self._spec.sleep_level)
+        await self._freed(before, resident)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets cached prefixes, which belong to old weights after a refit."""
@@ -328,9 +331,7 @@ class VllmGenerationWorker:
     # -- new weights --------------------------------------------------------------------------------------------------
 
     async def begin_sync(self, session: dict[str, Any], routes: list[dict[str, Any]], timeout_s: float) -> None:
-        """Opens a sync session on every rank, by its own route.
-
-        An engine that serves is paused here, or in `finish_sync` where the weights are staged beside the live ones.
+        """Opens a sync session on every rank, by its route. A serving engine is paused here, or (weights staged beside the live ones) in `finish_sync`.
 
         Raises:
             ShardStateError: The weights sleep.
