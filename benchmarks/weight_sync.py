@@ -304,11 +304,12 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         runs = [cycle(engines, elastic) for _ in range(args.cycles)]
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         grown = runs[-1]["asleep_gib"] - runs[0]["asleep_gib"]
+        refreshed = elastic.refresh()
         pauses = serving(engines, elastic, args.refreshes) if args.refreshes else {}
     finally:
         engines.shutdown()
     gib = sum(meta.nbytes for meta in cache.manifest().metas) / (1 << 30)
-    print(f"\nshape {args.shape} ({gib:.2f} GiB), tp {args.tp}, transport {args.transport}, {args.cycles} cycles")
+    print(f"\nshape {args.shape} ({gib:.2f} GiB), tp {args.tp}, transport {refreshed.transport if refreshed else 'none'}, {args.cycles} cycles")
     print(f"engine up in {start_s:.0f} s, cache built in {build_s:.1f} s")
     print(f"{'phase':22s} {'first':>9s} {'median':>9s} {'worst':>9s}")
     for name in median:

@@ -91,6 +91,15 @@ def test_separate_placement(tmp_path: Path, model: Path, transport: str) -> None
 
 
 @needs[2]
+def test_one_session_reaches_a_rank_by_cuda_ipc_and_another_by_its_group(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "weight_sync.py"), "--shape", "tiny", "--tp", "2", "--transport", "nccl", "--share", "--verify"]
+    command += ["--cycles", "2", "--refreshes", "0", "--work", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": _path()}, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "transport cuda_ipc+nccl, 2 cycles" in done.stdout
+
+
+@needs[2]
 def test_two_ranks_shard_the_policy_and_generation_is_tensor_parallel(tmp_path: Path, model: Path) -> None:
     parallel = {"generation": {"vllm_cfg": {"tensor_parallel_size": 2}}}
     assert_engines_agree(run_grpo(tmp_path, model, policy=parallel, cluster={"gpus_per_node": 2}))
