@@ -234,6 +234,12 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
     targets = engines.generation.get_model_update_receiver([0, 1])
     with pytest.raises(WorkerError, match=f"brings version {version - 1} to shard . which has {version}|brings version {version - 1} to shard"):
         SyncSession(source, targets, version=version - 1, options=engines.elastic._options).run()
+
+    first = {"id": "first", "version": version, "staged": True, "windows": 1, "verify": False, "timeout_s": 30.0}
+    targets.begin(first, [{"transport": "host", "nccl": None}] * SHARDS, 30.0)
+    with pytest.raises(WorkerError, match="session first is open; abort it first"):
+        engines.elastic.sync_selected_workers([0, 1])
+    targets.abort("first")
     requests = engines.requests(9)
     assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
 
