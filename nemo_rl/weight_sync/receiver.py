@@ -44,6 +44,10 @@ class LoadTarget(Protocol):
         """Finalises the model once all weights were taken."""
         ...
 
+    def abandon_load(self) -> None:
+        """Ends a load half-way: the model may hold old and new weights, and takes a whole set of new ones next."""
+        ...
+
 
 def encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
     """A bucket's layout as plain values, which any RPC carries."""
@@ -76,6 +80,7 @@ class WeightReceiver:
         self._opener: Opener | None = None
         self._session: dict[str, Any] = {}
         self._next_window = 0
+        self._loading = False
         self._staged: list[tuple[torch.Tensor, list[BucketLayout]]] = []
         self.version: int | None = None
 
@@ -100,7 +105,11 @@ class WeightReceiver:
         self._session = session
         self._next_window = 0
         if not session.get("staged"):
-            self._target.begin_load()
+            self._begin_load()
+
+    def _begin_load(self) -> None:
+        self._loading = True
+        self._target.begin_load()
 
     def receive(self, window: dict[str, Any]) -> None:
         """Loads one window: `{index, buckets, senders: {place: {handle, checksums}}}`.
@@ -147,10 +156,11 @@ class WeightReceiver:
         if not self._session or self._next_window != self._session["windows"]:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
         if self._session.get("staged"):
-            self._target.begin_load()
+            self._begin_load()
             for received_B, buckets in self._staged:
                 self._target.load_weights(_named_tensors(received_B, buckets))
         self._target.finish_load()
+        self._loading = False
         synchronize(self._device)
         self.version = version
         self._close()
@@ -158,7 +168,13 @@ class WeightReceiver:
 
     def abort(self, session_id: str | None = None) -> None:
         """Ends a session without a new version; nothing to do when another one is open, or none."""
-        if session_id is None or self._session.get("id") == session_id:
+        if session_id is not None and self._session.get("id") != session_id:
+            return
+        try:
+            if self._loading:
+                self._target.abandon_load()
+        finally:
+            self._loading = False
             self._close()
 
     def _close(self) -> None:

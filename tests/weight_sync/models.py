@@ -31,6 +31,10 @@ class DictModel:
         self.loading |= {name: tensor.clone() for name, tensor in weights}
         self.windows += 1
 
+    def abandon_load(self) -> None:
+        assert self.loading is not None
+        self.loading = None
+
     def finish_load(self) -> None:
         assert self.loading is not None
         self.weights, self.loading = self.loading, None

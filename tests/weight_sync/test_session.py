@@ -148,6 +148,8 @@ def test_a_target_that_fails_ends_the_session_for_all() -> None:
         sync(trainer, engines)
     assert engines.versions == [None, None]
     assert (trainer.closed, engines.aborted) == (1, 1)
+    # Nothing of the broken load is left for the next one.
+    assert [model.loading for model in engines.models] == [None, None]
 
 
 def test_an_export_that_differs_from_its_layout_is_refused() -> None:

@@ -53,6 +53,19 @@ class _VllmModel:
                 finalize_layerwise_reload(model, self._worker.model_config)
             _repack_embeddings(model)
 
+    def abandon_load(self) -> None:
+        # Layers keep what came of their weights until they have all of it; the next load would count that in.
+        if self._layerwise:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+            from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+            model = self._worker.model_runner.get_model()
+            for layer in model.modules():
+                info = get_layerwise_info(layer)
+                info.loaded_weights.clear()
+                info.load_numel = 0
+            finalize_layerwise_reload(model, self._worker.model_config)
+
 
 def _repack_embeddings(model: torch.nn.Module) -> None:
     # An output projection tied to the embedding gets no weights of its own in a layer-wise reload, so its packed copy

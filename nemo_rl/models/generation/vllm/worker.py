@@ -353,6 +353,8 @@ class VllmGenerationWorker:
     async def finish_sync(self, version: int, timeout_s: float) -> float:
         """Finalises every rank; from here on tokens carry `version`. Seconds for which requests stood still."""
         await self._pause()
+        # From here on a failure leaves weights that may be half new, wherever the windows were staged.
+        self._session = self._session | {"staged": False}
         await self._rpc("nrl_finish_sync", version, timeout_s=timeout_s)
         await self._stamps.publish(version, kv_recomputed=self._session.get("recompute_kv", True))
         self._weights_lost = False
@@ -361,8 +363,10 @@ class VllmGenerationWorker:
     async def abort_sync(self, session_id: str) -> None:
         """Ends a session on every rank, if it is the open one; an engine whose weights may be half new stays paused until a session succeeds."""
         await self._rpc("nrl_abort_sync", session_id)
-        if self._session.get("id") == session_id and self._session.get("staged"):
-            await self._resume()
+        if self._session.get("id") == session_id:
+            self._weights_lost |= not self._session.get("staged")
+            if self._session.get("staged"):
+                await self._resume()
 
     async def _pause(self) -> None:
         # A sleeping engine is paused already, and resumes when it is wholly awake.
