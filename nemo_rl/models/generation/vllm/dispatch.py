@@ -22,7 +22,7 @@ from nemo_rl.models.generation.continuation import Continuation, OnPreempt
 from nemo_rl.models.generation.errors import ShardPreemptedError, ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.router import Router
-from nemo_rl.models.generation.vllm.worker import RequestFailure
+from nemo_rl.models.generation.vllm.outbox import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 

@@ -11,50 +11,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.models.generation.continuation import safe_cut
 from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateError, StaleVersionError, WakeError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
-from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE, last_errors
+from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE
+from nemo_rl.models.generation.vllm.outbox import Outbox, RequestFailure, failure_of
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
 
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
 _ABORT_AGAIN_S = 0.02
-
-
-@dataclass(frozen=True)
-class RequestFailure:
-    """A request that ended without a result; `engine_dead` when no other request can be served either."""
-
-    request_id: str
-    message: str
-    engine_dead: bool = False
-
-
-def _failure(request_id: str, error: BaseException) -> RequestFailure:
-    """The error as text; where it only says that the engine is gone, also what the engine itself said."""
-    text = f"{type(error).__name__}: {error}"
-    if type(error).__name__ != "EngineDeadError" and "root cause" not in text:
-        return RequestFailure(request_id, text)
-    said = last_errors()
-    more = f"\nThe engine's own errors:\n{said}" if said else " The engine's processes left no message: they were killed from outside."
-    return RequestFailure(request_id, text + more, engine_dead=True)
-
-
-@dataclass
-class _Outbox:
-    """Finished results of one client, and the signal that there are some."""
-
-    results: list[GenerationResult | RequestFailure] = field(default_factory=list)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, result: GenerationResult | RequestFailure) -> None:
-        self.results.append(result)
-        self.ready.set()
 
 
 class VllmGenerationWorker:
@@ -73,7 +42,7 @@ class VllmGenerationWorker:
         self._bad_words = bad_words
         self._engine: Any = None
         self._stamps: Any = None
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outboxes: dict[str, Outbox] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
         self._leaving = False
         self._paused_at: float | None = None
@@ -95,7 +64,7 @@ class VllmGenerationWorker:
         try:
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs))
         except (RuntimeError, ValueError, OSError) as error:
-            raise GenerationError(f"the engine of shard {self._shard} could not start: {_failure('', error).message}") from error
+            raise GenerationError(f"the engine of shard {self._shard} could not start: {failure_of('', error).message}") from error
         self._stamps = VersionStamps(self._engine)
         await self._stamps.publish(0, kv_recomputed=True)
         return await self._rpc("nrl_describe")
@@ -107,7 +76,7 @@ class VllmGenerationWorker:
 
     async def submit(self, client: str, requests: list[GenerationRequest]) -> None:
         """Starts requests; their results come by `collect` of the same client. A shard that leaves sends them back at once."""
-        outbox = self._outboxes.setdefault(client, _Outbox())
+        outbox = self._outboxes.setdefault(client, Outbox())
         for request in requests:
             if self._leaving:
                 outbox.put(GenerationResult(request.request_id, [], [], "abort", (), self._shard))
@@ -116,17 +85,17 @@ class VllmGenerationWorker:
             self._tasks[request.request_id] = task
             task.add_done_callback(lambda done, request_id=request.request_id: self._deliver(outbox, request_id, done))
 
-    def _deliver(self, outbox: _Outbox, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
+    def _deliver(self, outbox: Outbox, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
         self._tasks.pop(request_id, None)
         self._stamps.end(request_id)
         if task.cancelled():
             return
         error = task.exception()
-        outbox.put(task.result() if error is None else _failure(request_id, error))
+        outbox.put(task.result() if error is None else failure_of(request_id, error))
 
     async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | RequestFailure]:
         """Finished results and failures; waits up to `max_wait_s` for the first."""
-        outbox = self._outboxes.setdefault(client, _Outbox())
+        outbox = self._outboxes.setdefault(client, Outbox())
         try:
             await asyncio.wait_for(outbox.ready.wait(), max_wait_s)
         except TimeoutError:
