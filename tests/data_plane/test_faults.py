@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -40,9 +41,13 @@ def controller_of(client: Any) -> str:
     return getattr(client, "inner", client)._connect.__self__.controller
 
 
+def pid_of(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+
+
 def kill(actor: Any) -> None:
     """Kills an actor and waits until its process is gone."""
-    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+    pid = pid_of(actor)
     ray.kill(actor)
     wait_until_gone([pid])
 
@@ -55,19 +60,14 @@ def small(ray_session: None) -> Iterator[Any]:
     client.close()
 
 
-def test_a_part_that_is_killed_is_named_within_the_deadline_and_closing_is_quiet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_part_that_is_killed_is_named_within_the_deadline() -> None:
     client = start("simple", ack_timeout_ms=60_000)
     write(client)
     for victim, says in (("-unit-0", "storage unit 0 at "), ("", "the controller at ")):
         kill(ray.get_actor(controller_of(client) + victim))
         with pytest.raises(DataPlaneError, match=f"{says}.* died; the rows it held are lost"):
             client.get_samples(IDS, "train", ["x"])
-    # Calls that still wait for the dead are ended, or the interpreter complains about them when it collects them.
-    complaints: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: complaints.append(f"{raised.err_msg} {raised.object!r}: {raised.exc_value}"))
     client.close()
-    gc.collect()
-    assert complaints == [] and "was destroyed but it is pending" not in caplog.text
 
 
 def test_two_runs_on_one_cluster_do_not_see_each_other(small: Any) -> None:
@@ -75,9 +75,9 @@ def test_two_runs_on_one_cluster_do_not_see_each_other(small: Any) -> None:
     write(small)
     assert other.list_samples("train") == {}
     other.put_samples(IDS[:1], "train", {"x": torch.tensor([9])})
-    pids = [ray.get(ray.get_actor(controller_of(other)).__ray_call__.remote(lambda self: os.getpid()), timeout=60)]
+    pid = pid_of(ray.get_actor(controller_of(other)))
     other.close()
-    wait_until_gone(pids)
+    wait_until_gone([pid])
     assert small.get_samples(IDS, "train", ["x"])["x"].tolist() == [0, 1, 2, 3]
     small.clear_samples(IDS, "train")
 
@@ -99,24 +99,36 @@ def test_a_run_reports_prometheus_metrics_of_its_own_and_of_the_controller(small
     small.clear_samples(IDS, "train")
 
 
-def test_a_write_that_is_under_way_when_the_client_closes_ends_at_once(small: Any) -> None:
+def test_a_call_that_is_under_way_when_the_client_closes_ends_at_once_and_quietly(
+    small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(small)
     client = pickle.loads(pickle.dumps(small))
-    failed: list[BaseException] = []
+    assert client.get_samples(IDS, "train", ["x"])["x"].tolist() == [0, 1, 2, 3]
+    failed: list[str] = []
 
-    def write_on() -> None:
+    def read() -> None:
         try:
-            while True:
-                client.put_samples(IDS, "train", {"x": torch.ones(4, 100_000)})
+            client.get_samples(IDS, "train", ["x"])
         except DataPlaneClosedError as error:
-            failed.append(error)
+            failed.append(str(error))
 
-    writer = threading.Thread(target=write_on)
-    writer.start()
-    while not small.list_samples("train"):
-        time.sleep(0.01)
-    client.close()
-    writer.join(timeout=60)
-    assert failed and "closed" in str(failed[0])
+    complaints: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: complaints.append(f"{raised.err_msg} {raised.object!r}: {raised.exc_value}"))
+    controller = pid_of(ray.get_actor(controller_of(small)))
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        time.sleep(0.5)
+        client.close()
+        reader.join(timeout=60)
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    assert failed and "closed" in failed[0]
+    # A call that is only forgotten would complain when it is collected.
+    gc.collect()
+    assert complaints == [] and "was destroyed but it is pending" not in caplog.text
     small.clear_samples(IDS, "train")
 
 
