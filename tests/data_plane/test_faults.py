@@ -144,19 +144,19 @@ def test_fifty_steps_leave_no_row_and_no_memory_behind(shared_clients: Callable[
     client = shared_clients("simple")
     store = DataPlaneStore(client, 0, 8, partition="fifty")
     parts = [ray.get_actor(controller_of(client) + part) for part in ("", "-unit-0", "-unit-1")]
-    batch = BatchedDataDict(input_ids=torch.ones(64, 8000, dtype=torch.int64), input_lengths=torch.full((64,), 8000), content=["text"] * 64)
+    batch = BatchedDataDict(input_ids=torch.ones(32, 8000, dtype=torch.int64), input_lengths=torch.full((32,), 8000), content=["text"] * 32)
     before: list[int] = []
     for step in range(50):
         with store.step():
             handle = store.write(batch)
-            assert store.apply(handle, TokenStage(add_up, ("input_ids",), ("advantages",)))["sum"].tolist() == [8000] * 64
-            store.update(handle, {"sample_mask": torch.ones(64)})
+            assert store.apply(handle, TokenStage(add_up, ("input_ids",), ("advantages",)))["sum"].tolist() == [8000] * 32
+            store.update(handle, {"sample_mask": torch.ones(32)})
         if step == 9:
             parts.append(store._runner)
             before = [psutil.Process().memory_info().rss, *map(resident, parts)]
     after = [psutil.Process().memory_info().rss, *map(resident, parts)]
     assert client.list_samples("fifty") == {}
-    # Forty steps wrote 40 x 64 x 8000 x (8 + 4) bytes = 246 MB; a sixth of it would show.
+    # Forty steps wrote 40 x 32 x 8000 x (8 + 4) bytes = 123 MB; a third of it would show.
     assert all(late - early < 40e6 for early, late in zip(before, after, strict=True)), (before, after)
     store.close()
 
