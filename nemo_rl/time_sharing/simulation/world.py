@@ -205,6 +205,8 @@ class World:
     def _end_rank(self, job: SimulatedJob, rank: int) -> None:
         life = job.life
         if life is not None and life.agent.ranks[rank].phase is not Phase.ASLEEP:
+            # Dead before its requests go elsewhere, or some would be sent to it again.
+            life.generation.set_active(rank, False)
             life.generation.preempt(rank)
             life.started_ranks.discard(rank)
             life.record.emit(MemoryFreed(f"rank {rank}", life.agent.topology.ranks[rank]))
