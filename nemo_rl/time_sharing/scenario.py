@@ -7,7 +7,9 @@ mappings are checked by the same rules as a real registration. Times are in seco
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +17,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, register
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, COUNTS, Limits, limits_from
 
 Seconds = Annotated[float, Field(ge=0.0, le=1e7, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, le=1e4)]
+
+
+_PERIODS = frozenset({"heartbeat_s", "lease_s", "retry_s", "replan_s", "max_tick_s"})
 
 
 class ScenarioError(ValueError):
@@ -167,12 +172,7 @@ class Scenario(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Scenario:
-        known = {f.name: f for f in dataclasses.fields(Limits)}
-        for key, value in self.limits.items():
-            if key not in known:
-                raise ValueError(f"limits.{key}: unknown; the limits are {', '.join(known)}")
-            if value < 0:
-                raise ValueError(f"limits.{key}: {value} is negative")
+        _check_limits(self.limits)
         names = [job.name for job in self.jobs]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
@@ -202,6 +202,24 @@ class Scenario(_Section):
     @property
     def scheduler_limits(self) -> Limits:
         return limits_from(self.limits)
+
+
+def _check_limits(limits: Mapping[str, float]) -> None:
+    known = [f.name for f in dataclasses.fields(Limits)]
+    for key, value in limits.items():
+        if key not in known:
+            raise ValueError(f"limits.{key}: unknown; the limits are {', '.join(known)}")
+        if value < 0:
+            raise ValueError(f"limits.{key}: {value} is negative")
+        if not math.isfinite(value):
+            raise ValueError(f"limits.{key}: {value} is not a finite number")
+        if key in COUNTS and value != int(value):
+            raise ValueError(f"limits.{key}: {value} is not a whole number")
+        if key in _PERIODS and value == 0:
+            raise ValueError(f"limits.{key}: must be more than 0 seconds, as something is done that often")
+    typed = limits_from(limits)
+    if typed.heartbeat_s >= typed.lease_s:
+        raise ValueError(f"limits.heartbeat_s: {typed.heartbeat_s:g} s must be less than lease_s ({typed.lease_s:g} s), or every pipeline is taken for dead")
 
 
 def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, Any]:

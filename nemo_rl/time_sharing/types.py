@@ -259,10 +259,10 @@ class Limits:
         }[verb]
 
 
-_COUNTS = frozenset({"max_backfills", "max_initialising"})
+COUNTS = frozenset({"max_backfills", "max_initialising"})
 
 
 def limits_from(values: Mapping[str, float]) -> Limits:
     """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no limit."""
-    typed: dict[str, Any] = {name: int(value) if name in _COUNTS else value for name, value in values.items()}
+    typed: dict[str, Any] = {name: int(value) if name in COUNTS else value for name, value in values.items()}
     return replace(Limits(), **typed)

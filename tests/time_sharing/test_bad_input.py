@@ -66,6 +66,22 @@ def test_a_key_that_does_not_exist_is_named(path: str) -> None:
         parse_scenario(scenario)
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"aging_s": float("nan")}, "limits.aging_s: nan is not a finite number"),
+        ({"lease_s": float("inf")}, "limits.lease_s: inf is not a finite number"),
+        ({"drain_s": -1}, "limits.drain_s: -1.0 is negative"),
+        ({"max_initialising": 1.5}, "limits.max_initialising: 1.5 is not a whole number"),
+        ({"heartbeat_s": 0}, "limits.heartbeat_s: must be more than 0 seconds"),
+        ({"heartbeat_s": 60}, "limits.heartbeat_s: 60 s must be less than lease_s"),
+    ],
+)
+def test_limits_under_which_nothing_could_run_are_refused(limits: dict[str, float], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        parse_scenario({"limits": limits, "jobs": [{"name": "a", "train": [0], "infer": [0, 1]}]})
+
+
 def test_a_mistake_in_the_job_of_a_fleet_is_found_in_the_fleet() -> None:
     fleets = {"first": FLEET, "second": {**FLEET, "job": {"steps": 0}}}
     with pytest.raises(ScenarioError, match=r"^scenario: fleets\.second\.job\.steps: Input should be greater than or equal to 1"):
