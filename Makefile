@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), TEST_SESSIONS (pytest sessions at once), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), TEST_SESSIONS (0: one; on larger machines as many as there are pairs of cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 READY_DEV := $(VENV)/.installed-dev
 RESULTS := results/arithmetic
-TEST_SESSIONS ?= 2
+TEST_SESSIONS ?= 0
 
 export PYTHONUNBUFFERED := 1
 
@@ -52,7 +52,6 @@ $(RESULTS)/base/config.json: examples/make_tiny_model.py | $(READY)
 	$(BIN)/python examples/make_tiny_model.py $(RESULTS)/base --layers 2 --hidden 128
 
 # NRL_REQUIRE_MOONCAKE=1 (as in .ci/run) turns what cannot run here into failures; otherwise the closing lines name it.
-# Two sessions, each with a Ray cluster of its own, share the files: half of the time one of them waits for something to start.
 test: $(READY_DEV) mooncake-libs ## every test
 	$(BIN)/python -m pytest -n $(TEST_SESSIONS) --dist loadfile
 
