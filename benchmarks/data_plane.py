@@ -30,6 +30,8 @@ import torch
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client
+from nemo_rl.data_plane.adapters.system import TransferQueueSystem, start_transfer_queue
+from nemo_rl.data_plane.adapters.transfer_queue import fetch_config
 from nemo_rl.data_plane.codec import pack_jagged_fields
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
@@ -75,6 +77,19 @@ def through_the_plane(client: Any, columns: Columns) -> tuple[float, Columns]:
     seconds = time.perf_counter() - started
     client.clear_samples(ids, "train")
     return seconds, dict(fetched)
+
+
+def join_directly(system: TransferQueueSystem) -> Any:
+    """Makes TransferQueue's own functions use the same processes."""
+    from transfer_queue import interface
+    from transfer_queue.client import TransferQueueClient
+
+    config, _ = fetch_config(system.address.controller)
+    storage = config.backend.storage_backend
+    client = TransferQueueClient(client_id="directly", controller_info=config.controller.zmq_info)
+    client.initialize_storage_manager(manager_type=storage, config=config.backend[storage])
+    interface._TQ_CLIENT = client
+    return client
 
 
 def directly(columns: Columns) -> tuple[float, Columns]:
@@ -126,11 +141,11 @@ def compare(args: argparse.Namespace) -> None:
     """Best of several, each way in turn, so that a busy machine is busy for all."""
     columns = step_columns(args.rows, args.tokens)
     sizes = {"global_segment_size": args.segment_gib << 30, "local_buffer_size": 1 << 28} if args.backend == "mooncake_cpu" else {}
-    client = build_data_plane_client(DataPlaneConfig(enabled=True, backend=args.backend, **sizes))
-    # Not before the client: it loads the libraries without which `transfer_queue` takes Mooncake for missing.
-    import transfer_queue
-
-    transfer_queue.init()
+    cfg = DataPlaneConfig(enabled=True, backend=args.backend, **sizes)
+    system = start_transfer_queue(cfg)
+    client = build_data_plane_client(cfg, bootstrap=False, address=system.address)
+    client.list_samples("train")
+    direct_client = join_directly(system)
     ways: dict[str, Callable[[], tuple[float, Columns]]] = {
         f"data plane ({args.backend})": lambda: through_the_plane(client, columns),
         "TransferQueue, one field per column": lambda: directly(columns),
@@ -153,8 +168,9 @@ def compare(args: argparse.Namespace) -> None:
     print("| way | s a step | MB/s | against TransferQueue directly |\n|---|---|---|---|")
     for name, value in best.items():
         print(f"| {name} | {value:.3f} | {moved / value:.0f} | {direct / value:.2f}x |")
+    direct_client.close()
     client.close()
-    transfer_queue.close()
+    system.close()
 
 
 class MadeUpRollouts:
