@@ -170,7 +170,7 @@ def test_a_session_that_was_aborted_leaves_the_version_and_the_next_one_works(en
         windows = export(index, timeout_s)
         for window in windows:
             assert window is not None
-            with open(window["handle"]["path"], "r+b") as segment:
+            with open(window["host"]["handle"]["path"], "r+b") as segment:
                 segment.seek(12345)
                 byte = segment.read(1)[0]
                 segment.seek(12345)
