@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,6 +100,7 @@ class Unrest:
         self._stop = threading.Event()
         self.transitions = 0
         self.to_zero = 0
+        self.refits = 0
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -117,6 +119,15 @@ class Unrest:
                 self.move()
         except BaseException as error:  # noqa: BLE001 - the test's own thread asks for it
             self.error = error
+
+    def refit(self) -> None:
+        """Brings the shards that serve to the cache's version; where all of them sleep, the first that wakes."""
+        deadline = time.monotonic() + 60.0
+        while self._engines.elastic.refresh() is None:
+            assert self.error is None, self.error
+            assert time.monotonic() < deadline, "no shard came back"
+            time.sleep(0.01)
+        self.refits += 1
 
     def move(self) -> None:
         """One shard or some change sides."""
