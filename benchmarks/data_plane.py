@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import threading
 import time
@@ -163,7 +162,7 @@ def compare(args: argparse.Namespace) -> None:
     best = {name: min(values) for name, values in seconds.items()}
     direct = best["TransferQueue, one field per column"]
     print(
-        f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of {args.repeats}; {os.cpu_count()} cores, {platform.processor()}"
+        f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of {args.repeats}; {os.cpu_count()} cores"
     )
     print("| way | s a step | MB/s | against TransferQueue directly |\n|---|---|---|---|")
     for name, value in best.items():
