@@ -161,9 +161,7 @@ def compare(args: argparse.Namespace) -> None:
     moved = sum(columns[name].nbytes for names in (ROLLOUT, LP_SEED_FIELDS, DP_TRAIN_FIELDS, DP_TRAIN_FIELDS[-3:]) for name in names) / 1e6
     best = {name: min(values) for name, values in seconds.items()}
     direct = best["TransferQueue, one field per column"]
-    print(
-        f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of {args.repeats}; {os.cpu_count()} cores"
-    )
+    print(f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of {args.repeats}; {os.cpu_count()} cores")
     print("| way | s a step | MB/s | against TransferQueue directly |\n|---|---|---|---|")
     for name, value in best.items():
         print(f"| {name} | {value:.3f} | {moved / value:.0f} | {direct / value:.2f}x |")
