@@ -44,6 +44,7 @@ class WaitChecks:
         self.found: list[tuple[int, str]] = []
         self._limits: dict[str, float] = {}
         self._waits: dict[tuple[str, str], tuple[str, float]] = {}
+        self._dissolved: set[tuple[str, str]] = set()
         self._commands: dict[str, tuple[str, float]] = {}
         self._holds: dict[tuple[str, str], tuple[float, float]] = {}
         self._requests: dict[tuple[str, str], _Waiting] = {}
@@ -130,9 +131,10 @@ class WaitChecks:
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
-        # What a pipeline's processes waited for ended with them.
+        # What a pipeline's processes waited for ended with them; one that could not be ended may still say so of itself.
         for wait in [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]:
             del self._waits[wait]
+            self._dissolved.add(wait)
         for table in (self._requests, self._holds):
             for key in [key for key in table if key[0] == event.pipeline]:
                 del table[key]
@@ -144,8 +146,11 @@ class WaitChecks:
 
     def _wait_ended(self, entry: Entry, event: rec.WaitEnded) -> None:
         self._agents_now = max(self._agents_now, entry.time)
-        wait = self._waits.pop((entry.source, event.wait_id), None)
-        if wait is None:
+        key = (entry.source, event.wait_id)
+        wait = self._waits.pop(key, None)
+        if wait is None and key in self._dissolved:
+            self._dissolved.remove(key)
+        elif wait is None:
             self._bad(8, f"{entry.source} ends wait {event.wait_id}, which it had not begun")
         elif entry.time > self._effective(wait[1]):
             self._bad(8, f"{entry.source} waited for {wait[0]} until {entry.time:.1f} s, its deadline was {wait[1]:.1f} s")
