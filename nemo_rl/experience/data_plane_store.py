@@ -111,11 +111,10 @@ class DataPlaneStore:
                 raise ValueError(f"the policy stored {name!r} as {result.columns.get(name)!r}, the column {column!r} was expected")
         return handle.with_fields(list(renamed))
 
-    def read(self, handle: KVBatchMeta, columns: Sequence[str] | None = None) -> BatchedDataDict[Any]:
-        """The named columns, or all, brought into this process."""
-        names = list(handle.fields or ()) if columns is None else columns
-        self._check(handle, names)
-        return read_columns(self._client, handle, names, pad_value_dict=self._pad_values)
+    def read(self, handle: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """The named columns, brought into this process."""
+        self._check(handle, columns)
+        return read_columns(self._client, handle, columns, pad_value_dict=self._pad_values)
 
     def columns(self, handle: KVBatchMeta) -> list[str]:
         """What the meta says is written."""

@@ -47,8 +47,8 @@ class ExperienceStore(Protocol[Handle]):
         """Takes over what a policy call returned: `column=name_in_result`."""
         ...
 
-    def read(self, handle: Handle, columns: Sequence[str] | None = None) -> BatchedDataDict[Any]:
-        """The named columns, or all, in row order.
+    def read(self, handle: Handle, columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """The named columns, in row order.
 
         Raises:
             KeyError: A column was never written.
@@ -123,17 +123,16 @@ class InProcessStore:
         """Copies the result's columns under their new names."""
         return self.update(handle, {column: result[name] for column, name in renamed.items()})
 
-    def read(self, handle: BatchedDataDict[Any], columns: Sequence[str] | None = None) -> BatchedDataDict[Any]:
-        """The named columns, or all.
+    def read(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
+        """The named columns.
 
         Raises:
             KeyError: A column was never written.
         """
-        names = list(handle) if columns is None else columns
-        missing = [name for name in names if name not in handle]
+        missing = [name for name in columns if name not in handle]
         if missing:
             raise KeyError(f"columns {missing} were never written; there are {sorted(handle)}")
-        return BatchedDataDict({name: handle[name] for name in names})
+        return BatchedDataDict({name: handle[name] for name in columns})
 
     def columns(self, handle: BatchedDataDict[Any]) -> list[str]:
         """The batch's keys."""

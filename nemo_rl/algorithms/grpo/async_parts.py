@@ -71,7 +71,7 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
     groups = [
         {
             "key": list(group.key),
-            "tokens": run.store.read(group.tokens).get_dict(),
+            "tokens": run.store.read(group.tokens, run.store.columns(group.tokens)).get_dict(),
             "rows": group.rows.get_dict(),
             "metrics": group.metrics,
             "generated_at": group.generated_at,
