@@ -16,6 +16,7 @@ from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
 _SLACK_S = 5.0
+_OUTLIVED = "could not be ended"
 """What timers may be late: ticks come at least every second, and a restarted scheduler needs a few to catch up."""
 
 
@@ -44,7 +45,7 @@ class WaitChecks:
         self.found: list[tuple[int, str]] = []
         self._limits: dict[str, float] = {}
         self._waits: dict[tuple[str, str], tuple[str, float]] = {}
-        self._dissolved: set[tuple[str, str]] = set()
+        self._outlived: set[tuple[str, str]] = set()
         self._commands: dict[str, tuple[str, float]] = {}
         self._holds: dict[tuple[str, str], tuple[float, float]] = {}
         self._requests: dict[tuple[str, str], _Waiting] = {}
@@ -131,10 +132,12 @@ class WaitChecks:
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
-        # What a pipeline's processes waited for ended with them; one that could not be ended may still say so of itself.
-        for wait in [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]:
+        # What a pipeline's processes waited for ended with them; only one that could not be ended may still say so of itself.
+        waits = [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]
+        for wait in waits:
             del self._waits[wait]
-            self._dissolved.add(wait)
+        if event.reason == _OUTLIVED:
+            self._outlived.update(waits)
         for table in (self._requests, self._holds):
             for key in [key for key in table if key[0] == event.pipeline]:
                 del table[key]
@@ -148,8 +151,8 @@ class WaitChecks:
         self._agents_now = max(self._agents_now, entry.time)
         key = (entry.source, event.wait_id)
         wait = self._waits.pop(key, None)
-        if wait is None and key in self._dissolved:
-            self._dissolved.remove(key)
+        if wait is None and key in self._outlived:
+            self._outlived.remove(key)
         elif wait is None:
             self._bad(8, f"{entry.source} ends wait {event.wait_id}, which it had not begun")
         elif entry.time > self._effective(wait[1]):
