@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
 from typing import Any
 
 import psutil
 import ray
 
 from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
+from nemo_rl.distributed.processes import kill_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +117,7 @@ def _start_local(**options: Any) -> None:
 def _end_half_started(before: set[psutil.Process]) -> None:
     """Ends the processes of a cluster that did not come up; Ray itself would leave them running until this process ends."""
     ray.shutdown()
-    started = [process for process in psutil.Process().children(recursive=True) if process not in before]
-    for process in started:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(started, timeout=_END_TIMEOUT_S)
+    kill_and_wait([process for process in psutil.Process().children(recursive=True) if process not in before], _END_TIMEOUT_S)
 
 
 def shutdown_ray() -> None:

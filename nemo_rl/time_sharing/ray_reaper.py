@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from nemo_rl.distributed.processes import kill_and_wait
+
 logger = logging.getLogger(__name__)
 
 _TITLE = "ray::"
@@ -106,10 +108,4 @@ def end_processes(pids: Sequence[int], timeout_s: float) -> bool:
                 family += [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             continue
-    for process in family:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(family, timeout=timeout_s)
-    return not alive
+    return kill_and_wait(family, timeout_s)
