@@ -93,11 +93,37 @@ class Elastic:
         return list(await asyncio.gather(*(self.generation.generate_one(request) for request in requests)))
 
     async def while_running(self, requests: Sequence[GenerationRequest], action: Any, after_s: float = 0.15) -> list[GenerationResult]:
-        """Results of requests below which `action` (a blocking call) happens."""
+        """Results of requests that may be running or over when `action` (a blocking call) happens."""
         running = asyncio.ensure_future(self.run(requests))
         await asyncio.sleep(after_s)
         await asyncio.to_thread(action)
         return await running
+
+    async def under_load(self, action: Any, lanes: int = 24, tokens: int = 48) -> tuple[list[GenerationRequest], list[GenerationResult]]:
+        """Requests and their results where every lane has one running from before `action` (a blocking call) begins until it is over."""
+        requests: list[GenerationRequest] = []
+        results: list[GenerationResult] = []
+        warm, over = asyncio.Event(), asyncio.Event()
+
+        async def lane(number: int) -> None:
+            while not over.is_set():
+                # Lanes of different lengths never begin and end together.
+                (request,) = self.requests(1, tokens=tokens - number % 8)
+                result = await self.generation.generate_one(request)
+                requests.append(request)
+                results.append(result)
+                if len(results) >= lanes:
+                    warm.set()
+
+        async def act() -> None:
+            try:
+                await asyncio.wait_for(warm.wait(), 60.0)
+                await asyncio.to_thread(action)
+            finally:
+                over.set()
+
+        await asyncio.gather(act(), *(lane(number) for number in range(lanes)))
+        return requests, results
 
     def refresh(self, version: int, *, recompute_kv: bool = True) -> Any:
         """All shards that serve get a version."""

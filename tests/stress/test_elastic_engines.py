@@ -105,11 +105,11 @@ def test_every_shard_serves_and_every_token_is_of_its_version(engines: Elastic) 
 
 
 def test_requests_of_a_leaving_shard_go_on_elsewhere_with_every_token_they_have(engines: Elastic) -> None:
-    requests = engines.requests(30, tokens=40)
     before = engines.generation._dispatcher.preempted
-    results = asyncio.run(engines.while_running(requests, lambda: engines.elastic.shrink([1])))
+    requests, results = asyncio.run(engines.under_load(lambda: engines.elastic.shrink([1]), lanes=30, tokens=40))
     assert engines.generation._dispatcher.preempted > before
-    assert {len(result.token_ids) for result in results if result.finish_reason == "length"} <= {40}
+    ended = [(len(result.token_ids), request.max_new_tokens) for request, result in zip(requests, results, strict=True) if result.finish_reason == "length"]
+    assert ended and all(drawn == limit for drawn, limit in ended)
     assert engines.worst(requests, results) < TOLERANCE
     assert engines.generation.router.active == {0}
     resized = engines.elastic.expand([1])
@@ -175,14 +175,13 @@ def test_a_shard_without_current_weights_is_never_routed(engines: Elastic) -> No
 def test_spans_are_exact_across_refits_below_running_requests(engines: Elastic, own: bool) -> None:
     engines.generation.group.run("count_versions", own=own)
     version = engines.cache.version or 0
-    requests = engines.requests(24, tokens=48)
     reports = []
 
     def two_refits() -> None:
         reports.append(engines.refresh(version + 1))
         reports.append(engines.refresh(version + 2))
 
-    results = asyncio.run(engines.while_running(requests, two_refits))
+    requests, results = asyncio.run(engines.under_load(two_refits))
     assert any(len(result.spans) > 1 for result in results), "no request ran across a refit"
     assert not any(span.mixed_kv for result in results for span in result.spans)
     assert engines.worst(requests, results) < TOLERANCE
@@ -194,8 +193,7 @@ def test_spans_are_exact_across_refits_below_running_requests(engines: Elastic, 
 
 def test_without_recomputing_keys_the_spans_say_so(engines: Elastic) -> None:
     version = engines.cache.version or 0
-    requests = engines.requests(24, tokens=48)
-    results = asyncio.run(engines.while_running(requests, lambda: engines.refresh(version + 1, recompute_kv=False)))
+    _, results = asyncio.run(engines.under_load(lambda: engines.refresh(version + 1, recompute_kv=False)))
     across = [result for result in results if len(result.spans) > 1]
     assert across
     for result in across:
@@ -324,7 +322,7 @@ def test_when_the_last_shard_hangs_its_requests_fail_by_name(engines: Elastic) -
     pid = workers[0]["pid"]
 
     async def hang() -> None:
-        await engines.while_running(engines.requests(24, tokens=48), lambda: os.kill(pid, signal.SIGSTOP))
+        await engines.under_load(lambda: os.kill(pid, signal.SIGSTOP))
 
     with pytest.raises(GenerationError, match=r"(?s)no shard is left to serve: .*vllm \(rank 0, node [\d.]+\) is gone while request \w+ ran: "):
         asyncio.run(hang())
