@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import threading
@@ -281,7 +282,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         environment = {
             "CUDA_VISIBLE_DEVICES": str(slot.device_index),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            "PYTHONPATH": f"{ROOT}:{ROOT}/benchmarks",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
         }
         actor = ray.remote(CacheOwner).options(
             num_cpus=0, num_gpus=0.4, scheduling_strategy=own.strategy_for(slot.node_rank, slot.bundle_index), runtime_env={"env_vars": environment}

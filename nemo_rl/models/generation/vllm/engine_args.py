@@ -80,6 +80,9 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
     if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
         kwargs["distributed_executor_backend"] = "mp"
+        if cuda:
+            # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their end.
+            kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return EngineSpec(
         kwargs | dict(generation.vllm_kwargs),
         _environment(policy, cuda=cuda, threads=threads),
