@@ -22,7 +22,7 @@ from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedErr
 from nemo_rl.data_plane.interfaces import DataPlaneClient, Located, Storage
 from nemo_rl.data_plane.layout import Layout, holders, newest_blocks, next_generation
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import is_token_column
+from nemo_rl.data_plane.schema import SCHEMA, is_token_column
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class StoredClient(DataPlaneClient):
             raise ValueError(f"tags must align 1:1 with sample_ids: {len(tags)} tags for {len(ids)} ids")
         if len(set(ids)) != len(ids):
             raise ValueError(f"partition {partition_id!r}: sample ids repeat in one put: {_repeated(ids)}")
+        for name, column in columns.items():
+            _check_dtype(name, column)
         meta = KVBatchMeta(partition_id, None, ids, list(columns), tags=None if tags is None else [dict(tag) for tag in tags])
         if ids and (columns or tags is not None):
             blocks = encode(columns, len(ids))
@@ -290,6 +292,18 @@ def _padded_column(name: str, value: Any, lengths: tuple[int, ...]) -> Column:
     if aligned and value.shape[0] == len(lengths) and value.shape[1] >= max(lengths, default=0):
         return Padded(value, lengths)
     return _column(name, value)
+
+
+def _check_dtype(name: str, column: Column) -> None:
+    """A known column of whole numbers holds whole numbers, one of real numbers real ones; their width is the writer's choice."""
+    values = column.values if isinstance(column, (Jagged, Padded)) else column
+    expected = SCHEMA[name].dtype if name in SCHEMA else None
+    if expected is None:
+        return
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"column {name!r} holds {expected}, a tensor; {type(values).__name__} was given")
+    if values.is_floating_point() != expected.startswith("float"):
+        raise TypeError(f"column {name!r} holds {expected}, {str(values.dtype).removeprefix('torch.')} was given; convert it before it is put")
 
 
 def _wire_form(column: Column) -> Any:

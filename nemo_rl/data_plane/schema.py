@@ -36,7 +36,7 @@ class FieldSchema:
     Attributes:
         name: Column name.
         axis: What it has one value of.
-        dtype: Name of its torch dtype where it is always the same.
+        dtype: Name of its torch dtype where it is always the same; a writer may choose another width of the same kind (bfloat16 for float32).
         pad: What it is padded with.
         pad_with_token: Padded with the tokenizer's pad id instead.
         producer: The stage that writes it.

@@ -120,6 +120,14 @@ class DataPlaneStore:
         """What the meta says is written."""
         return list(handle.fields or ())
 
+    def stamp(self, handle: KVBatchMeta, tags: Mapping[str, torch.Tensor]) -> None:
+        """Tags lie in the meta."""
+        handle.stamp_tags({name: value.tolist() for name, value in tags.items()})
+
+    def tag(self, handle: KVBatchMeta, name: str) -> torch.Tensor:
+        """See `ExperienceStore`."""
+        return torch.tensor(handle.tag(name))
+
     def apply(self, handle: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage beside the rows; its columns stay there."""
         self._check(handle, stage.reads)

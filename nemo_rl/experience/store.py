@@ -22,6 +22,7 @@ from nemo_rl.experience.stage import StageOutput, TokenStage
 
 Handle = TypeVar("Handle")
 _DETACHED_TIMEOUT_S = 300.0
+_TAG = "tag/"
 
 
 class ExperienceStore(Protocol[Handle]):
@@ -57,6 +58,18 @@ class ExperienceStore(Protocol[Handle]):
 
     def columns(self, handle: Handle) -> list[str]:
         """Names of the columns that a handle's rows have."""
+        ...
+
+    def stamp(self, handle: Handle, tags: Mapping[str, torch.Tensor]) -> None:
+        """Notes numbers about rows, [B] each, to decide by; they go wherever `select` and `concat` take the rows, and cost no call."""
+        ...
+
+    def tag(self, handle: Handle, name: str) -> torch.Tensor:
+        """What was noted, [B].
+
+        Raises:
+            KeyError: Some row was never stamped with it.
+        """
         ...
 
     def apply(self, handle: Handle, stage: TokenStage) -> dict[str, torch.Tensor]:
@@ -135,8 +148,18 @@ class InProcessStore:
         return BatchedDataDict({name: handle[name] for name in columns})
 
     def columns(self, handle: BatchedDataDict[Any]) -> list[str]:
-        """The batch's keys."""
-        return list(handle)
+        """The batch's keys, but for tags."""
+        return [name for name in handle if not name.startswith(_TAG)]
+
+    def stamp(self, handle: BatchedDataDict[Any], tags: Mapping[str, torch.Tensor]) -> None:
+        """Tags are columns that no stage sees."""
+        handle.update({_TAG + name: value for name, value in tags.items()})
+
+    def tag(self, handle: BatchedDataDict[Any], name: str) -> torch.Tensor:
+        """See `ExperienceStore`."""
+        if _TAG + name not in handle:
+            raise KeyError(f"no row has a tag {name!r}; there are {sorted(column.removeprefix(_TAG) for column in handle if column.startswith(_TAG))}")
+        return handle[_TAG + name]
 
     def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage here; a detached one in a thread, once the one before is done."""

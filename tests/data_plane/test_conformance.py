@@ -154,6 +154,12 @@ def test_what_does_not_match_the_ids_is_refused_before_anything_is_written(clien
         client.put_samples(["a", "a"], partition, {"x": torch.arange(2)})
     with pytest.raises(TypeError, match=r"column 'x', row 1: non-tensor value of type .*object"):
         client.put_samples(IDS[:2], partition, {"x": [1, object()]})
+    with pytest.raises(TypeError, match="column 'input_lengths' holds int64, float32 was given; convert it"):
+        client.put_samples(IDS, partition, {"input_lengths": torch.ones(4)})
+    with pytest.raises(TypeError, match="column 'advantages' holds float32, int64 was given"):
+        client.put_padded(IDS, partition, {"advantages": torch.ones(4, max(LENGTHS), dtype=torch.int64)}, LENGTHS)
+    with pytest.raises(TypeError, match="column 'input_ids' holds int64, a tensor; list was given"):
+        client.put_samples(IDS, partition, {"input_ids": ["one", "two", "three", "four"]})
     assert client.list_samples(partition) == {}
 
 

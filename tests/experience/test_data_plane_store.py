@@ -63,6 +63,24 @@ def test_the_verbs_mean_the_same_as_in_process(client: StoredClient) -> None:
     assert client.list_samples("train") == {}
 
 
+def test_tags_go_where_rows_go_and_are_no_columns(client: StoredClient) -> None:
+    seen = []
+    for store in (InProcessStore(0, 4), DataPlaneStore(client, 0, 4)):
+        typed: Any = store
+        with typed.step():
+            one, two = typed.write(batch(3, 2, 5)), typed.write(batch(8, 1))
+            columns = typed.columns(one)
+            typed.stamp(one, {"std": torch.tensor([0.1, 0.0, 1 / 3]), "turns": torch.tensor([1, 2, 3])})
+            typed.stamp(two, {"std": torch.tensor([0.5, 0.7]), "turns": torch.tensor([4, 5])})
+            kept = typed.concat([typed.select(one, [2, 0]), typed.select(two, [1])])
+            assert typed.columns(one) == columns
+            seen.append((typed.tag(kept, "std").tolist(), typed.tag(kept, "turns").tolist(), typed.tag(kept, "std").dtype))
+            with pytest.raises(KeyError, match="tag 'baseline'"):
+                typed.tag(kept, "baseline")
+        typed.close()
+    assert seen[0] == seen[1] and seen[0][0] == torch.tensor([1 / 3, 0.1, 0.7]).tolist()
+
+
 def test_a_step_that_fails_leaves_no_row_and_touches_no_others(client: StoredClient) -> None:
     store = DataPlaneStore(client, 0)
     earlier = store.write(batch(2))

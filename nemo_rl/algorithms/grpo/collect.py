@@ -82,13 +82,15 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
         experience = next_experience(len(selections))
         with run.timer.time("reward_calculation"):
             score_rewards(experience.rows, cfg)
+            # Whoever holds a handle alone, without the driver's columns, can judge its rows.
+            run.store.stamp(experience.handle, {name: experience.rows[name] for name in ("std", "baseline")})
         if not cfg.use_dynamic_sampling:
             filter_rows(experience.rows, cfg)
             return experience
         with run.timer.time("dynamic_sampling"):
             generated_rewards.append(experience.rows["reward"])
             kept_rows = sum(part.rows.size for part in kept)
-            selection = select_rows(experience.rows["std"], kept_before=kept_rows, num_gen_batches=len(selections) + 1, cfg=cfg)
+            selection = select_rows(run.store.tag(experience.handle, "std"), kept_before=kept_rows, num_gen_batches=len(selections) + 1, cfg=cfg)
             selections.append(selection)
             kept.append(_keep(run, experience, selection))
         if selection.complete:
