@@ -16,7 +16,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.experience.rollouts import run_multi_turn_rollout
-from nemo_rl.models.generation.interfaces import GenerationError, verify_right_padding
+from nemo_rl.models.generation.interfaces import GenerationError, GenerationResult, verify_right_padding
 from nemo_rl.utils.record_events import SyncFinished
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone, without_place
 
@@ -134,10 +134,18 @@ def test_sleep_gives_the_memory_back_and_waking_restores_every_token(engine: Col
     assert engine.run(requests) == before
 
 
+async def many_running(engine: Colocated) -> list[asyncio.Future[GenerationResult]]:
+    """More requests than the engine runs at once, from the moment when the shard has the first of them."""
+    running = [asyncio.ensure_future(engine.generation.generate_one(request)) for request in engine.requests(1200, tokens=20)]
+    async with asyncio.timeout(30.0):
+        while not engine.generation.router.requests(0):
+            await asyncio.sleep(0)
+    return running
+
+
 def test_a_shard_with_running_requests_does_not_sleep(engine: Colocated) -> None:
     async def sleep_while_busy() -> None:
-        running = [asyncio.ensure_future(engine.generation.generate_one(request)) for request in engine.requests(64, tokens=20)]
-        await asyncio.sleep(0.1)
+        running = await many_running(engine)
         with pytest.raises(WorkerError, match=r"shard 0 has \d+ running requests; end them before it sleeps"):
             engine.generation.sleep()
         await asyncio.gather(*running)
@@ -200,8 +208,7 @@ def test_a_killed_engine_fails_its_requests_by_name_within_seconds(engine: Coloc
     pids = engine_pids(engine.generation)
 
     async def kill_while_busy() -> None:
-        running = [asyncio.ensure_future(engine.generation.generate_one(request)) for request in engine.requests(64, tokens=20)]
-        await asyncio.sleep(0.05)
+        running = await many_running(engine)
         kill(pids[0])
         outcomes = await asyncio.gather(*running, return_exceptions=True)
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
