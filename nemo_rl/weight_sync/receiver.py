@@ -8,6 +8,7 @@ set only after every window has been loaded and the model has been finalised.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +67,25 @@ def decode_bucket(plain: dict[str, Any]) -> BucketLayout:
     return BucketLayout(tensors, tuple(plain["offsets"]), plain["nbytes"])
 
 
+@dataclass(frozen=True)
+class _Arrived:
+    """The bytes of a window, and what they are."""
+
+    received_B: torch.Tensor
+    buckets: list[BucketLayout]
+    checksums: list[str]
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, BucketLayout]]:
+        start = 0
+        for bucket in self.buckets:
+            yield self.received_B[start : start + bucket.nbytes], bucket
+            start += align(bucket.nbytes)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for part_B, bucket in self.parts():
+            yield from unpack(part_B, bucket)
+
+
 class WeightReceiver:
     """Receives sessions one after the other.
 
@@ -81,7 +101,8 @@ class WeightReceiver:
         self._session: dict[str, Any] = {}
         self._next_window = 0
         self._loading = False
-        self._staged: list[tuple[torch.Tensor, list[BucketLayout]]] = []
+        self._staged: list[_Arrived] = []
+        self._arriving: _Arrived | None = None
         self.version: int | None = None
 
     def begin(self, session: dict[str, Any]) -> None:
@@ -121,15 +142,25 @@ class WeightReceiver:
         if self._opener is None or window["index"] != self._next_window:
             raise SyncProtocolError(f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}")
         sender = self._choose_sender(window["senders"])
-        received_B = self._opener.open(sender["handle"])
-        buckets = [decode_bucket(plain) for plain in window["buckets"]]
-        self._verify(received_B, buckets, sender["checksums"])
-        if self._session.get("staged"):
-            self._staged.append((received_B.clone(), buckets))
-        else:
-            self._target.load_weights(_named_tensors(received_B, buckets))
+        arrived = _Arrived(self._opener.open(sender["handle"]), [decode_bucket(plain) for plain in window["buckets"]], sender["checksums"])
+        # While these bytes travel, those that came before them are taken in.
+        if self._arriving is not None:
+            self._take(self._arriving)
+        self._arriving = arrived if self._opener.copies else None
+        if self._arriving is None or window["index"] + 1 == self._session["windows"]:
+            self._take(arrived)
+            self._arriving = None
         synchronize(self._device)
         self._next_window += 1
+
+    def _take(self, arrived: _Arrived) -> None:
+        self._verify(arrived)
+        if not self._session.get("staged"):
+            self._target.load_weights(arrived.named_tensors())
+        elif self._opener is not None and self._opener.copies:
+            self._staged.append(arrived)
+        else:
+            self._staged.append(replace(arrived, received_B=arrived.received_B.clone()))
 
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
         place = place_of(self._session["transport"], device_uuid(self._device))
@@ -137,15 +168,13 @@ class WeightReceiver:
             raise SyncProtocolError(f"nothing is staged at {place}, where this worker was told to read; senders are at {sorted(senders)}")
         return senders[place]
 
-    def _verify(self, received_B: torch.Tensor, buckets: list[BucketLayout], expected: list[str]) -> None:
-        if not expected:
+    def _verify(self, arrived: _Arrived) -> None:
+        if not arrived.checksums:
             return
-        start = 0
-        for bucket, want in zip(buckets, expected, strict=True):
-            got = checksum(received_B[start : start + bucket.nbytes], bucket.nbytes)
+        for (part_B, bucket), want in zip(arrived.parts(), arrived.checksums, strict=True):
+            got = checksum(part_B, bucket.nbytes)
             if got != want:
                 raise ChecksumMismatchError(f"bucket with {bucket.tensors[0].name!r}: received {got}, sent {want} (session {self._session['id']})")
-            start += align(bucket.nbytes)
 
     def finish(self, version: int) -> int:
         """Finalises the model, ends the session and takes over its version.
@@ -157,8 +186,8 @@ class WeightReceiver:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
         if self._session.get("staged"):
             self._begin_load()
-            for received_B, buckets in self._staged:
-                self._target.load_weights(_named_tensors(received_B, buckets))
+            for arrived in self._staged:
+                self._target.load_weights(arrived.named_tensors())
         self._target.finish_load()
         self._loading = False
         synchronize(self._device)
@@ -179,14 +208,8 @@ class WeightReceiver:
 
     def _close(self) -> None:
         self._staged.clear()
+        self._arriving = None
         if self._opener is not None:
             self._opener.close()
         self._opener = None
         self._session = {}
-
-
-def _named_tensors(received_B: torch.Tensor, buckets: list[BucketLayout]) -> Iterator[tuple[str, torch.Tensor]]:
-    start = 0
-    for bucket in buckets:
-        yield from unpack(received_B[start : start + bucket.nbytes], bucket)
-        start += align(bucket.nbytes)

@@ -20,7 +20,7 @@ from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolErro
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.session import SyncOptions, SyncSession, SyncTimeoutError
 from nemo_rl.weight_sync.transports.base import TransportError
-from nemo_rl.weight_sync.transports.host import HostStaging, remove_stale_segments
+from nemo_rl.weight_sync.transports.host import HostOpener, HostStaging, remove_stale_segments
 from tests.weight_sync.models import DictModel, Engines, weights
 
 CPU = torch.device("cpu")
@@ -119,6 +119,34 @@ def test_the_next_window_is_packed_while_one_is_read() -> None:
     second_packed = threading.Event()
     trainer.tamper = lambda index, sender: second_packed.set() if index == 1 else None
     sync(trainer, Engines(DictModel(lambda: None if second_packed.wait(10.0) else pytest.fail("window 1 was not packed while window 0 was read"))))
+
+
+def test_bytes_that_a_receiver_copies_travel_while_those_before_them_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class CopyingOpener(HostOpener):
+        """As on a GPU."""
+
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.copies = True
+
+        def open(self, handle: dict[str, Any]) -> torch.Tensor:
+            told.append("open")
+            return super().open(handle).clone()
+
+    monkeypatch.setattr("nemo_rl.weight_sync.transports.host.HostOpener", CopyingOpener)
+    for staged in (False, True):
+        told.clear()
+        trainer, engines = Trainer(weights(), budget=4096), Engines(DictModel(lambda: told.append("load")))
+        engines.before_finish = lambda: told.append("finish")
+        session = SyncSession(trainer, engines, version=3, options=OPTIONS, staged=staged)
+        windows = session.run().windows
+        loads = ["load"] * windows
+        expected = [*["open"] * windows, "finish", *loads] if staged else ["open", *["open", "load"] * (windows - 1), "load", "finish"]
+        assert told == expected
+        assert engines.receivers[0].version == 3
+        assert all(torch.equal(engines.models[0].weights[name], tensor) for name, tensor in trainer.weights.items())
 
 
 def test_a_flipped_byte_is_caught_and_no_target_takes_the_version() -> None:

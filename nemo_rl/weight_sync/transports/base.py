@@ -38,7 +38,14 @@ class Staging(ABC):
 
 
 class Opener(ABC):
-    """A receiver's side: opens handles. Buffers may be kept mapped between calls until `close`."""
+    """A receiver's side: opens handles. Buffers may be kept mapped between calls until `close`.
+
+    Attributes:
+        copies: Whether opened bytes are the receiver's own, which it may read after it has answered. They may still be on their way: whatever is
+            enqueued on the device's stream after `open` finds them there.
+    """
+
+    copies: bool = False
 
     @abstractmethod
     def open(self, handle: dict[str, Any]) -> torch.Tensor:

@@ -71,6 +71,7 @@ class HostOpener(Opener):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.copies = device.type == "cuda"
         self._mapped: dict[str, torch.Tensor] = {}
 
     def open(self, handle: dict[str, Any]) -> torch.Tensor:
