@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
@@ -132,7 +133,7 @@ def _move_busy(board: Board, result: Plan, names: list[str], shares: dict[str, f
         for _, rank, donors in sorted(_options(board, name, served)):
             if not _wants_more(board, name, targets, False):
                 break
-            if all(_may_give(board, shares, donor, drank, name) for donor, drank in donors):
+            if _may_give(board, shares, donors, name):
                 for donor, drank in donors:
                     why: Reason = ("gives", donor, served[donor], name, served[name]) if donor in served else ("surplus", donor, name)
                     board.shrink(result, donor, drank, why)
@@ -175,26 +176,36 @@ def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None
         pair = (lease.pipeline, lease.rank)
         if pair in donors:
             continue
-        pipeline = board.pipelines[lease.pipeline]
-        awake = pipeline.awake[lease.rank]
-        if awake.phase is not Phase.ACTIVE:
-            return None
-        in_turn = board.now < awake.since + turn_seconds(board, pipeline)
-        if in_turn and board.useful[lease.pipeline] >= board.counts[lease.pipeline]:
+        if board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE:
             return None
         donors.append(pair)
+    given = _ranks_by_giver(donors)
+    for name, rank in donors:
+        pipeline = board.pipelines[name]
+        in_turn = board.now < pipeline.awake[rank].since + turn_seconds(board, pipeline)
+        if in_turn and board.counts[name] - given[name] < board.useful[name]:
+            return None
     return donors
 
 
-def _may_give(board: Board, shares: dict[str, float], donor: str, rank: int, taker: str) -> bool:
-    """Giving must leave the giver at least as well served as the taker becomes, by a margin; a pipeline without use for the rank just gives."""
-    if donor == taker or (donor, rank) in board.shrunk:
-        return False
-    if board.counts[donor] > board.useful[donor]:
-        return True
-    tp = board.pipelines[donor].topology.tp
+def _ranks_by_giver(donors: list[tuple[str, int]]) -> Counter[str]:
+    """How many ranks each giver gives: a wide rank may lie on several of the same pipeline."""
+    return Counter(name for name, _ in donors)
+
+
+def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, int]], taker: str) -> bool:
+    """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives."""
     after = _served(board, taker, shares, board.pipelines[taker].topology.tp)
-    return _served(board, donor, shares, -tp) >= after and _served(board, donor, shares) >= (1 + board.limits.hysteresis) * _served(board, taker, shares)
+    enough = (1 + board.limits.hysteresis) * _served(board, taker, shares)
+    for donor, ranks in _ranks_by_giver(donors).items():
+        if donor == taker or any((donor, rank) in board.shrunk for name, rank in donors if name == donor):
+            return False
+        if board.counts[donor] - ranks >= board.useful[donor]:
+            continue
+        less = ranks * board.pipelines[donor].topology.tp
+        if _served(board, donor, shares, -less) < after or _served(board, donor, shares) < enough:
+            return False
+    return True
 
 
 def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:
@@ -220,7 +231,7 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
             donors = _donors(board, gpus)
             if donors is not None and all((d, r) not in board.shrunk for d, r in donors):
                 held = min(board.pipelines[d].awake[r].since for d, r in donors)
-                spare = min(board.counts[d] for d, _ in donors)
+                spare = min(board.counts[d] - ranks for d, ranks in _ranks_by_giver(donors).items())
                 options.append((rank not in pipeline.warm, -spare, held, rank, donors))
             elif donors is None and (turn_end := _turn_end(board, gpus)) > board.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.

@@ -165,6 +165,28 @@ def test_a_finished_pipeline_gives_its_ranks_to_one_with_work() -> None:
     assert shrunk(result) and {name for name, _ in expanded(result)} == {"busy"}
 
 
+def test_a_wide_rank_does_not_take_the_last_ranks_of_a_pipeline_that_has_work() -> None:
+    fleet = Fleet(8, min_hold_s=10.0)
+    fleet.add("narrow", [], [0, 1], demand=3, rank_batch=8)
+    fleet.add("wide", [], list(range(8)), tp=2, demand=1000)
+    fleet.wake("narrow", 0, 1, at=50.0)
+    fleet.wake("wide", 1, 2, 3, at=50.0)
+    assert fleet.plan(100.0).empty
+    fleet.add("third", [], [0, 1], demand=1, at=99.0)
+    result = fleet.plan(100.0)
+    assert len(shrunk(result)) == 1 and {name for name, _ in expanded(result)} == {"third"}
+
+
+def test_what_a_wide_rank_takes_in_turn_is_more_than_its_giver_needs() -> None:
+    fleet = Fleet(3, min_hold_s=10.0)
+    fleet.add("narrow", [], [0, 1, 2], demand=16, rank_batch=8)
+    fleet.add("wide", [], [0, 1], tp=2, demand=1000)
+    fleet.wake("narrow", 0, 1, 2, at=99.0)
+    assert not shrunk(fleet.plan(100.0))
+    fleet.demand("narrow", 16, done=8)
+    assert shrunk(fleet.plan(100.0)) == {("narrow", 0), ("narrow", 1)}
+
+
 def test_without_demand_nothing_moves() -> None:
     fleet = Fleet(2)
     fleet.add("a", [0], [0, 1])
