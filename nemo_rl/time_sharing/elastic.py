@@ -179,13 +179,18 @@ def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None
         if board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE:
             return None
         donors.append(pair)
+    return None if _in_turn(board, donors) else donors
+
+
+def _in_turn(board: Board, donors: list[tuple[str, int]]) -> bool:
+    """Whether one of these ranks is in its turn and of use to its pipeline, had that given all of them."""
     given = _ranks_by_giver(donors)
     for name, rank in donors:
         pipeline = board.pipelines[name]
-        in_turn = board.now < pipeline.awake[rank].since + turn_seconds(board, pipeline)
-        if in_turn and board.counts[name] - given[name] < board.useful[name]:
-            return None
-    return donors
+        needed = board.counts[name] - given[name] < board.useful[name]
+        if needed and board.now < pipeline.awake[rank].since + turn_seconds(board, pipeline):
+            return True
+    return False
 
 
 def _ranks_by_giver(donors: list[tuple[str, int]]) -> Counter[str]:
@@ -194,7 +199,10 @@ def _ranks_by_giver(donors: list[tuple[str, int]]) -> Counter[str]:
 
 
 def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, int]], taker: str) -> bool:
-    """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives."""
+    """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives.
+
+    A turn is looked at again, since the giver may have given what it had too many earlier in the same plan.
+    """
     after = _served(board, taker, shares, board.pipelines[taker].topology.tp)
     enough = (1 + board.limits.hysteresis) * _served(board, taker, shares)
     for donor, ranks in _ranks_by_giver(donors).items():
@@ -205,7 +213,7 @@ def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, in
         less = ranks * board.pipelines[donor].topology.tp
         if _served(board, donor, shares, -less) < after or _served(board, donor, shares) < enough:
             return False
-    return True
+    return not _in_turn(board, donors)
 
 
 def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:

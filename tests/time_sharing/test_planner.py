@@ -187,6 +187,16 @@ def test_what_a_wide_rank_takes_in_turn_is_more_than_its_giver_needs() -> None:
     assert shrunk(fleet.plan(100.0)) == {("narrow", 0), ("narrow", 1)}
 
 
+def test_a_pipeline_that_has_given_what_it_had_too_many_keeps_the_rest_for_its_turn() -> None:
+    fleet = Fleet(4, min_hold_s=10.0)
+    fleet.add("some", [], [0, 1, 2], demand=16, rank_batch=8)
+    fleet.add("more", [], [0, 1, 2, 3], demand=1000)
+    fleet.wake("some", 0, 1, 2, at=99.0)
+    fleet.wake("more", 3, at=50.0)
+    assert len(shrunk(fleet.plan(100.0))) == 1
+    assert len(shrunk(fleet.plan(110.0))) == 2
+
+
 def test_without_demand_nothing_moves() -> None:
     fleet = Fleet(2)
     fleet.add("a", [0], [0, 1])
