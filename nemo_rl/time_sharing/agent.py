@@ -203,7 +203,8 @@ class Agent(RankKeeper):
             self._answer(command, Outcome.REFUSED, detail=f"{command.cluster} is held under epoch {held.epoch}")
             return
         asked = want is not None and want.request == command.request
-        if held is not None and held.priority is command.priority and not asked:
+        if held is not None and not asked:
+            # Sent again by a new scheduler, it may arrive after the grant that came next; obeyed now, it would take training back to log-probs.
             self._answer(command, Outcome.DONE)
             return
         if want is not None and asked:

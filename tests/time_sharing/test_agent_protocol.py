@@ -275,6 +275,18 @@ def test_a_held_cluster_goes_from_log_probs_to_training_in_place(bench: Bench) -
     assert sum(type(entry.event).__name__ == "MemoryTaken" for entry in bench.record.entries) == 1
 
 
+def test_a_grant_for_log_probs_that_a_new_scheduler_repeats_too_late_does_not_undo_training(bench: Bench) -> None:
+    bench.agent.want(ACTOR_TRAIN, Priority.OLD_LOG_PROBS, 0, 0.0)
+    first = bench.agent.wants[ACTOR_TRAIN].request
+    bench.grant(Priority.OLD_LOG_PROBS)
+    bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0.0)
+    bench.grant()
+    late = bench.tell(Verb.GRANT, epoch=9, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.OLD_LOG_PROBS, request=first)
+    assert outcome(late) is Outcome.DONE
+    assert bench.agent.holds[ACTOR_TRAIN].priority is Priority.ACTOR_TRAINING
+    assert bench.host.grants == [(ACTOR_TRAIN, Priority.OLD_LOG_PROBS), (ACTOR_TRAIN, Priority.ACTOR_TRAINING)]
+
+
 def test_what_cannot_be_asked_for_is_refused_at_once(bench: Bench) -> None:
     with pytest.raises(ProtocolError, match="cannot be requested"):
         bench.agent.want("critic", Priority.CRITIC_TRAINING, 0, 0.0)
