@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterator
 
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
@@ -184,18 +183,17 @@ def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None
 
 def _in_turn(board: Board, donors: list[tuple[str, int]]) -> bool:
     """Whether one of these ranks is in its turn and of use to its pipeline, had that given all of them."""
-    given = _ranks_by_giver(donors)
     for name, rank in donors:
         pipeline = board.pipelines[name]
-        needed = board.counts[name] - given[name] < board.useful[name]
+        needed = board.counts[name] - _given_by(name, donors) < board.useful[name]
         if needed and board.now < pipeline.awake[rank].since + turn_seconds(board, pipeline):
             return True
     return False
 
 
-def _ranks_by_giver(donors: list[tuple[str, int]]) -> Counter[str]:
-    """How many ranks each giver gives: a wide rank may lie on several of the same pipeline."""
-    return Counter(name for name, _ in donors)
+def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
+    """How many of these ranks are of one pipeline: a wide rank may lie on several."""
+    return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
 
 
 def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, int]], taker: str) -> bool:
@@ -205,12 +203,13 @@ def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, in
     """
     after = _served(board, taker, shares, board.pipelines[taker].topology.tp)
     enough = (1 + board.limits.hysteresis) * _served(board, taker, shares)
-    for donor, ranks in _ranks_by_giver(donors).items():
-        if donor == taker or any((donor, rank) in board.shrunk for name, rank in donors if name == donor):
+    for donor, rank in donors:
+        if donor == taker or (donor, rank) in board.shrunk:
             return False
-        if board.counts[donor] - ranks >= board.useful[donor]:
+        given = _given_by(donor, donors)
+        if board.counts[donor] - given >= board.useful[donor]:
             continue
-        less = ranks * board.pipelines[donor].topology.tp
+        less = given * board.pipelines[donor].topology.tp
         if _served(board, donor, shares, -less) < after or _served(board, donor, shares) < enough:
             return False
     return not _in_turn(board, donors)
@@ -239,7 +238,7 @@ def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) 
             donors = _donors(board, gpus)
             if donors is not None and all((d, r) not in board.shrunk for d, r in donors):
                 held = min(board.pipelines[d].awake[r].since for d, r in donors)
-                spare = min(board.counts[d] - ranks for d, ranks in _ranks_by_giver(donors).items())
+                spare = min(board.counts[d] - _given_by(d, donors) for d, _ in donors)
                 options.append((rank not in pipeline.warm, -spare, held, rank, donors))
             elif donors is None and (turn_end := _turn_end(board, gpus)) > board.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.
