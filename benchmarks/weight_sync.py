@@ -62,9 +62,9 @@ class CacheOwner:
         self._builder = CacheBuilder(bucket_bytes, torch.device("cpu"))
         self._sender: Any = None
 
-    def build(self, version: int) -> CacheManifest:
-        """Packs a version."""
-        return self._builder.build(version, self._metas, random_weights(self._metas, version))
+    def build(self, version: int, served: str | None) -> CacheManifest:
+        """Packs a version beside the buffer that is served."""
+        return self._builder.build(version, self._metas, random_weights(self._metas, version), served=served)
 
     def device(self) -> str:
         """Identity of this rank's device."""
@@ -289,7 +289,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         )
         owner = actor.remote(str(model), dtype, bucket_bytes)
         through = RemoteOwner(owner, own)
-        cache = BucketCache(lambda version: ray.get(owner.build.remote(version), timeout=600.0))
+        cache = BucketCache(lambda version, served: ray.get(owner.build.remote(version, served), timeout=600.0))
     else:
         local = CacheOwner(str(model), dtype, bucket_bytes)
         cache = BucketCache(local.build)

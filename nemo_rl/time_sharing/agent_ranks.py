@@ -42,11 +42,16 @@ class RankKeeper:
     def refresh(self) -> None:
         """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears `refreshed`."""
         self._refresh_begun = self.published != self.cached
-        self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE and rank.busy is None}
+        self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
         for index in sorted(self._refreshing):
-            operation = self._perform(index, REFRESH, self.cached)
-            self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH))
+            # One that still takes an earlier version takes this one after it.
+            if self.ranks[index].busy is None:
+                self._begin_refresh(index)
         self._publish_if_refreshed()
+
+    def _begin_refresh(self, index: int) -> None:
+        operation = self._perform(index, REFRESH, self.cached)
+        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH))
 
     def performed(self, operation: Operation, ok: bool) -> None:
         """The host has finished an operation; one that was given up meanwhile is ignored."""
@@ -62,6 +67,8 @@ class RankKeeper:
         following, rank.waiting = rank.waiting, None
         if following is not None and rank.busy is None:
             self._begin(rank, following)
+        if operation.kind == REFRESH:
+            self._go_on_refreshing(operation.rank)
 
     def rank_broken(self, index: int) -> None:
         """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler is told."""
@@ -206,7 +213,13 @@ class RankKeeper:
             rank.version = version
         else:
             self.rank_broken(operation.rank)
-        self._refreshing.discard(operation.rank)
+
+    def _go_on_refreshing(self, index: int) -> None:
+        rank = self.ranks[index]
+        if index in self._refreshing and rank.phase is Phase.ACTIVE and rank.busy is None and rank.version != self.cached:
+            self._begin_refresh(index)
+            return
+        self._refreshing.discard(index)
         self._publish_if_refreshed()
 
     def _publish_if_refreshed(self) -> None:

@@ -80,14 +80,14 @@ class CacheBuilder:
         self._device = device
         self._buffers: list[HostStaging] = []
         self._capacity = 0
-        self._turn = 0
 
     @torch.no_grad()
-    def build(self, version: int, metas: Sequence[TensorMeta], weights: Iterable[tuple[str, torch.Tensor]]) -> CacheManifest:
+    def build(self, version: int, metas: Sequence[TensorMeta], weights: Iterable[tuple[str, torch.Tensor]], *, served: str | None) -> CacheManifest:
         """Packs one version beside the one that is served.
 
         Args:
             version: Of the weights.
+            served: Path of the buffer that sessions read, which stays as it is.
             metas: What the export yields, in order.
             weights: The export.
 
@@ -100,7 +100,7 @@ class CacheBuilder:
         for bucket in buckets:
             starts.append(starts[-1] + align(bucket.nbytes))
         self._allocate(starts[-1])
-        staging = self._buffers[self._turn]
+        staging = next(buffer for buffer in self._buffers if buffer.path != served)
         export = iter(weights)
         for bucket, start in zip(buckets, starts, strict=False):
             for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
@@ -110,7 +110,6 @@ class CacheBuilder:
                 pack_tensor(staging.buffer_B, start + offset, meta, tensor)
         handle = staging.publish(starts[-1])
         sums = tuple(checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes) for bucket, start in zip(buckets, starts, strict=False))
-        self._turn = 1 - self._turn
         return CacheManifest(version, handle["path"], handle["mapped"], tuple(buckets), tuple(starts[:-1]), sums)
 
     def _allocate(self, nbytes: int) -> None:
@@ -137,11 +136,11 @@ class BucketCache:
     """Who owns the cache: the served version, the lock, and one build at a time.
 
     Args:
-        build: Builds a version and says what it holds; where the buffers live.
+        build: Builds a version beside the buffer of a path and says what it holds; where the buffers live.
         timeout_s: How long a build or a session waits for its turn.
     """
 
-    def __init__(self, build: Callable[[int], CacheManifest], *, timeout_s: float = 150.0) -> None:
+    def __init__(self, build: Callable[[int, str | None], CacheManifest], *, timeout_s: float = 150.0) -> None:
         self._build = build
         self._timeout_s = timeout_s
         self._reading = threading.Lock()
@@ -165,7 +164,7 @@ class BucketCache:
             served = self.version
             if served is not None and version < served:
                 raise CacheError(f"version {version} cannot be built: the cache already serves version {served}")
-            manifest = self._build(version)
+            manifest = self._build(version, self._manifest.path if self._manifest is not None else None)
             if not self._reading.acquire(timeout=self._timeout_s):
                 raise CacheError(f"version {version} is built, but a session has been reading version {served} for {self._timeout_s:.0f} s")
             try:

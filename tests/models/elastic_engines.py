@@ -183,10 +183,10 @@ def elastic_engines(model: Path, shards: int, *overrides: str) -> Iterator[Elast
     try:
         versions = Versions(model)
 
-        def build(version: int) -> CacheManifest:
+        def build(version: int, served: str | None) -> CacheManifest:
             weights = versions.weights(version)
             metas = [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-            return builder.build(version, metas, weights.items())
+            return builder.build(version, metas, weights.items(), served=served)
 
         cache = BucketCache(build)
         options = SyncOptions(bucket_bytes=1 << 20, verify=True, timeout_s=60.0)

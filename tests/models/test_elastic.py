@@ -100,9 +100,9 @@ class World:
         self.record = MemoryRecord()
         self.elastic = ElasticGeneration(self.generation, self.cache, OPTIONS, record=self.record)
 
-    def _build(self, version: int) -> CacheManifest:
+    def _build(self, version: int, served: str | None) -> CacheManifest:
         tensors = weights(float(version))
-        return self.builder.build(version, [TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items()], tensors.items())
+        return self.builder.build(version, [TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items()], tensors.items(), served=served)
 
     @property
     def versions(self) -> list[int | None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_rl.models.dtensor.checkpoint import _plain, _restore_scheduler
 from nemo_rl.models.policy.optimizer import OptimizerConfigError, build_optimizer, build_scheduler
 
 
@@ -68,3 +70,26 @@ def test_schedules_follow_each_other_at_their_milestones() -> None:
         optimizer.step()
         scheduler.step()
     assert rates == [0.5, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [SchedulerConfig(name="transformers.get_cosine_schedule_with_warmup", kwargs={"num_warmup_steps": 2, "num_training_steps": 10})],
+        PolicyConfig().scheduler,
+    ],
+)
+def test_a_schedule_that_was_written_down_goes_on_where_it_was(entries: list[SchedulerConfig]) -> None:
+    whole, resumed = _sgd(), _sgd()
+    schedules = [build_scheduler(entries, optimizer) for optimizer in (whole, resumed)]
+    assert schedules[0] is not None and schedules[1] is not None
+    for _ in range(3):
+        whole.step()
+        schedules[0].step()
+    _restore_scheduler(schedules[1], json.loads(json.dumps(_plain(schedules[0].state_dict()))))
+    for group, same in zip(resumed.param_groups, whole.param_groups, strict=True):
+        group["lr"] = same["lr"]
+    for optimizer, schedule in zip((whole, resumed), schedules, strict=True):
+        optimizer.step()
+        schedule.step()
+    assert schedules[1].get_last_lr() == schedules[0].get_last_lr()

@@ -203,6 +203,40 @@ def test_refresh_reaches_every_serving_rank_before_the_version_is_out(bench: Ben
     assert bench.host.published == [1] and {bench.agent.ranks[r].version for r in (1, 2)} == {1}
 
 
+def test_a_version_that_comes_while_a_rank_takes_the_one_before_reaches_it_too(bench: Bench) -> None:
+    bench.route(1)
+    bench.route(2)
+    train(bench, 1)
+    bench.agent.refresh()
+    first, second = bench.host.operations
+    bench.host.operations.clear()
+    bench.agent.performed(first, True)
+    bench.agent.cache_built(2)
+    bench.agent.refresh()
+    assert not bench.host.published
+    bench.agent.performed(second, True)
+    assert [(operation.rank, operation.version) for operation in bench.host.operations] == [(1, 2), (2, 2)]
+    bench.finish()
+    assert bench.host.published == [2] and {bench.agent.ranks[r].version for r in (1, 2)} == {2}
+
+
+def test_a_rank_that_drains_while_it_takes_old_weights_holds_up_no_publication(bench: Bench) -> None:
+    bench.route(1)
+    bench.route(2)
+    train(bench, 1)
+    bench.agent.refresh()
+    first, second = bench.host.operations
+    bench.host.operations.clear()
+    bench.agent.performed(first, True)
+    bench.agent.cache_built(2)
+    bench.agent.refresh()
+    bench.tell(Verb.DRAIN, 2, finish=False)
+    bench.agent.performed(second, True)
+    bench.finish()
+    assert bench.host.published == [2] and bench.host.routed == {1}
+    assert (bench.agent.ranks[1].version, bench.agent.ranks[2].phase) == (2, Phase.DRAINING)
+
+
 def test_with_no_rank_awake_the_refresh_is_nothing_and_publishes(bench: Bench) -> None:
     train(bench, 1)
     bench.agent.refresh()

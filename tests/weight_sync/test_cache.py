@@ -29,11 +29,11 @@ class Owner:
         self.cache = BucketCache(self.build, timeout_s=0.3)
         self.during_build: Callable[[], None] = lambda: None
 
-    def build(self, version: int) -> CacheManifest:
+    def build(self, version: int, served: str | None) -> CacheManifest:
         self.during_build()
         tensors = weights(float(version))
         metas = [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
-        return self.builder.build(version, metas, tensors.items())
+        return self.builder.build(version, metas, tensors.items(), served=served)
 
     def sync(self, engines: Engines, version: int, *, staged: bool = False) -> Any:
         return SyncSession(self.cache.source(version), engines, version=version, options=OPTIONS, staged=staged).run()
@@ -81,6 +81,9 @@ def test_bytes_and_version_change_together_and_not_below_a_session(owner: Owner)
     before = {name: tensor.clone() for name, tensor in manifest.weights()}
     with pytest.raises(CacheError, match="version 2 is built, but a session has been reading version 1 for 0 s"):
         owner.cache.build(2)
+    # Nor is it packed over by those who try again.
+    with pytest.raises(CacheError, match="version 3 is built, but a session has been reading version 1"):
+        owner.cache.build(3)
     assert owner.cache.version == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in manifest.weights())
     owner.cache.release()
@@ -142,7 +145,7 @@ def test_weights_that_are_not_resident_are_never_cached(owner: Owner) -> None:
     tensors["w3"].untyped_storage().resize_(0)
     metas = [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
     with pytest.raises(LayoutError, match="w3: its storage is empty; weights must be resident"):
-        owner.builder.build(1, metas, tensors.items())
+        owner.builder.build(1, metas, tensors.items(), served=None)
 
 
 def test_a_cache_that_was_damaged_is_caught_by_its_version_checksums(owner: Owner) -> None:

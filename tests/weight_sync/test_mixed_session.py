@@ -182,9 +182,10 @@ class Owner:
         self.sender: WeightSender | None = None
         self.begun = 0
 
-    def build(self, version: int) -> CacheManifest:
+    def build(self, version: int, served: str | None) -> CacheManifest:
         tensors = weights(float(version))
-        return self.builder.build(version, [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()], tensors.items())
+        metas = [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
+        return self.builder.build(version, metas, tensors.items(), served=served)
 
     def devices(self) -> list[str]:
         return [NAMES[0], NAMES[1]]

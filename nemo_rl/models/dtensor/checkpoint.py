@@ -92,7 +92,7 @@ class CheckpointWriter:
 def _copied(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
-    return tree.clone() if isinstance(tree, torch.Tensor) else tree
+    return tree.to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
 
 
 def _write_weights(model: Any, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, save_format: str) -> None:
@@ -178,7 +178,9 @@ def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
         for child, child_state in zip(made_of_others._schedulers, children, strict=True):
             _restore_scheduler(child, child_state)
     for key, value in state.items():
-        setattr(scheduler, key, _like(getattr(scheduler, key, None), value))
+        # Functions of the step are not in files; the configuration has made them anew.
+        if key != "lr_lambdas":
+            setattr(scheduler, key, _like(getattr(scheduler, key, None), value))
 
 
 def _like(current: Any, saved: Any) -> Any:

@@ -45,9 +45,9 @@ class PolicyWeightCache:
         """
         return self.cache.build(version)
 
-    def _build(self, version: int) -> CacheManifest:
+    def _build(self, version: int, served: str | None) -> CacheManifest:
         group = self._policy.worker_group
-        manifests = group.run("build_cpu_bucket_cache", step=version, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
+        manifests = group.run("build_cpu_bucket_cache", step=version, bucket_bytes=self._bucket_bytes, served=served, timeout_s=self._timeout_s)
         manifest: CacheManifest = manifests[_OWNER]
         return manifest
 

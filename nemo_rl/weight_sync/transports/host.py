@@ -29,13 +29,16 @@ _STALE_AFTER_S = 60.0
 class HostStaging(Staging):
     """A segment of shared memory of `nbytes` bytes.
 
+    Attributes:
+        path: Where it lies.
+
     Raises:
         TransportError: Shared memory is full.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         remove_stale_segments()
-        self._path = os.path.join(SHARED_MEMORY_DIR, f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}")
+        self.path = os.path.join(SHARED_MEMORY_DIR, f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}")
         stat = os.statvfs(SHARED_MEMORY_DIR)
         available = stat.f_bavail * stat.f_frsize
         if nbytes > available:
@@ -43,7 +46,7 @@ class HostStaging(Staging):
                 f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, the staging buffer needs {nbytes >> 20} MiB; lower weight_sync.bucket_bytes"
             )
         # Stays open: the lock on it is what tells a living sender's segment from a dead one's.
-        self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         os.ftruncate(self._descriptor, nbytes)
         self._map = mmap.mmap(self._descriptor, nbytes)
@@ -55,13 +58,13 @@ class HostStaging(Staging):
         """Path and size of the segment; on a GPU, after the copies into it have finished."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return {"path": self._path, "nbytes": nbytes, "mapped": len(self._map)}
+        return {"path": self.path, "nbytes": nbytes, "mapped": len(self._map)}
 
     def close(self) -> None:
         """Removes the segment."""
         _unpin(self.buffer_B, self._device)
-        if os.path.exists(self._path):
-            os.unlink(self._path)
+        if os.path.exists(self.path):
+            os.unlink(self.path)
             os.close(self._descriptor)
         self.buffer_B = torch.empty(0, dtype=torch.uint8)
 

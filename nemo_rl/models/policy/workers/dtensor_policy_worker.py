@@ -300,8 +300,13 @@ class DTensorPolicyWorker(TQWorkerMixin):
         weights = full_weights(self.scorer, self._export_dtype(), self.mesh.device)
         self._sender = WeightSender(spec, weights, self.mesh.device, source=self.mesh.rank)
 
-    def build_cpu_bucket_cache(self, step: int, bucket_bytes: int) -> CacheManifest | None:
+    def build_cpu_bucket_cache(self, step: int, bucket_bytes: int, served: str | None = None) -> CacheManifest | None:
         """Packs the current weights as version `step` into host memory on the first rank; every rank takes part in the export.
+
+        Args:
+            step: The version.
+            bucket_bytes: Size of a bucket.
+            served: Path of the buffer that sessions read, which stays as it is; None before the first.
 
         Returns:
             What the cache holds, from the rank that owns it.
@@ -313,7 +318,7 @@ class DTensorPolicyWorker(TQWorkerMixin):
             return None
         if self._cache is None:
             self._cache = CacheBuilder(bucket_bytes, self.mesh.device)
-        return self._cache.build(step, self.tensor_metas(), weights)
+        return self._cache.build(step, self.tensor_metas(), weights, served=served)
 
     def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
         """Starts a session that sends a built version from this rank."""
