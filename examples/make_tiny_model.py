@@ -4,17 +4,20 @@ Byte-level tokenizer (every text can be encoded, no merges), random weights draw
 ordinary Hugging Face directory: the same arguments give the same bytes. It exists so that the whole loop can be run
 and tested where nothing can be downloaded.
 
-    python examples/make_tiny_model.py OUT_DIR [--layers 2] [--hidden 128] [--heads 4] [--kv-heads 2] [--seed 0]
+    python examples/make_tiny_model.py OUT_DIR [--layers 2] [--hidden 128] [--heads 4] [--kv-heads 2] [--experts 0] [--seed 0]
+
+With `--experts N` every feed-forward is a mixture of N experts, of which a token takes two.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -40,35 +43,42 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(vocab_size: int, *, layers: int, hidden: int, heads: int, kv_heads: int, seed: int, eos: int, pad: int) -> Qwen3ForCausalLM:
-    """Random float32 weights of a Qwen3 causal language model with tied embeddings, drawn from `seed`."""
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
+def make_model(
+    vocab_size: int, *, layers: int, hidden: int, heads: int, kv_heads: int, seed: int, eos: int, pad: int, experts: int = 0
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """Random float32 weights of a Qwen3 (with experts: Qwen3-MoE) causal language model with tied embeddings, drawn from `seed`."""
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
         # One over the square root of the width: so narrow a model hardly learns from the usual 0.02.
-        initializer_range=hidden**-0.5,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        bos_token_id=None,
-    )
+        "initializer_range": hidden**-0.5,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "bos_token_id": None,
+    }
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config).to(torch.float32)
+    if not experts:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.float32)
+    routed = Qwen3MoeConfig(**sizes, moe_intermediate_size=2 * hidden, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(routed).to(torch.float32)
 
 
-def save_tiny_model(out_dir: Path, *, layers: int = 2, hidden: int = 128, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> Qwen3ForCausalLM:
+def save_tiny_model(
+    out_dir: Path, *, layers: int = 2, hidden: int = 128, heads: int = 4, kv_heads: int = 2, seed: int = 0, experts: int = 0
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """Writes model and tokenizer to `out_dir` and returns the model."""
     tokenizer = make_tokenizer()
     eos, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     # Rounded up so that the vocabulary divides over any small tensor-parallel size.
     vocab_size = (len(tokenizer) + 63) // 64 * 64
-    model = make_model(vocab_size, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, seed=seed, eos=eos, pad=pad)
+    model = make_model(vocab_size, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, seed=seed, eos=eos, pad=pad, experts=experts)
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     return model
@@ -82,9 +92,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    model = save_tiny_model(args.out_dir, layers=args.layers, hidden=args.hidden, heads=args.heads, kv_heads=args.kv_heads, seed=args.seed)
+    sizes = vars(args)
+    model = save_tiny_model(sizes.pop("out_dir"), **sizes)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{args.out_dir}: {parameters / 1e6:.2f} M parameters, vocabulary {model.config.vocab_size}")
 

@@ -90,6 +90,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like `tiny_model`, a Qwen3-MoE with four experts in each layer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny_moe"
+    example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=128, experts=4)
+    return folder
+
+
 def example(name: str) -> ModuleType:
     """`examples/<name>.py` as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from nemo_rl.config.automodel import AutomodelConfig, MoEParallelizerConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.section import DefaultFrom, NotYet, Section
@@ -46,19 +47,6 @@ class LoraConfig(Section):
     use_triton: bool = Field(True, description="Use Triton kernels.")
 
 
-class AutomodelConfig(Section):
-    """`policy.dtensor_cfg.automodel_kwargs`."""
-
-    force_hf: bool = Field(False, description="Accepted for NeMo-RL's recipes: models are transformers' own classes with both values.")
-    use_liger_kernel: Annotated[bool, NotYet("Liger kernels")] = Field(False, description="Replace layers by Liger kernels.")
-    backend: Annotated[dict[str, Any], NotYet("model classes of NeMo-Automodel")] = Field(
-        default_factory=dict, description="Kernels of NeMo-Automodel's own model classes."
-    )
-    freeze_config: Annotated[dict[str, Any], NotYet("vision-language models")] = Field(
-        default_factory=dict, description="Parts of a multimodal model that are not trained."
-    )
-
-
 class DTensorConfig(Section):
     """`policy.dtensor_cfg`: FSDP2 with DTensor parallelism; data parallel size is world / (tensor * context)."""
 
@@ -72,12 +60,12 @@ class DTensorConfig(Section):
     custom_parallel_plan: str | None = Field(None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one).")
     torch_compile: bool = Field(False, description="Compile decoder layers and token scoring with torch.compile: faster steps after a minute of compilation.")
     automodel_kwargs: AutomodelConfig = Field(AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel.")
-    expert_parallel_size: Annotated[PositiveInt, NotYet("expert parallelism of NeMo-Automodel")] = Field(1, description="Ranks that share the experts.")
+    expert_parallel_size: PositiveInt = Field(
+        1, description="Ranks among which each layer's experts are shared out; divides the ranks that share one copy of the parameters."
+    )
     dp_replicate_size: PositiveInt = Field(1, description="HSDP: replicas of the sharded model within the data-parallel ranks.")
     defer_fsdp_grad_sync: bool = Field(False, description="Reduce gradients once per optimizer step instead of per microbatch.")
-    moe_parallelizer: Annotated[dict[str, Any], NotYet("expert parallelism of NeMo-Automodel")] = Field(
-        default_factory=dict, description="Options of the MoE parallelizer."
-    )
+    moe_parallelizer: MoEParallelizerConfig = Field(MoEParallelizerConfig(), description="How layers with experts are sharded and recomputed.")
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
     clear_cache_every_n_steps: PositiveInt | None = Field(None, description="Empty the accelerator's cache every so many microbatches; null never.")
     lora_cfg: Annotated[LoraConfig, NotYet("LoRA")] = Field(LoraConfig(), description="Low-rank adapters.")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from nemo_rl.config.batch_rules import BATCH_RULES, SFT_BATCH_RULES
 from nemo_rl.config.data_rules import DATA_RULES, SFT_DATA_RULES
+from nemo_rl.config.dtensor_rules import DTENSOR_RULES
 from nemo_rl.config.eval_rules import EVAL_RULES
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.loss_rules import LOSS_RULES
@@ -178,6 +179,7 @@ SHARED_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (
     wide_tensor_parallelism_keeps_one_batch_size,
     ports_are_ranges,
     cpu_slots_suffice,
+    *DTENSOR_RULES,
 )
 GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
     generation_has_its_own_accelerators,

@@ -14,7 +14,8 @@ from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
-from nemo_rl.models.dtensor.export import hf_name
+from nemo_rl.models.dtensor.disk_names import hf_name
+from nemo_rl.models.dtensor.export import full_weights
 from nemo_rl.models.policy.batches import shard_batch
 from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
 
@@ -257,3 +258,22 @@ def story_of_one(model: str, other_model: str, folder: str) -> dict[str, Any]:
     full.save_checkpoint("/dev/null/weights", "/dev/null/optimizer")
     seen["unwritable"] = _error(lambda: [time.sleep(0.02) for _ in iter(full.checkpoint_written, True)])
     return seen
+
+
+def expert_story(model: str, world: int, folder: str, overrides: list[str], saved: str | None = None) -> dict[str, Any]:
+    """Experts over time: two steps with a checkpoint between them, or the second step of the checkpoint `saved`; and what is exported."""
+    config = run_config(model, world, *overrides)
+    paths = {} if saved is None else {"weights_path": f"{saved}/weights", "optimizer_path": f"{saved}/optimizer"}
+    worker, loss, data = make_worker(config, **paths), ClippedPGLossFn(config.loss_fn), training_batch()
+    if saved is None:
+        _train(worker, data, loss)
+        worker.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
+        while not worker.checkpoint_written():
+            time.sleep(0.02)
+        torch.distributed.barrier()
+    exported = {name: tensor.numpy().copy() for name, tensor in full_weights(worker.scorer, None, worker.mesh.device)}
+    metas = {meta.name: meta.shape for meta in worker.tensor_metas()}
+    logprobs = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"].numpy()
+    second = _train(worker, data, loss)
+    groups = len(worker.optimizer.param_groups) if worker.optimizer is not None else 0
+    return {"exported": exported, "metas": metas, "logprobs": logprobs, "second": second, "groups": groups, "weights": worker.weight_checksums()}

@@ -30,6 +30,7 @@ ONE = {
     "dynamic": DYNAMIC,
     "activation checkpointing": ["policy.dtensor_cfg.activation_checkpointing=true"],
     "logits 7 tokens at a time": [*PACKED, "policy.logprob_chunk_size=7"],
+    "attention by hand": ["policy.dtensor_cfg.automodel_kwargs.backend.attn=eager"],
     "filtered": FILTERS,
     "by sequence": BY_SEQUENCE,
 }
@@ -48,6 +49,7 @@ TWO = {
     "tp 2 checkpointing": [*SP, *PACKED, "policy.dtensor_cfg.activation_checkpointing=true"],
     "cp 2": CP2,
     "cp 2 packed": [*CP2, *PACKED],
+    "cp 2 attention by hand": [*CP2, *PACKED, "policy.dtensor_cfg.automodel_kwargs.backend.attn=eager"],
     "cp 2 filtered": [*CP2, *PACKED, *FILTERS],
 }
 FOUR = {

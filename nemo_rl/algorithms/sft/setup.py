@@ -26,7 +26,8 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.loss import NLLLossFn
-from nemo_rl.models.dtensor.model_config import model_config
+from nemo_rl.models.dtensor.kernels import check_device, check_packages
+from nemo_rl.models.dtensor.model_config import check_experts, model_config
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger, get_next_experiment_dir
 from nemo_rl.utils.progress import RunProgress
@@ -48,7 +49,8 @@ def setup(config: SFTMasterConfig) -> SFTRun:
     started = time.monotonic()
     set_seed(config.sft.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
-    model_config(config.policy)
+    check_experts(model_config(config.policy), config.policy.dtensor_cfg)
+    check_packages(config.policy.dtensor_cfg)
     train_loader, val_loader = _loaders(config, load_datasets(tokenizer, config.data), tokenizer.pad_token_id)
     checkpointer = CheckpointManager(config.checkpointing)
     checkpoint = latest_checkpoint(checkpointer) if config.checkpointing.enabled else None
@@ -61,6 +63,7 @@ def setup(config: SFTMasterConfig) -> SFTRun:
     with ExitStack() as undo:
         accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         undo.callback(shutdown_ray)
+        check_device(config.policy.dtensor_cfg, cuda=accelerator.is_cuda)
         cluster = reserve(config.cluster, accelerator, "policy", [config.cluster.gpus_per_node] * config.cluster.num_nodes)
         undo.callback(cluster.shutdown)
         policy = start_policy(config, cluster, tokenizer, checkpointer, checkpoint[0] if checkpoint else None, init_reference_model=False)

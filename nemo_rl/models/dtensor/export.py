@@ -1,6 +1,6 @@
 """The collective export of full weights in the engine's precision, tensor by tensor.
 
-Every rank iterates; each gets every full tensor for as long as it holds it. Names are Hugging Face's. Knows neither
+Every rank iterates; each gets every full tensor for as long as it holds it. Names are those of Hugging Face's files. Knows neither
 transports nor engines. Invariant: names, shapes and order are those of `tensor_metas`.
 """
 
@@ -12,21 +12,16 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.dtensor.load import PREFIX
+from nemo_rl.models.dtensor.disk_names import hf_name, on_disk
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
-
-_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-
-
-def hf_name(name: str) -> str:
-    """A parameter's name in the Hugging Face model."""
-    return name.removeprefix(PREFIX).replace(_CHECKPOINT_WRAPPER, "")
 
 
 def tensor_metas(scorer: CausalLMScorer, dtype: torch.dtype) -> list[TensorMeta]:
     """Names, shapes and dtypes in export order; a tied output projection is not repeated."""
-    return [TensorMeta(hf_name(name), tuple(parameter.shape), dtype_name(dtype)) for name, parameter in scorer.named_parameters()]
+    shapes = [(hf_name(name), torch.empty(parameter.shape, device="meta")) for name, parameter in scorer.named_parameters()]
+    parts = [part for name, shape in shapes for part in on_disk(scorer.lm, name, shape).items()]
+    return [TensorMeta(name, tuple(part.shape), dtype_name(dtype)) for name, part in parts]
 
 
 def full_weights(scorer: CausalLMScorer, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -40,4 +35,4 @@ def full_weights(scorer: CausalLMScorer, dtype: torch.dtype | None, device: torc
             tensor = tensor.to(device)
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor() if dtype is None else cast(DTensor, tensor.to(dtype)).full_tensor()
-        yield hf_name(name), tensor
+        yield from on_disk(scorer.lm, hf_name(name), tensor).items()

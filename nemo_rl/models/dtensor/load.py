@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor import attention
+from nemo_rl.models.dtensor.disk_names import PREFIX, remember_disk_names
+from nemo_rl.models.dtensor.experts import apply_expert_parallel
+from nemo_rl.models.dtensor.kernels import apply_liger, check_device
 from nemo_rl.models.dtensor.mesh import ParallelMesh
-from nemo_rl.models.dtensor.model_config import CheckpointMismatchError, ModelNotFoundError, compute_dtype, model_config
+from nemo_rl.models.dtensor.model_config import CheckpointMismatchError, ModelNotFoundError, compute_dtype, model_config, number_of_experts
 from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing, apply_compile, apply_fsdp, apply_tensor_parallel
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
-
-PREFIX = "lm."
 
 
 def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | None = None) -> CausalLMScorer:
@@ -35,27 +36,36 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     Raises:
         ModelNotFoundError: The model cannot be loaded.
         CheckpointMismatchError: The checkpoint is of another model.
+        KernelUnavailableError: A kernel that is asked for does not run here.
     """
     from transformers import AutoModelForCausalLM
 
-    attention.register()
+    check_device(cfg.dtensor_cfg, cuda=mesh.device.type == "cuda")
     config = model_config(cfg)
     source = weights_path or cfg.model_name
     state: dict[str, torch.Tensor] = {}
     if mesh.rank == 0:
         state = _read_weights(source, config, cfg.trust_remote_code)
+    kernels: dict[str, Any] = {"attn_implementation": attention.register(cfg.dtensor_cfg.automodel_kwargs.backend.attn)}
+    if cfg.dtensor_cfg.automodel_kwargs.backend.experts != "torch" and number_of_experts(config):
+        kernels["experts_implementation"] = cfg.dtensor_cfg.automodel_kwargs.backend.experts
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention.ATTENTION_NAME, trust_remote_code=cfg.trust_remote_code
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels)
     model.tie_weights()
+    if cfg.dtensor_cfg.automodel_kwargs.use_liger_kernel:
+        apply_liger(model, keep_experts=mesh.ep_mesh is not None)
+    remember_disk_names(model)
     apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
+    if mesh.ep_mesh is not None:
+        apply_expert_parallel(model, mesh.ep_mesh)
     if cfg.dtensor_cfg.activation_checkpointing:
-        apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model, keep_routing=cfg.dtensor_cfg.moe_parallelizer.ignore_router_for_ac)
     if cfg.dtensor_cfg.torch_compile:
         apply_compile(model)
-    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, compiled=cfg.dtensor_cfg.torch_compile)
-    apply_fsdp(scorer, model, mesh, dtype=compute_dtype(cfg.precision), cpu_offload=cfg.dtensor_cfg.cpu_offload)
+    head = cfg.dtensor_cfg.moe_parallelizer.lm_head_precision
+    head_dtype = compute_dtype(head) if head is not None else None
+    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, compiled=cfg.dtensor_cfg.torch_compile, head_dtype=head_dtype)
+    apply_fsdp(scorer, model, mesh, cfg.dtensor_cfg, dtype=compute_dtype(cfg.precision))
     _materialise(scorer, mesh, offloaded=cfg.dtensor_cfg.cpu_offload)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(scorer, {PREFIX + name: tensor for name, tensor in state.items()}, options=options)

@@ -1,7 +1,8 @@
 """The device mesh of the DTensor backend and this rank's place in it.
 
 Axes, outermost first: dp_replicate, dp_shard, cp, tp. Gradients are summed over the first three (context-parallel ranks
-hold parts of the same rows), parameters are sharded over dp_shard x cp and, layer-wise, tp. Knows no model.
+hold parts of the same rows), parameters are sharded over dp_shard x cp and, layer-wise, tp. Experts have a mesh of their own
+over the same ranks, in which dp_shard x cp is cut into expert_shard x ep. Knows no model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class ParallelSizes:
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -34,7 +36,7 @@ class ParallelSizes:
         return self.dp_replicate * self.dp_shard
 
 
-def parallel_sizes(world: int, *, tp: int, cp: int, dp_replicate: int) -> ParallelSizes:
+def parallel_sizes(world: int, *, tp: int, cp: int, dp_replicate: int, ep: int = 1) -> ParallelSizes:
     """Divides the world.
 
     Raises:
@@ -45,7 +47,10 @@ def parallel_sizes(world: int, *, tp: int, cp: int, dp_replicate: int) -> Parall
     dp = world // (tp * cp)
     if dp % dp_replicate:
         raise ValueError(f"policy.dtensor_cfg.dp_replicate_size {dp_replicate} does not divide the {dp} data-parallel ranks")
-    return ParallelSizes(dp_replicate, dp // dp_replicate, cp, tp)
+    shards = dp // dp_replicate * cp
+    if shards % ep:
+        raise ValueError(f"policy.dtensor_cfg.expert_parallel_size {ep} does not divide the {shards} ranks that share one copy of the parameters")
+    return ParallelSizes(dp_replicate, dp // dp_replicate, cp, tp, ep)
 
 
 class ParallelMesh:
@@ -69,11 +74,27 @@ class ParallelMesh:
         self.shard_mesh = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
         self.data_mesh = self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.gradient_mesh = self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+        self._experts: DeviceMesh | None = None
+        if sizes.ep > 1:
+            shape = (sizes.dp_replicate, sizes.dp_shard * sizes.cp // sizes.ep, sizes.ep, sizes.tp)
+            self._experts = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep", "expert_tp"))
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """Mesh over which parameters are sharded: one axis, or two with replicas (HSDP)."""
         return self.mesh["dp_replicate", "dp_shard_cp"] if self.sizes.dp_replicate > 1 else self.shard_mesh
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        """Ranks among which each layer's experts are shared out, neighbours in rank; None where every rank has all experts."""
+        return None if self._experts is None else self._experts["ep"]
+
+    @property
+    def experts_fsdp_mesh(self) -> DeviceMesh:
+        """Mesh over which the parameters of this rank's experts are sharded."""
+        if self._experts is None:
+            return self.fsdp_mesh
+        return self._experts["expert_replicate", "expert_shard"] if self.sizes.dp_replicate > 1 else self._experts["expert_shard"]
 
     @property
     def tp_mesh(self) -> DeviceMesh:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.config import PolicyConfig
+from nemo_rl.config import DTensorConfig, PolicyConfig
 
 
 class UnsupportedModelError(ValueError):
@@ -47,6 +47,34 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> Any:
     for key, value in cfg.hf_config_overrides.items():
         setattr(config, key, value)
     return config
+
+
+def number_of_experts(config: Any) -> int:
+    """Experts of a layer by the model's Hugging Face configuration, 0 for a model without."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def check_experts(config: Any, cfg: DTensorConfig) -> None:
+    """Whether the model's experts can be shared out as configured.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        cfg: `policy.dtensor_cfg`.
+
+    Raises:
+        UnsupportedModelError: It has none, or they do not divide.
+    """
+    ranks, experts = cfg.expert_parallel_size, number_of_experts(config)
+    key = f"policy.dtensor_cfg.expert_parallel_size={ranks}"
+    if ranks > 1 and experts == 0:
+        raise UnsupportedModelError(f"{key}, but the model ({getattr(config, 'model_type', 'unknown type')}) has no experts; set it to 1")
+    if experts % ranks:
+        sizes = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+        raise UnsupportedModelError(f"{key} does not divide the model's {experts} experts; possible: {sizes}")
 
 
 _CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")

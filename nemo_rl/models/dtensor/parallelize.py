@@ -7,7 +7,8 @@ means, so that the step's one division by the global count is the only one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nemo_rl.config import DTensorConfig
 from nemo_rl.distributed.worker_groups import resolve_fqn
+from nemo_rl.models.dtensor.experts import expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.model_config import UnsupportedModelError, check_divisible
 
@@ -36,12 +40,17 @@ HEADWISE_NORMS = (".q_norm.", ".k_norm.")
 def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Plan of a Llama-shaped model: heads and feed-forward columns are split, embeddings by vocabulary.
 
+    A layer with experts keeps its feed-forward whole: tensor-parallel ranks compute it alike, expert parallelism is what cuts it.
+
     Raises:
         UnsupportedModelError: The model has other modules than the plan names.
     """
-    layer = model.base_model.layers[0]
-    names = {name for name, _ in layer.named_modules()}
-    needed = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    layers = model.base_model.layers
+    routed = [str(index) for index, layer in enumerate(layers) if expert_modules(layer)]
+    dense = [str(index) for index in range(len(layers)) if str(index) not in routed]
+    names = {name for layer in layers for name, _ in layer.named_modules()}
+    needed = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
+    needed |= {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} if dense else set()
     if not needed <= names:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no {sorted(needed - names)}; "
@@ -49,10 +58,12 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
         )
     row_output = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=row_output)}
-    for projection in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+    for projection in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         plan[f"layers.*.{projection}"] = ColwiseParallel()
-    for projection in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"layers.*.{projection}"] = RowwiseParallel(output_layouts=row_output)
+    plan["layers.*.self_attn.o_proj"] = RowwiseParallel(output_layouts=row_output)
+    for index in dense:
+        plan |= {f"layers.{index}.mlp.{projection}": ColwiseParallel() for projection in ("gate_proj", "up_proj")}
+        plan[f"layers.{index}.mlp.down_proj"] = RowwiseParallel(output_layouts=row_output)
     if sequence_parallel:
         plan |= {
             "norm": SequenceParallel(),
@@ -61,9 +72,20 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
             "layers.*.self_attn": PrepareModuleInput(
                 input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
             ),
-            "layers.*.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            **{f"layers.{index}.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)) for index in dense},
+            **{f"layers.{index}.mlp": _whole_feed_forward() for index in routed},
         }
     return plan
+
+
+def _whole_feed_forward() -> ParallelStyle:
+    return PrepareModuleInputOutput(
+        input_layouts=(Shard(1),),
+        desired_input_layouts=(Replicate(),),
+        use_local_input=True,
+        output_layouts=(Replicate(),),
+        desired_output_layouts=(Shard(1),),
+    )
 
 
 def apply_tensor_parallel(model: Any, mesh: ParallelMesh, cfg: DTensorConfig) -> None:
@@ -91,11 +113,23 @@ def _plan(model: Any, cfg: DTensorConfig) -> dict[str, ParallelStyle]:
     return dict(plan)
 
 
-def apply_activation_checkpointing(model: Any) -> None:
-    """Recomputes each decoder layer in the backward pass."""
+def apply_activation_checkpointing(model: Any, *, keep_routing: bool = False) -> None:
+    """Recomputes each decoder layer in the backward pass; with `keep_routing` all of it but the router's logits, so that every choice is the same."""
     layers = model.base_model.layers
     for index, layer in enumerate(layers):
-        layers[index] = checkpoint_wrapper(layer)
+        widths = {int(getattr(module, "num_experts", 0)) for module in expert_modules(layer)} if keep_routing else set()
+        context = partial(create_selective_checkpoint_contexts, _keep_routing(widths)) if widths else None
+        layers[index] = checkpoint_wrapper(layer, context_fn=context) if context is not None else checkpoint_wrapper(layer)
+
+
+def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
+    """Keeps products whose width is the number of experts: those of a router."""
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in products and args[-1].shape[-1] in widths else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 def apply_compile(model: Any) -> None:
@@ -104,18 +138,39 @@ def apply_compile(model: Any) -> None:
         layer.compile(dynamic=True)
 
 
-def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, *, dtype: torch.dtype, cpu_offload: bool) -> None:
-    """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient sums."""
+def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorConfig, *, dtype: torch.dtype) -> None:
+    """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient sums.
+
+    Experts that are cut over expert-parallel ranks are a part of their own: fewer ranks share each of them.
+    """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
+    offload = CPUOffloadPolicy() if cfg.cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
+    keep_experts = not cfg.moe_parallelizer.reshard_after_forward
     for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)
+        experts = expert_modules(layer)
+        if mesh.ep_mesh is not None:
+            for module in experts:
+                fully_shard(
+                    module,
+                    mesh=mesh.experts_fsdp_mesh,
+                    mp_policy=precision,
+                    offload_policy=offload,
+                    reshard_after_forward=not keep_experts,
+                    shard_placement_fn=partial(_expert_placement, mesh.experts_fsdp_mesh.size(-1)),
+                )
+        reshard = mesh.ep_mesh is not None or not (experts and keep_experts)
+        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(scorer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Plain sums everywhere: a pre-divided reduction would round differently for every world size.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(ranks: int, parameter: nn.Parameter) -> Shard:
+    # Experts are shared out along the first dimension already; a second cut of it would leave ranks without any once experts are fewer than ranks.
+    return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % ranks == 0 else Shard(0)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,14 +30,16 @@ class CausalLMScorer(nn.Module):
         mesh: This rank's groups.
         chunk: Tokens whose logits exist at a time; None chooses.
         compiled: Whether the scoring of a chunk is compiled.
+        head_dtype: Precision of the output projection's product; None takes that of the model.
     """
 
-    def __init__(self, model: Any, mesh: ParallelMesh, chunk: int | None, *, compiled: bool = False) -> None:
+    def __init__(self, model: Any, mesh: ParallelMesh, chunk: int | None, *, compiled: bool = False, head_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.lm = model
         self._mesh = mesh
         self._chunk = chunk
         self._compiled = compiled
+        self._head_dtype = head_dtype
 
     def row_multiple(self) -> int:
         """A row's length must be a multiple of this."""
@@ -55,6 +57,9 @@ class CausalLMScorer(nn.Module):
         head = self.lm.get_output_embeddings()
         weight_WD = local_tensor(head.weight)
         bias_W = None if head.bias is None else local_tensor(head.bias)
+        if self._head_dtype is not None:
+            hidden_TD, weight_WD = hidden_TD.to(self._head_dtype), weight_WD.to(self._head_dtype)
+            bias_W = None if bias_W is None else bias_W.to(self._head_dtype)
         group = self._mesh.tp_group
         if logits:
             raw_TV = gather_logits(local_logits(copy_to_ranks(hidden_TD, group), weight_WD, bias_W), group)

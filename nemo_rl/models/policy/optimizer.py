@@ -44,12 +44,20 @@ def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Paramete
     """
     try:
         cls = resolve_fqn(cfg.name)
-        optimizer = cls(list(parameters), **cfg.kwargs)
+        optimizer = cls(_by_mesh(parameters), **cfg.kwargs)
     except (ImportError, TypeError, ValueError) as error:
         raise OptimizerConfigError(f"policy.optimizer: {cfg.name}({', '.join(cfg.kwargs)}) cannot be built: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerConfigError(f"policy.optimizer.name={cfg.name} is not a torch optimizer")
     return optimizer
+
+
+def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
+    """The parameters, in groups where some are cut over other ranks than others: torch's batched updates take tensors of one mesh."""
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()] if len(groups) > 1 else next(iter(groups.values()), [])
 
 
 def build_scheduler(entries: list[SchedulerConfig] | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

@@ -65,7 +65,11 @@ class DTensorPolicyWorker(TQWorkerMixin):
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         parallel = cfg.dtensor_cfg
         sizes = parallel_sizes(
-            int(os.environ["WORLD_SIZE"]), tp=parallel.tensor_parallel_size, cp=parallel.context_parallel_size, dp_replicate=parallel.dp_replicate_size
+            int(os.environ["WORLD_SIZE"]),
+            tp=parallel.tensor_parallel_size,
+            cp=parallel.context_parallel_size,
+            dp_replicate=parallel.dp_replicate_size,
+            ep=parallel.expert_parallel_size,
         )
         self.mesh = ParallelMesh(sizes, CUDA if torch.cuda.is_available() else CPU)
         self.scorer = load_scorer(cfg, self.mesh, weights_path=None if init_reference_model else weights_path)
