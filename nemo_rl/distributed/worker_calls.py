@@ -6,6 +6,7 @@ worker. `wait_for_workers` watches all of them and raises on the first failure. 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-DEFAULT_TIMEOUT_S = 1800.0
+TIMEOUT_VARIABLE = "NRL_WORKER_TIMEOUT_SECONDS"
 _ROOT_CAUSE_WAIT_S = 5.0
 
 
@@ -43,12 +44,17 @@ class WorkerIdentity:
         return f"{self.name} (rank {self.rank}, node {self.node_ip})"
 
 
+def worker_timeout_s() -> float:
+    """Seconds that workers may take for one call (a training step, a start with its download): `NRL_WORKER_TIMEOUT_SECONDS`, by default half an hour."""
+    return float(os.environ.get(TIMEOUT_VARIABLE, "1800"))
+
+
 def wait_for_workers(
     refs: Sequence[ray.ObjectRef[Any]],
     identities: Sequence[WorkerIdentity],
     *,
     what: str,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """Results in the order of `refs`.
 
@@ -56,7 +62,7 @@ def wait_for_workers(
         refs: One call each.
         identities: Who was called, aligned with `refs`.
         what: Name of the call, for messages.
-        timeout_s: Deadline for all of them together, in seconds.
+        timeout_s: Deadline for all of them together, in seconds; `worker_timeout_s` by default.
 
     Raises:
         WorkerError: A worker raised; as soon as the first one did.
@@ -64,13 +70,15 @@ def wait_for_workers(
         WorkerTimeoutError: The deadline passed.
     """
     who = dict(zip(refs, identities, strict=True))
-    deadline = time.monotonic() + timeout_s
+    limit_s = worker_timeout_s() if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
     pending = list(refs)
     while pending:
         ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
         if not ready:
             missing = ", ".join(str(who[ref]) for ref in pending)
-            raise WorkerTimeoutError(f"{what}: no answer within {timeout_s:.0f} s from {missing}")
+            hint = f"; where calls take longer, set {TIMEOUT_VARIABLE}" if timeout_s is None else ""
+            raise WorkerTimeoutError(f"{what}: no answer within {limit_s:.0f} s from {missing}{hint}")
         for ref in ready:
             failure = worker_failure(ref, who[ref], what)
             if failure is not None:

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
-from nemo_rl.distributed.worker_calls import DEFAULT_TIMEOUT_S, WorkerIdentity, wait_for_workers
+from nemo_rl.distributed.worker_calls import WorkerIdentity, wait_for_workers
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RayWorkerGroup:
         sharding_annotations: Rank grid with named axes for sharded calls; a plain data-parallel grid by default.
         env_vars: Environment of every actor.
         max_concurrency: Calls an actor may run at once (asynchronous actors).
-        timeout_s: Default deadline of calls, in seconds.
+        timeout_s: Default deadline of calls, in seconds; `worker_timeout_s` by default.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RayWorkerGroup:
         sharding_annotations: NamedSharding | None = None,
         env_vars: dict[str, str] | None = None,
         max_concurrency: int | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix or builder.fqn.rpartition(".")[2]
@@ -235,7 +235,7 @@ class RayWorkerGroup:
             WorkerError: As soon as one worker failed.
         """
         identities = [self.identities[rank] for rank in future.called_workers]
-        results = wait_for_workers(future.futures, identities, what=future.what, timeout_s=timeout_s or self.timeout_s)
+        results = wait_for_workers(future.futures, identities, what=future.what, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
         return [results[position] for position in future.return_from]
 
     def run(self, method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:

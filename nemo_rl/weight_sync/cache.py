@@ -244,6 +244,8 @@ class CachedSource:
     target is reached by another one.
     """
 
+    maps_host_memory = True
+
     def __init__(self, cache: BucketCache, version: int, through: CachedSender | None) -> None:
         self._cache = cache
         self._version = version

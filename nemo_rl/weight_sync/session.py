@@ -33,7 +33,13 @@ class SyncTimeoutError(TransportError):
 
 
 class WeightSource(Protocol):
-    """Where weights come from: all trainer ranks together, or a cache."""
+    """Where weights come from: all trainer ranks together, or a cache.
+
+    Attributes:
+        maps_host_memory: Whether targets on the host read what lies there already, so that nothing is staged for them.
+    """
+
+    maps_host_memory: bool
 
     def tensor_metas(self) -> list[TensorMeta]:
         """Names, shapes and dtypes in export order."""
@@ -164,9 +170,11 @@ class SyncSession:
                     f"{bucket.tensors[0].name} alone needs {bucket.nbytes} bytes of staging, {budget} are allowed; "
                     "raise policy.refit_buffer_size_gb or free device memory"
                 )
-        windows = plan_windows(buckets, budget)
         sources = self._source.devices()
         plan = plan_routes(self._options.transport, sources, self._targets.devices())
+        # Shared memory is scarce in containers, and each session registers what it stages there with CUDA: two buckets are enough.
+        staged_on_host = not self._source.maps_host_memory and any("host" in names for names in plan.lanes.values())
+        windows = plan_windows(buckets, min(budget, self._options.bucket_bytes) if staged_on_host else budget)
         spec = self._spec(windows, plan)
         marks = {}
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,6 +368,35 @@ def test_dynamic_sampling_refills_a_step_from_later_prompts(tmp_path: Path) -> N
     assert all(prompt % 3 for prompt in world.trained)
     assert {event.reason for event in events(world, GroupDropped)} == {"zero_variance"}
     assert any(metrics["dynamic_sampling_num_gen_batches"] > 1 for metrics in world.logged)
+
+
+@pytest.mark.parametrize("driver", [grpo_train, async_grpo_train])
+def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: Callable[[Any], None]
+) -> None:
+    monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
+    world = World(
+        tmp_path,
+        "grpo.use_dynamic_sampling=true",
+        "grpo.use_leave_one_out_baseline=false",
+        "grpo.max_num_steps=100",
+        "grpo.val_at_end=true",
+        "checkpointing.save_period=50",
+        loader=Loader(batches=5),
+    )
+    validated: list[int] = []
+    saved: list[tuple[int, Any]] = []
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.validate", lambda run, step: validated.append(step) or {"accuracy": 0.5})
+    for module in ("sync_driver", "async_driver"):
+        monkeypatch.setattr(f"nemo_rl.algorithms.grpo.{module}.save_checkpoint", lambda run, _, val, **__: saved.append((run.state.step, val)))
+    world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
+    driver(world.run)
+    steps = world.run.state.step
+    assert steps > 1 and len(world.trained) == steps * PROMPTS
+    assert validated == [steps] and saved[-1] == (steps, {"accuracy": 0.5})
+    trained, dropped, admitted = (sorted(event.group_id for event in events(world, kind)) for kind in (GroupTrained, GroupDropped, GroupAdmitted))
+    assert sorted(trained + dropped) == admitted
+    assert "prompts_exhausted" in {event.reason for event in events(world, GroupDropped)}
 
 
 def test_reward_scaling_and_shaping_work_as_in_the_synchronous_driver(tmp_path: Path) -> None:

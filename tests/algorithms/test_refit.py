@@ -59,7 +59,7 @@ class Both:
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A refitter whose sessions write themselves down, and fail when told to."""
 
-    def make(*, colocated: bool = True, cuda: bool = False, free_bytes: int = 1 << 40) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
+    def make(*, colocated: bool = True, cuda: bool = False, free_bytes: int = 1 << 40, slept: Any = ()) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
         both, record, failing = Both(free_bytes), MemoryRecord(), []
 
         class Session:
@@ -78,7 +78,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
         monkeypatch.setattr(refit, "SyncSession", Session)
-        return Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record), both, record, failing
+        return Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record, slept=slept), both, record, failing
 
     return make
 
@@ -100,6 +100,12 @@ def test_weights_wake_before_the_sync_and_the_cache_after_it(parts: Any) -> None
     refitter.release_device()
     refitter.bring_to(3)
     assert both.happened == ["sleep", "wake weights", "send 3", "wake kv_cache"]
+
+
+def test_generation_that_slept_before_training_took_its_memory_wakes_with_the_first_weights(parts: Any) -> None:
+    refitter, both, _, _ = parts(cuda=True, free_bytes=50, slept=[{"before": 100, "after": 10}])
+    refitter.bring_to(0)
+    assert both.happened == ["offload optimizer", "wake weights", "send 0", "offload model", "wake kv_cache"]
 
 
 def test_generation_that_lost_its_weights_gets_the_same_version_again(parts: Any) -> None:

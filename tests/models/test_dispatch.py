@@ -254,6 +254,23 @@ def test_a_refused_request_fails_alone_and_an_unwanted_one_is_cancelled_at_its_s
     in_loop(story())
 
 
+def test_a_request_may_take_long_while_its_shard_finishes_others() -> None:
+    async def story() -> None:
+        fleet = Fleet(1)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        slow = asyncio.ensure_future(fleet.run(request("slow", 1_000_000), timeout_s=2.0))
+        while loop.time() < began + 4.5:
+            assert [whole(result, 1) for result in await fleet.run(request(f"short {loop.time()}", 1))] == [True]
+            await asyncio.sleep(0.05)
+        assert not slow.done()
+        (late,) = await slow
+        assert "no result after 2 s, in which the shard finished nothing else; where single responses take longer, set NRL_VLLM_ASYNC_TIMEOUT" in str(late)
+        await fleet.dispatcher.close()
+
+    in_loop(story())
+
+
 @settings(max_examples=15)
 @given(st.integers(0, 10_000))
 def test_in_any_unrest_every_request_is_answered_once_and_whole(seed: int) -> None:

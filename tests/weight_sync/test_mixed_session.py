@@ -117,6 +117,8 @@ class Placed(Engines):
 class TwoRanks:
     """A live source of two ranks on GPUs 0 and 1, both of which take part in the export."""
 
+    maps_host_memory = False
+
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
         self.senders: list[WeightSender] = []

@@ -30,6 +30,8 @@ OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
 class Trainer:
     """A source of one rank."""
 
+    maps_host_memory = False
+
     def __init__(self, weights: dict[str, torch.Tensor], budget: int = 8192) -> None:
         self.weights = weights
         self.budget = budget
@@ -112,6 +114,13 @@ def test_a_window_is_never_packed_over_one_that_is_being_read() -> None:
     report = sync(trainer, engines)
     assert report.windows == len(reading) > 3
     assert all(torch.equal(engines.models[0].weights[name], tensor) for name, tensor in trainer.weights.items())
+
+
+def test_what_is_staged_on_the_host_is_two_buckets_however_much_memory_there_is() -> None:
+    trainer, sizes = Trainer(weights(), budget=1 << 30), []
+    report = sync(trainer, Engines(DictModel(lambda: sizes.append([os.path.getsize(path) for path in glob.glob(f"/dev/shm/nemo_rl-{os.getpid()}-*")]))))
+    assert report.windows == len(sizes) > 3
+    assert all(len(present) == 2 and max(present) <= OPTIONS.bucket_bytes for present in sizes)
 
 
 def test_the_next_window_is_packed_while_one_is_read() -> None:

@@ -19,7 +19,7 @@ from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.saving import save_checkpoint
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
+from nemo_rl.algorithms.grpo.step_end import LastStep, complete_step, early_stop, end_with, validation_due
 from nemo_rl.algorithms.grpo.step_log import log_samples, log_step
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.experience.hooks import CONTROL_PLANE_VARIABLE, HooksError, NoOpRLixHooks, RLixHooksProtocol, time_sharing_enabled
@@ -58,8 +58,14 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
         if run.config.grpo.val_at_start and run.state.step == 0:
             validate(run, 0)
         collector.set_weight_version(run.state.step)
+        last: LastStep | None = None
         while run.state.step < run.config.grpo.max_num_steps:
-            if _one_step(run, collector, hooks):
+            step = _one_step(run, collector, hooks)
+            if step is None:
+                end_with(run, last, lambda newest: _save_on_lent_accelerators(run, collector, hooks, newest))
+                break
+            last = step
+            if step.ends_run:
                 break
     finally:
         collector.stop()
@@ -68,15 +74,14 @@ def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) 
     run.checkpointer.finalize_pending()
 
 
-def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> bool:
-    """One step with everything that follows from it; whether the run ends with it."""
+def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> LastStep | None:
+    """One step with everything that follows from it; None when the prompts are used up."""
     run.timer.reset()
     with run.timer.time("total_step_time"), run.store.step():
         try:
             experience = _wait_for_experience(run, collector, hooks)
         except StopIteration:
-            logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
-            return True
+            return None
         step = run.state.step
         hooks.before_training(step)
         metrics, result = learn(run, experience)
@@ -98,18 +103,17 @@ def _one_step(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProt
         stop = early_stop(run, val_metrics)
         if not time_sharing_enabled():
             timed_out = run.timeout.check_save()
-            _save_if_due(run, collector, metrics, val_metrics, is_last=is_last, stop=stop, timed_out=timed_out)
-        elif stop and not saved:
-            # The run ends here, and its end gives them back.
-            hooks.before_training(run.state.step)
-            _save_if_due(run, collector, metrics, val_metrics, is_last=is_last, stop=stop, timed_out=timed_out)
+            saved = _save_if_due(run, collector, metrics, val_metrics, is_last=is_last, stop=stop, timed_out=timed_out)
+        last = LastStep(metrics, val_metrics, saved, ends_run=stop or timed_out)
+        if stop and not saved and run.config.checkpointing.enabled:
+            _save_on_lent_accelerators(run, collector, hooks, last)
         log_samples(run, experience, run.state.step)
         run.store.clear(experience.handle)
     log_step(run, experience, metrics, result)
     run.record.flush()
-    if stop or timed_out:
+    if last.ends_run:
         logger.info("run=ended step=%d reason=%s", run.state.step, "early_stop" if stop else "checkpoint_must_save_by")
-    return stop or timed_out
+    return last
 
 
 def _publish(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol, step: int) -> None:
@@ -127,9 +131,20 @@ def _save_if_due(
 ) -> bool:
     due = should_save(run.state.step, run.config.checkpointing, is_last=is_last, early_stop=stop, timeout=timed_out)
     if due:
-        with run.timer.time("checkpointing"):
-            save_checkpoint(run, metrics, val_metrics, loader=collector.position(), also=saved_collector(run, collector))
+        _save(run, collector, metrics, val_metrics)
     return due
+
+
+def _save_on_lent_accelerators(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol, last: LastStep) -> None:
+    """Saves the newest step where the run ends with it: under a control plane the accelerators are asked for again, and the run's end gives them back."""
+    if time_sharing_enabled():
+        hooks.before_training(run.state.step)
+    _save(run, collector, last.metrics, last.val_metrics)
+
+
+def _save(run: GRPORun, collector: TrajectoryCollector, metrics: dict[str, Any], val_metrics: dict[str, float] | None) -> None:
+    with run.timer.time("checkpointing"):
+        save_checkpoint(run, metrics, val_metrics, loader=collector.position(), also=saved_collector(run, collector))
 
 
 def _wait_for_experience(run: GRPORun, collector: TrajectoryCollector, hooks: RLixHooksProtocol) -> Experience[Any]:

@@ -7,7 +7,7 @@ dropped are cleared from the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,7 +79,13 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
     selections: list[Selection] = []
     generated_rewards: list[torch.Tensor] = []
     while True:
-        experience = next_experience(len(selections))
+        try:
+            experience = next_experience(len(selections))
+        except StopIteration:
+            # The step stays incomplete: what was kept for it is not trained.
+            for part in kept:
+                _record_dropped(run, part.rows["prompt_number"].tolist(), "prompts_exhausted")
+            raise
         with run.timer.time("reward_calculation"):
             score_rewards(experience.rows, cfg)
             # Whoever holds a handle alone, without the driver's columns, can judge its rows.
@@ -124,9 +130,7 @@ def _record_admission(run: GRPORun, batch: BatchedDataDict[Any], first_prompt: i
 
 def _keep(run: GRPORun, experience: Experience[Any], selection: Selection) -> Experience[Any]:
     numbers = experience.rows["prompt_number"]
-    kept_groups = set(numbers[selection.keep].tolist())
-    for group in sorted(set(numbers.tolist()) - kept_groups):
-        run.record.emit(GroupDropped(group_id(run.state.step, group), "zero_variance"))
+    _record_dropped(run, set(numbers.tolist()) - set(numbers[selection.keep].tolist()), "zero_variance")
     part = Experience(
         run.store.select(experience.handle, selection.keep),
         experience.rows.select_indices(selection.keep),
@@ -134,6 +138,11 @@ def _keep(run: GRPORun, experience: Experience[Any], selection: Selection) -> Ex
     )
     run.store.clear(run.store.select(experience.handle, selection.drop))
     return part
+
+
+def _record_dropped(run: GRPORun, groups: Iterable[int], reason: str) -> None:
+    for group in sorted(set(groups)):
+        run.record.emit(GroupDropped(group_id(run.state.step, group), reason))
 
 
 def _join(run: GRPORun, parts: list[Experience[Any]]) -> Experience[Any]:

@@ -9,6 +9,7 @@ memory requires it, and wakes the KV cache. Knows policy and generation by the s
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,17 +34,28 @@ class Refitter:
         colocated: Whether both share their slots.
         cuda: Whether slots are GPUs.
         record: Run record.
+        slept: What the shards said when generation was put to sleep before it ever served; nothing where it is awake.
     """
 
-    def __init__(self, policy: Any, generation: Any, cfg: WeightSyncConfig, *, colocated: bool, cuda: bool, record: Record) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        generation: Any,
+        cfg: WeightSyncConfig,
+        *,
+        colocated: bool,
+        cuda: bool,
+        record: Record,
+        slept: Sequence[Mapping[str, int]] = (),
+    ) -> None:
         self._policy = policy
         self._generation = generation
         self._options = SyncOptions(cfg.transport, cfg.bucket_bytes, cfg.verify, cfg.timeout_s)
         self._colocated = colocated
         self._cuda = cuda
         self._record = record
-        self._released_bytes = 0
-        self._asleep = False
+        self._released_bytes = _most_released(slept)
+        self._asleep = bool(slept)
         self.version: int | None = None
         self.last_report: SyncReport | None = None
         self.pauses_s: list[float] = []
@@ -100,8 +112,7 @@ class Refitter:
         """Puts colocated generation to sleep, so that training has the device; nothing to do elsewhere."""
         if not self._colocated or self._asleep:
             return
-        report = self._generation.sleep()
-        self._released_bytes = max((shard["before"] - shard["after"] for shard in report), default=0)
+        self._released_bytes = _most_released(self._generation.sleep())
         self._asleep = True
 
     def _must_offload(self) -> bool:
@@ -124,3 +135,7 @@ class Refitter:
             **seconds,
             **pause_quantiles(self.pauses_s),
         }
+
+
+def _most_released(reports: Sequence[Mapping[str, int]]) -> int:
+    return max((shard["before"] - shard["after"] for shard in reports), default=0)

@@ -145,8 +145,13 @@ def _build(
     clusters = _reserve(config, accelerator)
     undo.callback(clusters.training.shutdown)
     generation = _start_generation(config, clusters.generation, tokenizer, record)
+    slept: list[dict[str, int]] = []
     if generation is not None:
         undo.callback(generation.shutdown)
+        if generation.colocated and accelerator.is_cuda:
+            # An engine takes its share of the memory that is free, and measures it while it starts: training takes its own afterwards.
+            generation.wait_until_started()
+            slept = generation.sleep()
     policy = start_policy(
         config,
         clusters.training,
@@ -163,7 +168,9 @@ def _build(
     if generation is not None:
         generation.wait_until_started()
         seconds["vllm_init_time_s"] = time.monotonic() - began
-        refitter = Refitter(policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"))
+        refitter = Refitter(
+            policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"), slept=slept
+        )
     # Rollouts of a run on the data plane happen in an actor, which reaches the engines on its own and hands its events over. Rollouts that run
     # ahead stay with the dispatcher, which knows the shards that come and go: their rows are written group by group as they are finished.
     in_actor = isinstance(policy, TQPolicy) and not config.grpo.async_grpo.enabled

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo.learn import learn
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.saving import save_checkpoint
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.grpo.step_end import complete_step, early_stop, validation_due
+from nemo_rl.algorithms.grpo.step_end import LastStep, complete_step, early_stop, end_with, validation_due
 from nemo_rl.algorithms.grpo.step_log import log_samples, log_step
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -38,20 +38,23 @@ def grpo_train(run: GRPORun) -> None:
     if cfg.val_at_start and run.state.step == 0:
         validate(run, 0)
     prompts = _Prompts(run)
+    last: LastStep | None = None
     while not prompts.finished():
         run.timer.reset()
         with run.timer.time("total_step_time"), run.store.step():
             try:
                 experience, metrics, result = run_step(run, prompts)
             except StopIteration:
-                logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
+                end_with(run, last, lambda step: save_checkpoint(run, step.metrics, step.val_metrics))
                 break
             complete_step(run, experience)
             val_metrics = validate(run, run.state.step) if validation_due(run, is_last=prompts.finished()) else None
             run.timeout.mark_iteration()
             stop = early_stop(run, val_metrics)
             timed_out = run.timeout.check_save()
-            if should_save(run.state.step, run.config.checkpointing, is_last=prompts.finished(), early_stop=stop, timeout=timed_out):
+            due = should_save(run.state.step, run.config.checkpointing, is_last=prompts.finished(), early_stop=stop, timeout=timed_out)
+            last = LastStep(metrics, val_metrics, saved=due)
+            if due:
                 with run.timer.time("checkpointing"):
                     save_checkpoint(run, metrics, val_metrics)
             log_samples(run, experience, run.state.step)

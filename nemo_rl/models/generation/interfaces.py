@@ -24,9 +24,12 @@ class GenerationError(RuntimeError):
     """The engine could not serve a request; the message names the shard."""
 
 
+REQUEST_TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
+
+
 def request_timeout_s() -> float:
-    """Deadline of one generation request in seconds: `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`, by default a quarter of an hour."""
-    return float(os.environ.get("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "900"))
+    """Seconds that a generation request may wait while its shard finishes no other: `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`, by default a quarter of an hour."""
+    return float(os.environ.get(REQUEST_TIMEOUT_VARIABLE, "900"))
 
 
 @dataclass(frozen=True)

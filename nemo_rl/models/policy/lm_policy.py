@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker"
 _AXES = ["data_parallel", "context_parallel", "tensor_parallel"]
 _REPLICAS = ("context_parallel", "tensor_parallel")
-_START_TIMEOUT_S = 900.0
 _SAVE_TIMEOUT_S = 1800.0
 _SAVE_POLL_S = 0.1
 
@@ -106,7 +105,7 @@ class Policy(PolicyInterface):
             WorkerError: A worker could not start, e.g. because the model does not exist.
         """
         if self._devices is None:
-            answers = self.worker_group.run("describe", timeout_s=_START_TIMEOUT_S)
+            answers = self.worker_group.run("describe")
             self._devices = [answer["device"] for answer in answers]
             self.device_name = answers[0]["device_name"]
             self._shape = answers[0]["shape"]
@@ -294,6 +293,8 @@ class Policy(PolicyInterface):
         """Device identity of every rank."""
         self.wait_until_started()
         return list(self._devices or [])
+
+    maps_host_memory = False
 
     def staging_budget(self) -> int:
         """Bytes of one staging window on the fullest slot."""

@@ -43,12 +43,19 @@ class HostStaging(Staging):
         available = stat.f_bavail * stat.f_frsize
         if nbytes > available:
             raise TransportError(
-                f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, the staging buffer needs {nbytes >> 20} MiB; lower weight_sync.bucket_bytes"
+                f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, a staging buffer needs {nbytes >> 20} MiB, of which a session may have two; lower "
+                "weight_sync.bucket_bytes (the largest tensor must still fit), or give the container more shared memory (docker run --shm-size)"
             )
         # Stays open: the lock on it is what tells a living sender's segment from a dead one's.
         self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        os.ftruncate(self._descriptor, nbytes)
+        try:
+            # A hole that finds no memory when it is written to ends the process.
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+        except OSError as error:
+            os.unlink(self.path)
+            os.close(self._descriptor)
+            raise TransportError(f"{SHARED_MEMORY_DIR} cannot hold {nbytes >> 20} MiB more: {error.strerror}; lower weight_sync.bucket_bytes") from error
         self._map = mmap.mmap(self._descriptor, nbytes)
         self._device = device
         self.buffer_B = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from nemo_rl.models.generation.continuation import Continuation, OnPreempt
 from nemo_rl.models.generation.errors import ShardPreemptedError, ShardStateError
-from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.interfaces import REQUEST_TIMEOUT_VARIABLE, GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.outbox import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
@@ -77,6 +77,7 @@ class Dispatcher:
         self._outgoing: dict[int, list[GenerationRequest]] = {}
         self._pollers: dict[int, asyncio.Task[None]] = {}
         self._routed = asyncio.Event()
+        self._last_result: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         self.preempted = 0
         if router.active:
@@ -85,19 +86,23 @@ class Dispatcher:
     async def run(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
         """Serves one request, on as many shards as it takes.
 
+        Args:
+            request: The request.
+            timeout_s: How long it waits for a shard, and for its result while its shard finishes no other request: requests queue in the engine, and
+                a long queue that moves is no failure.
+
         Raises:
-            GenerationError: The request failed, no shard is left, or there was no result within `timeout_s`.
+            GenerationError: The request failed, no shard is left, or there was neither a shard nor a result in time.
             ValueError: A request of this id is under way.
         """
         if request.request_id in self._under_way:
             raise ValueError(f"request {request.request_id} is already under way; ids are unique within a run")
-        deadline = asyncio.get_running_loop().time() + timeout_s
         way = Continuation(request, self._on_preempt)
         self._under_way.add(request.request_id)
         try:
             while True:
                 try:
-                    result = await self._serve(way.next_request(), deadline, timeout_s)
+                    result = await self._serve(way.next_request(), timeout_s)
                 except ShardPreemptedError:
                     way.cut(None)
                     continue
@@ -110,10 +115,10 @@ class Dispatcher:
         finally:
             self._under_way.discard(request.request_id)
 
-    async def _serve(self, request: GenerationRequest, deadline: float, timeout_s: float) -> GenerationResult:
+    async def _serve(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
         loop = asyncio.get_running_loop()
         tokens = len(request.prompt_ids) + request.max_new_tokens
-        shard = await self._book(request, tokens, deadline, timeout_s)
+        shard = await self._book(request, tokens, timeout_s)
         answer: asyncio.Future[GenerationResult] = loop.create_future()
         self._pending[request.request_id] = _Pending(answer, shard, tokens)
         if shard not in self._outgoing:
@@ -123,7 +128,7 @@ class Dispatcher:
         self.record.emit(RequestSubmitted(request.request_id, shard, request.sample_id or request.request_id.partition("+")[0]))
         outcome, count = "failed", 0
         try:
-            result = await asyncio.wait_for(answer, max(0.0, deadline - loop.time()))
+            result = await self._result(answer, shard, timeout_s)
             outcome, count = ("preempted" if result.finish_reason == "abort" else "done"), len(result.token_ids)
             return result
         except ShardPreemptedError:
@@ -131,7 +136,10 @@ class Dispatcher:
             raise
         except TimeoutError as error:
             self._cancel(shard, request.request_id)
-            raise GenerationError(f"{self._names[shard]}: request {request.request_id} has no result after {timeout_s:.0f} s") from error
+            raise GenerationError(
+                f"{self._names[shard]}: request {request.request_id} has no result after {timeout_s:.0f} s, in which the shard finished nothing else; "
+                f"where single responses take longer, set {REQUEST_TIMEOUT_VARIABLE}"
+            ) from error
         except asyncio.CancelledError:
             outcome = "aborted"
             self._cancel(shard, request.request_id)
@@ -141,7 +149,18 @@ class Dispatcher:
             self._router.finish(shard, tokens)
             self.record.emit(RequestFinished(request.request_id, shard, outcome, count))
 
-    async def _book(self, request: GenerationRequest, tokens: int, deadline: float, timeout_s: float) -> int:
+    async def _result(self, answer: asyncio.Future[GenerationResult], shard: int, timeout_s: float) -> GenerationResult:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not answer.done():
+            left = max(began, self._last_result.get(shard, 0.0)) + timeout_s - loop.time()
+            if left <= 0:
+                raise TimeoutError
+            await asyncio.wait([answer], timeout=left)
+        return answer.result()
+
+    async def _book(self, request: GenerationRequest, tokens: int, timeout_s: float) -> int:
+        deadline = asyncio.get_running_loop().time() + timeout_s
         while not self._router.active:
             if len(self.failed) == len(self._workers):
                 name = request.request_id.partition("+")[0]
@@ -192,6 +211,7 @@ class Dispatcher:
         if isinstance(result, RequestFailure) and result.engine_dead:
             self.quarantine(shard, result.message)
             return
+        self._last_result[shard] = asyncio.get_running_loop().time()
         # Taken out here rather than when the waiter wakes, so that the poller sees at once whether anything is left.
         del self._pending[result.request_id]
         if pending.answer.done():

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
-_START_TIMEOUT_S = 900.0
 _TRANSITION_TIMEOUT_S = 180.0
 
 
@@ -114,7 +113,7 @@ class VllmGeneration(GenerationInterface):
             WorkerError: An engine failed to start.
         """
         if self._workers is None:
-            answers = self.group.get_all_worker_results(self._starting, timeout_s=_START_TIMEOUT_S)
+            answers = self.group.get_all_worker_results(self._starting)
             self._workers = [worker for shard in answers for worker in shard]
             self._devices = [[worker["device"] for worker in shard] for shard in answers]
 
