@@ -1,18 +1,23 @@
 """Runs the Python that a response contains and answers with what it printed.
 
 Code is what stands between `<code>` and `</code>`, or in fenced blocks. It runs in a fresh interpreter in an empty directory with limits on
-time and memory; that keeps accidents small, but it is no sandbox: run untrusted models in a container. Invariant: no run outlives its deadline.
+time, memory, output and the size of a file; that keeps accidents small, but it is no sandbox: run untrusted models in a container.
+Invariant: no run outlives its deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
+import select
+import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,10 +28,15 @@ from typing_extensions import override
 
 from nemo_rl.config import CodeEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
+FILE_LIMIT_BYTES = 64 * 1024**2
 OUTPUT_LIMIT_CHARS = 4000
+# At most four bytes a character, so that what is kept of either end holds a whole answer.
+_KEPT_BYTES = 4 * OUTPUT_LIMIT_CHARS
+_CHUNK_BYTES = 64 * 1024
 _TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 
@@ -103,17 +113,60 @@ def run_python(code: str, timeout_s: float) -> Run:
             cwd=folder,
             env=environment,
             start_new_session=True,
-            text=True,
-            errors="replace",
+            bufsize=0,
         )
         resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-        try:
-            output, _ = process.communicate(code, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, FILE_LIMIT_BYTES))
+        output, ended = _converse(process, code.encode(errors="replace"), time.monotonic() + timeout_s)
+        if not ended:
+            # The process itself may have ended, with something that it started still printing.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             return Run(f"{_cut(output)}\n[ended after {timeout_s:g} s]".lstrip(), False)
     return Run(_cut(output), process.returncode == 0)
+
+
+def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) -> tuple[str, bool]:
+    """Feeds the code in and reads what it prints, of which only the beginning and the end are ever held; and whether the process ended in time."""
+    head, tail, dropped, unsent = bytearray(), bytearray(), False, memoryview(code)
+    if process.stdin is None or process.stdout is None:
+        raise EnvironmentFailure("a process for a response's code has no standard input and output")
+    with process.stdin, process.stdout, selectors.DefaultSelector() as selector:
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        selector.register(process.stdout, selectors.EVENT_READ)
+        open_ended = True
+        while open_ended and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is process.stdin:
+                    unsent = _fed(key.fd, unsent)
+                    if not unsent:
+                        selector.unregister(process.stdin)
+                        process.stdin.close()
+                    continue
+                chunk = os.read(key.fd, _CHUNK_BYTES)
+                open_ended = bool(chunk)
+                room = max(0, _KEPT_BYTES - len(head))
+                head += chunk[:room]
+                tail += chunk[room:]
+                dropped = dropped or len(tail) > _KEPT_BYTES
+                del tail[:-_KEPT_BYTES]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+    return _text(head, tail, dropped), process.returncode is not None and not open_ended
+
+
+def _fed(fd: int, unsent: memoryview) -> memoryview:
+    try:
+        # A pipe that can be written takes this much without making the writer wait.
+        return unsent[os.write(fd, unsent[: select.PIPE_BUF]) :]
+    except BrokenPipeError:
+        return unsent[:0]
+
+
+def _text(head: bytearray, tail: bytearray, dropped: bool) -> str:
+    parts = [bytes(part).decode(errors="replace") for part in (head, tail)] if dropped else [bytes(head + tail).decode(errors="replace")]
+    return "\n[...]\n".join(parts).replace("\r\n", "\n")
 
 
 def _cut(output: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from typing import Any
 
 from nemo_rl.environments.call import step_environment
@@ -49,9 +50,33 @@ def test_code_that_does_not_end_is_ended_with_what_it_started() -> None:
     before = time.monotonic()
     run = run_python("import subprocess\nprint('began', flush=True)\nsubprocess.run(['sleep', '60'])", 1.0)
     assert not run.succeeded and run.output == "began\n[ended after 1 s]"
+    left_running = run_python("import subprocess\nsubprocess.Popen(['sleep', '60'])", 1.0)
+    assert not left_running.succeeded and left_running.output == "[ended after 1 s]"
     assert time.monotonic() - before < 30
 
 
 def test_memory_and_output_are_limited() -> None:
     assert "MemoryError" in run_python("x = bytearray(8 * 1024**3)", 20).output
     assert len(run_python("print('x' * 100_000)", 20).output) < 4100
+
+
+def test_a_response_that_prints_for_ever_takes_no_memory_of_the_host() -> None:
+    tracemalloc.start()
+    try:
+        run = run_python("print('first')\nwhile True: print('x' * 1_000_000)", 3.0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not run.succeeded and run.output.startswith("first\nxxx") and run.output.endswith("x\n[ended after 3 s]")
+    assert len(run.output) < 4100
+    assert peak < 8 * 1024**2
+
+
+def test_a_response_cannot_fill_the_disk() -> None:
+    run = run_python("with open('big', 'wb') as file:\n    for _ in range(1024): file.write(bytes(1024**2))", 20.0)
+    assert not run.succeeded and "File too large" in run.output
+
+
+def test_code_longer_than_a_pipe_and_output_of_many_letters_come_through_whole() -> None:
+    assert run_python("#" + "x" * 300_000 + "\nprint('ä' * 3000)", 20.0).output == "ä" * 3000
+    assert run_python("import os; os.close(1); os.close(2); import time; time.sleep(60)", 1.0).output == "[ended after 1 s]"
