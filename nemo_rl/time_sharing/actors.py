@@ -145,10 +145,15 @@ class SchedulerActor:
 
     def _tick(self) -> None:
         pause = 0.05
-        while not self._stopped.wait(pause):
-            with self._lock:
-                if not self._stopped.is_set():
-                    pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
+        try:
+            while not self._stopped.wait(pause):
+                with self._lock:
+                    if not self._stopped.is_set():
+                        pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
+        # Without its timer the scheduler answers but keeps no deadline: Ray starts it anew, and it goes on from its log.
+        except BaseException:
+            logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
+            os._exit(1)
 
     def _send(self, command: Command) -> None:
         if command.verb is Verb.REAP:
@@ -201,10 +206,11 @@ def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -
 def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None) -> Any:
     """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until `stop_scheduler`.
 
-    log_dir: an existing directory, on the scheduler's node; a log that is there already is gone on with. Returns the actor's handle.
+    log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with. Returns the actor's handle.
     Raises SchedulerInUse when one runs already over another pool or log.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     scheduler: Any = (
         ray.remote(SchedulerActor)
@@ -217,6 +223,8 @@ def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = Non
             max_task_retries=0,
             max_concurrency=32,
             num_cpus=0,
+            # Its log is on this node, also for the scheduler that Ray starts after it.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
         .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits)
     )

@@ -1,0 +1,73 @@
+"""The scheduler's actor around its core: what happens when its timer fails, and where it runs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from nemo_rl.time_sharing import actors
+from nemo_rl.time_sharing.actors import SchedulerActor, start_scheduler
+from nemo_rl.time_sharing.topology import Pool
+
+
+def test_a_scheduler_whose_timer_fails_ends_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    def disk_full(now: float) -> float:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(actors.os, "_exit", end)
+    caplog.set_level(logging.CRITICAL)
+    actor = SchedulerActor(str(tmp_path), 1, 2)
+    monkeypatch.setattr(actor._core, "tick", disk_full)
+    assert ended.wait(30.0)
+    actor.stop()
+    assert codes == [1]
+    assert "reason=timer_failed" in caplog.text and "No space left on device" in caplog.text
+
+
+class Remote:
+    """Stands in for `ray.remote`: keeps the options of the one actor that is started."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def __call__(self, kind: type) -> Remote:
+        return self
+
+    def options(self, **options: Any) -> Remote:
+        self.kept = options
+        return self
+
+    def remote(self, *arguments: Any) -> Remote:
+        return self
+
+    @property
+    def serves(self) -> Remote:
+        return self
+
+
+class Context:
+    def get_node_id(self) -> str:
+        return "ab" * 28
+
+
+def test_the_scheduler_stays_on_the_node_that_has_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Remote()
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray, "get", lambda _, timeout: (str(tmp_path), Pool(1, 2)))
+    start_scheduler(tmp_path, Pool(1, 2))
+    strategy = remote.kept["scheduling_strategy"]
+    assert strategy.node_id == "ab" * 28 and not strategy.soft
