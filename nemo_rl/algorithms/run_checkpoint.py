@@ -54,7 +54,8 @@ def begin_checkpoint(
             torch.save(content, state)
             (path / name).write_bytes(state.getvalue())
         optimizer = str(path / "policy" / "optimizer") if config.checkpointing.save_optimizer else None
-        policy.save_checkpoint(str(path / WEIGHTS), optimizer, str(path / "policy" / "tokenizer"))
+        save_format = config.checkpointing.model_save_format or "safetensors"
+        policy.save_checkpoint(str(path / WEIGHTS), optimizer, str(path / "policy" / "tokenizer"), save_format)
     checkpointer.begin_finalization(path, policy.finalize_async_save)
 
 

@@ -26,13 +26,17 @@ class CheckpointingConfig(Section):
     checkpoint_must_save_by: str | None = Field(
         None, pattern=r"^\d+:\d+:\d+:\d+$", description="Run time (DD:HH:MM:SS) by which a checkpoint must be written; the run then ends."
     )
-    model_save_format: Literal["safetensors", "torch_save"] | None = Field("safetensors", description="Format of the weights; null: the backend's own.")
+    model_save_format: Literal["safetensors", "torch_save"] | None = Field("safetensors", description="Format of the weights; null: safetensors.")
     save_consolidated: bool = Field(False, description="Also write one Hugging Face directory of whole weights.")
     save_optimizer: bool = Field(True, description="Write the optimizer's state.")
     ft_save_period: PositiveInt | None = Field(None, description="RL steps between extra checkpoints for restarts; null writes none.")
     ft_keep_latest_k: PositiveInt | None = Field(None, description="Newest extra checkpoints kept.")
-    model_cache_dir: str | None = Field(None, description="Cache of downloaded weights.")
-    model_repo_id: str | None = Field(None, description="Hugging Face id recorded in the checkpoint; null: policy.model_name.")
+    model_cache_dir: str | None = Field(
+        None, description="Accepted from older recipes; no effect: downloads go to Hugging Face's own cache, which HF_HOME places."
+    )
+    model_repo_id: str | None = Field(
+        None, description="Accepted from older recipes; no effect: a checkpoint holds the model's whole configuration, and config.yaml names policy.model_name."
+    )
     is_peft: Annotated[bool, NotYet("LoRA")] = Field(False, description="The checkpoint holds adapters.")
     is_async: bool = Field(False, description="Accepted from older recipes; checkpoints never block the step here.")
     pretrained_checkpoint: Annotated[dict[str, Any] | None, NotYet("Megatron checkpoints as a start")] = Field(

@@ -19,7 +19,9 @@ class ClusterConfig(Section):
     num_nodes: PositiveInt = Field(1, description="Nodes.")
     master_port_range_low: int = Field(1400, ge=1, le=65535, description="First port for process groups.")
     master_port_range_high: int = Field(1999, ge=1, le=65535, description="Last port for process groups.")
-    segment_size: PositiveInt | None = Field(None, description="Nodes per NVLink segment; null ignores segments.")
+    segment_size: PositiveInt | None = Field(
+        None, description="Accepted from older recipes; no effect: Ray does not know NVLink segments, so nodes are taken wherever their slots are free."
+    )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Kind of accelerator slot; auto takes CUDA where there is a GPU.")
     cpu_slots: PositiveInt = Field(2, description="Accelerator slots that a machine without GPUs offers.")
     cpu_slot_memory_gb: float = Field(4, gt=0, description="Memory budget of one CPU slot, in GB.")

@@ -101,9 +101,13 @@ class GRPOConfig(Section):
         None, description="Advantage given to messages with malformed thinking tags."
     )
     skip_reference_policy_logprobs_calculation: bool = Field(False, description="Skip the reference pass; needs a KL penalty of 0, which implies it.")
-    calculate_advantages_on_gpu: bool = Field(False, description="Compute advantages on the accelerator.")
+    calculate_advantages_on_gpu: bool = Field(
+        False, description="Accepted from older recipes; no effect: advantages are one number per sample, computed on the host in microseconds."
+    )
     deduplicate_multimodal_data: Annotated[bool, NotYet("vision-language models")] = Field(False, description="Share images between samples of a group.")
-    debug_payload_metrics: bool = Field(False, description="Log the bytes that move between stages.")
+    debug_payload_metrics: bool = Field(
+        False, description="Accepted from older recipes; no effect: data_plane.observability.enabled counts the bytes that move between stages."
+    )
     seed: int = Field(42, description="Seed of the run: data order, sampling, initial weights.")
     async_grpo: AsyncGRPOConfig = Field(AsyncGRPOConfig(), description="Asynchronous training.")
     rollout_record: str | None = Field(None, description="Directory to which every step's rollouts are written; null writes none.")

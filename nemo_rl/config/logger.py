@@ -53,7 +53,7 @@ class LoggerConfig(Section):
     """`logger.*`."""
 
     log_dir: str = Field("logs", description="Directory of logs; each run takes the next exp_NNN in it.")
-    num_val_samples_to_print: NonNegativeInt = Field(0, description="Validation conversations shown per validation.")
+    num_val_samples_to_print: NonNegativeInt = Field(0, description="Validation samples shown on the terminal per validation, from best to worst.")
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
     mlflow_enabled: bool = Field(False, description="Log to MLflow.")

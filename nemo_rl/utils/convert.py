@@ -80,13 +80,15 @@ def _copy_model(source: Path, target: Path, dtype: str | None) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ConversionError(f"{source}: holds no *.safetensors; load and save the model with transformers first")
-    for file in files:
-        tensors = load_file(file)
-        wanted = getattr(torch, dtype) if dtype is not None else None
-        save_file({name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}, target / file.name, {"format": "pt"})
+    wanted = getattr(torch, dtype) if dtype is not None else None
+    files, torch_file = sorted(source.glob("*.safetensors")), source / "pytorch_model.bin"
+    if not files and not torch_file.is_file():
+        raise ConversionError(f"{source}: holds neither *.safetensors nor pytorch_model.bin; load and save the model with transformers first")
+    for file in files or [torch_file]:
+        tensors = load_file(file) if files else torch.load(file, weights_only=True, map_location="cpu")
+        # Tensors of a torch file may share memory, which safetensors refuses.
+        converted = {name: tensor.to(wanted, copy=not files) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        save_file(converted, target / (file.name if files else "model.safetensors"), {"format": "pt"})
     for path in source.iterdir():
         if path.is_file() and (path.name.endswith(".index.json") or not path.name.endswith(_NOT_OF_THE_MODEL)):
             shutil.copy2(path, target / path.name)

@@ -24,6 +24,7 @@ from nemo_rl.utils.sample_files import write_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,9 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
         return candidate
 
 
-def print_message_log_samples(message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], num_samples: int = 5, step: int = 0) -> None:
+def print_message_log_samples(
+    message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], num_samples: int = 5, step: int = 0, console: "Console | None" = None
+) -> None:
     """Show conversations with their rewards on the terminal: the best, the worst and some between.
 
     Args:
@@ -181,6 +184,7 @@ def print_message_log_samples(message_logs: Sequence[Sequence[Mapping[str, Any]]
         rewards: reward of each.
         num_samples: how many to show.
         step: shown in the title.
+        console: where to show; standard error by default.
 
     Raises:
         ValueError: there are not as many rewards as conversations.
@@ -206,4 +210,4 @@ def print_message_log_samples(message_logs: Sequence[Sequence[Mapping[str, Any]]
         text.rstrip()
         panels.append(Panel(text, title=f"sample {i} · reward {float(rewards[i]):.3g}", title_align="left"))
     mean = sum(float(reward) for reward in rewards) / len(rewards)
-    Console(stderr=True).print(Group(Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels))
+    (console or Console(stderr=True)).print(Group(Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels))

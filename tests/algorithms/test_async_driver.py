@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.algorithms.grpo import validation
 from nemo_rl.algorithms.grpo.async_driver import async_grpo_train
 from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
 from nemo_rl.algorithms.grpo.run import GRPOState
@@ -262,9 +263,9 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_period=1", "checkpointing.save_period=1")
     validated: list[int] = []
 
-    def roll_out_all(run: Any, step: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    def roll_out_all(run: Any, step: int) -> validation._Validated:
         validated.append(world.served)
-        return torch.ones(2), torch.ones(2), ["sum"] * 2
+        return validation._Validated(torch.ones(2), torch.ones(2), ["sum"] * 2, [])
 
     monkeypatch.setattr("nemo_rl.algorithms.grpo.validation._roll_out_all", roll_out_all)
     world.run.val_loader, world.run.validation_rollouts = Loader(), world

@@ -98,6 +98,10 @@ def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> 
     worker.backend.gradient_norm()  # completes the gradients that tensor-parallel ranks hold in parts
     seen = {"gradient": full_gradients(worker).numpy(), "logprobs": scored.numpy()}
     worker.abort_train_step()
+    # A step that is given up between microbatches leaves nothing to the next, wherever its gradients are.
+    worker.begin_train_step(loss_fn)
+    worker.train_microbatches(shard_of(worker, data))
+    worker.abort_train_step()
     answer = worker.train(shard_of(worker, data), loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
     evaluated = worker.train(shard_of(worker, data), loss_fn, eval_mode=True, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
     seen |= {"loss": answer["loss"], "grad_norm": answer["grad_norm"], "metrics": answer["all_mb_metrics"], "next_loss": evaluated["loss"]}
@@ -250,6 +254,9 @@ def story_of_one(model: str, other_model: str, folder: str) -> dict[str, Any]:
     seen["uneven"] = uneven_packing(model, 1)
     seen["logit gradient"] = logit_gradient(model, 1, [])
     seen["reference"] = reference_and_topk(model, 1, [])
+    resumed.save_checkpoint(f"{folder}/torch", None, "torch_save")
+    resumed.writer.wait()
+    seen["saved by torch"] = (resumed.weight_checksums(), make_worker(config, weights_path=f"{folder}/torch").weight_checksums())
     full = make_worker(config)
     os.makedirs(f"{folder}/full/weights")
     os.symlink("/dev/full", f"{folder}/full/weights/config.json")

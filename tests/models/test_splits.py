@@ -20,6 +20,7 @@ TP2 = ["policy.dtensor_cfg.tensor_parallel_size=2"]
 SP = [*TP2, "policy.dtensor_cfg.sequence_parallel=true"]
 CP2 = ["policy.dtensor_cfg.context_parallel_size=2"]
 FILTERS = ["policy.generation.temperature=0.7", "policy.generation.top_p=0.9", "policy.generation.top_k=40"]
+DEFERRED = ["policy.dtensor_cfg.defer_fsdp_grad_sync=true"]
 BY_SEQUENCE = ["loss_fn.token_level_loss=false"]
 
 ONE = {
@@ -33,6 +34,7 @@ ONE = {
     "attention by hand": ["policy.dtensor_cfg.automodel_kwargs.backend.attn=eager"],
     "filtered": FILTERS,
     "by sequence": BY_SEQUENCE,
+    "gradients kept whole": DEFERRED,
 }
 TWO = {
     "dp 2": [],
@@ -41,6 +43,9 @@ TWO = {
     "dp 2 packed": PACKED,
     "dp 2 dynamic": DYNAMIC,
     "dp 2 by sequence": [*PACKED, *BY_SEQUENCE],
+    "dp 2 gradients reduced once": [*DEFERRED, "policy.train_micro_batch_size=1"],
+    "hsdp 2 gradients reduced once": [*DEFERRED, *PACKED, "policy.dtensor_cfg.dp_replicate_size=2"],
+    "tp 2 gradients reduced once": [*DEFERRED, *TP2],
     "hsdp 2": [*PACKED, "policy.dtensor_cfg.dp_replicate_size=2"],
     "tp 2": TP2,
     "tp 2 packed": [*TP2, *PACKED],

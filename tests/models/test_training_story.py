@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.conftest import example
 from tests.models.policy_ranks import story_of_one, story_of_two
@@ -90,6 +91,13 @@ def test_the_checkpoint_loads_in_transformers(one: dict[str, Any], folder: Path)
 
     model = AutoModelForCausalLM.from_pretrained(folder / "1" / "weights")
     assert {name for name, _ in model.named_parameters()} == set(one["resharded weights"])
+
+
+def test_weights_saved_by_torch_are_one_file_that_loads_without_running_code(one: dict[str, Any], folder: Path) -> None:
+    saved, loaded = one["saved by torch"]
+    assert loaded == saved
+    assert set(torch.load(folder / "torch" / "pytorch_model.bin", weights_only=True)) == set(saved)
+    assert not list((folder / "torch").glob("*.safetensors"))
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_path(one: dict[str, Any]) -> None:

@@ -33,6 +33,18 @@ def test_weights_are_written_in_the_precision_asked_for(tiny_model: Path, tmp_pa
     assert all(torch.equal(tensor.bfloat16(), half[name]) for name, tensor in weights(tiny_model).items())
 
 
+def test_weights_saved_by_torch_are_converted_to_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    for path in tiny_model.iterdir():
+        if not path.name.startswith("model"):
+            (source / path.name).write_bytes(path.read_bytes())
+    torch.save(weights(tiny_model), source / "pytorch_model.bin")
+    out = to_hugging_face(source, tmp_path / "out")
+    assert (out / "model.safetensors").is_file() and not list(out.glob("*.bin"))
+    assert all(torch.equal(tensor, weights(out)[name]) for name, tensor in weights(tiny_model).items())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,6 +6,7 @@ batches run, each drawn with the same seeds at every validation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from nemo_rl.algorithms.grpo.metrics import accuracy_by_task, validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
+from nemo_rl.utils.logger import print_message_log_samples
+
+
+@dataclass(frozen=True)
+class _Validated:
+    """All samples of a validation; their texts only where they are to be shown."""
+
+    rewards: torch.Tensor
+    lengths: torch.Tensor
+    tasks: list[str]
+    texts: list[str]
 
 
 def validate(run: GRPORun, step: int) -> dict[str, float]:
@@ -35,20 +47,25 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     with run.timer.time("total_validation_time"):
         if run.refitter is not None:
             run.refitter.bring_to(run.state.step, run.timer)
-        rewards, lengths, tasks = _roll_out_all(run, step)
-    metrics = validation_metrics(rewards, lengths, generations_per_prompt=cfg.val_num_generations_per_prompt) | accuracy_by_task(rewards, tasks)
+        done = _roll_out_all(run, step)
+    metrics = validation_metrics(done.rewards, done.lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
+    metrics |= accuracy_by_task(done.rewards, done.tasks)
     run.logger.log_metrics(metrics, step, prefix="validation")
     run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation")
     run.progress.validated(metrics["accuracy"])
+    if done.texts:
+        shown = [[{"role": "sample", "content": text}] for text in done.texts]
+        print_message_log_samples(shown, done.rewards.tolist(), run.config.logger.num_val_samples_to_print, step, run.progress.console)
     run.state.val_metrics = metrics
     return metrics
 
 
-def _roll_out_all(run: GRPORun, step: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def _roll_out_all(run: GRPORun, step: int) -> _Validated:
     cfg = run.config.grpo
     rewards: list[torch.Tensor] = []
     lengths: list[torch.Tensor] = []
     tasks: list[str] = []
+    texts: list[str] = []
     for index, prompts in enumerate(_batches(run)):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
         source: Any = run.validation_rollouts
@@ -59,8 +76,10 @@ def _roll_out_all(run: GRPORun, step: int) -> tuple[torch.Tensor, torch.Tensor, 
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
         run.store.apply(handle, sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0))
+        if run.config.logger.num_val_samples_to_print:
+            texts += list(run.store.read(handle, ["content"])["content"])
         run.store.clear(handle)
-    return torch.cat(rewards), torch.cat(lengths), tasks
+    return _Validated(torch.cat(rewards), torch.cat(lengths), tasks, texts)
 
 
 def _batches(run: GRPORun) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
@@ -29,20 +30,35 @@ class DTensorBackend:
         mesh: This rank's groups.
         transform: Temperature and filters of generation.
         optimizer: None for a policy that only scores.
+        defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds them whole.
+        clear_cache_every: Microbatches between two times that cached device memory is given back; None never.
     """
 
-    def __init__(self, scorer: CausalLMScorer, mesh: ParallelMesh, transform: LogitTransform, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        scorer: CausalLMScorer,
+        mesh: ParallelMesh,
+        transform: LogitTransform,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        defer_gradient_sync: bool = False,
+        clear_cache_every: int | None = None,
+    ) -> None:
         self.scorer = scorer
         self.mesh = mesh
         self.transform = transform
         self.optimizer = optimizer
         self.device = mesh.device
         self._last: dict[str, Any] | None = None
+        self._defers = defer_gradient_sync
+        self._clear_every = clear_cache_every
+        self._microbatches = 0
 
     def start_step(self) -> None:
         """Training mode, zero gradients."""
         self.scorer.train()
         self.discard_gradients()
+        self.scorer.synchronize_gradients(not self._defers)
 
     def evaluate(self, data: Mapping[str, Any], loss_fn: LossFunction) -> MicrobatchResult:
         """Loss and metrics of one microbatch without a backward pass."""
@@ -53,6 +69,9 @@ class DTensorBackend:
         loss, result = self._loss(data, loss_fn)
         loss.backward()
         self._last = {key: data[key][:1] for key in ("input_ids", "input_lengths")}
+        self._microbatches += 1
+        if self._clear_every is not None and self._microbatches % self._clear_every == 0:
+            release_cached_memory(self.device)
         return result
 
     def _loss(self, data: Mapping[str, Any], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
@@ -96,6 +115,10 @@ class DTensorBackend:
 
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm: squares of shards summed over the axes that cut them, each element once."""
+        if self._defers:
+            # Which microbatch is a step's last is known only now: an empty one carries the sums of all.
+            self.scorer.synchronize_gradients(True)
+            self.idle_backward()
         self._sum_headwise_norms()
         cut = torch.zeros((), dtype=torch.float64, device=self.device)
         whole = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -134,6 +157,7 @@ class DTensorBackend:
     def discard_gradients(self) -> None:
         """Drops accumulated gradients, and whatever a pass that failed left gathered."""
         self.scorer.reshard()
+        self.scorer.drop_deferred_gradients()
         for parameter in self.scorer.parameters():
             parameter.grad = None
 

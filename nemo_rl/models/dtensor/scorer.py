@@ -51,6 +51,20 @@ class CausalLMScorer(nn.Module):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def synchronize_gradients(self, synchronize: bool) -> None:
+        """Whether a backward pass reduces gradients over ranks, or adds to whole ones that a later pass reduces."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(synchronize)
+
+    def drop_deferred_gradients(self) -> None:
+        """Drops gradients that were not reduced yet."""
+        for module in self.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for parameter in group.fsdp_params if group is not None else ():
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
+
     def forward(self, batch: PackedBatch, transform: LogitTransform, *, logits: bool = False) -> TokenScores | torch.Tensor:
         """Scores of the row's targets, or with `logits` the transformed logits [T, V] themselves."""
         hidden_TD, target_T = self._hidden(batch)

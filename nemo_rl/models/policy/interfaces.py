@@ -84,7 +84,9 @@ class PolicyInterface(ABC):
         """Ends a phase of training."""
 
     @abstractmethod
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None, save_format: str = "safetensors"
+    ) -> None:
         """Snapshots weights (a Hugging Face directory), optimizer and tokenizer; files are written in the background."""
 
     @abstractmethod

@@ -324,9 +324,11 @@ class Policy(PolicyInterface):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None) -> None:
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None, save_format: str = "safetensors"
+    ) -> None:
         """Snapshots the policy; the files are complete after `finalize_async_save`."""
-        self.worker_group.run("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path)
+        self.worker_group.run("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, save_format=save_format)
         # The weights directory is a whole Hugging Face model: it carries the tokenizer too.
         for path in (tokenizer_path, weights_path):
             if path is not None and self.tokenizer is not None:

@@ -81,7 +81,14 @@ class DTensorPolicyWorker(TQWorkerMixin):
         self.scheduler = build_scheduler(cfg.scheduler, self.optimizer) if self.optimizer is not None else None
         if self.optimizer is not None and optimizer_path is not None:
             load_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
-        self.backend = DTensorBackend(self.scorer, self.mesh, self._transform(), self.optimizer)
+        self.backend = DTensorBackend(
+            self.scorer,
+            self.mesh,
+            self._transform(),
+            self.optimizer,
+            defer_gradient_sync=parallel.defer_fsdp_grad_sync,
+            clear_cache_every=parallel.clear_cache_every_n_steps,
+        )
         self.step = TrainStep(self.backend)
         self.writer = CheckpointWriter(self.mesh)
         self._mbs = cfg.train_micro_batch_size
@@ -350,10 +357,10 @@ class DTensorPolicyWorker(TQWorkerMixin):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None) -> None:
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None, save_format: str = "safetensors") -> None:
         """Snapshots weights and optimizer; files follow in the background."""
         self.writer.wait()
-        self.writer.save_weights(self.scorer, weights_path, dtype_in_config=self._export_dtype(), save_format="safetensors")
+        self.writer.save_weights(self.scorer, weights_path, dtype_in_config=self._export_dtype(), save_format=save_format)
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
 

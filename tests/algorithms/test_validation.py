@@ -1,0 +1,60 @@
+"""What a validation shows: samples from best to worst, as many as `logger.num_val_samples_to_print` says."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.grpo.validation import validate
+from nemo_rl.config import LoggerConfig, load_master_config
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.store import InProcessStore
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.timer import Timer
+
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
+
+
+class Rollouts:
+    def roll_out(self, batch: BatchedDataDict[Any], plan: Any, attempt: int) -> Any:
+        rewards = torch.arange(batch.size, dtype=torch.float32)
+        tokens = BatchedDataDict(
+            input_ids=torch.zeros((batch.size, 2), dtype=torch.long),
+            input_lengths=torch.full((batch.size,), 2),
+            content=[f"answer number {row}" for row in range(batch.size)],
+        )
+        return SimpleNamespace(columns=RolloutColumns(tokens, BatchedDataDict(total_reward=rewards, generated_lengths=torch.ones(batch.size))))
+
+
+@pytest.mark.parametrize("shown", [0, 2])
+def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Path) -> None:
+    config = load_master_config(CONFIG, [f"logger.num_val_samples_to_print={shown}", "grpo.max_val_samples=4", "grpo.val_batch_size=4"])
+    terminal = io.StringIO()
+    prompts = BatchedDataDict(task_name=["arithmetic"] * 4, idx=list(range(4)), loss_multiplier=torch.ones(4), length=torch.ones(4))
+    store = InProcessStore(0)
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        run: Any = SimpleNamespace(
+            config=config,
+            val_loader=[prompts],
+            validation_rollouts=Rollouts(),
+            progress=RunProgress(1, console=Console(file=terminal, width=120)),
+            timer=Timer(),
+            refitter=None,
+            state=GRPOState(),
+            store=store,
+            logger=logger,
+        )
+        validate(run, 0)
+        store.close()
+    text = terminal.getvalue()
+    assert ("answer number 3" in text) == ("answer number 0" in text) == bool(shown)
+    assert "answer number 1" not in text
