@@ -37,20 +37,24 @@ class Slot:
         bundle_index: Bundle inside the node's placement group.
         node_id: Ray's id of the node.
         node_ip: Address of the node.
-        device_index: Physical GPU index on the node; the running slot number on a CPU node.
+        device_index: Physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by index, UUID or MIG slice; the running slot number on a CPU node.
     """
 
     node_rank: int
     bundle_index: int
     node_id: str
     node_ip: str
-    device_index: int
+    device_index: int | str
 
 
 @ray.remote(num_cpus=0)
-def _describe_slot() -> tuple[str, str, list[int]]:
+def _describe_slot() -> tuple[str, str, list[str]]:
     context = ray.get_runtime_context()
-    return context.get_node_id(), ray.util.get_node_ip_address(), [int(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
+    return context.get_node_id(), ray.util.get_node_ip_address(), [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
+
+
+def _device(gpu: str) -> int | str:
+    return int(gpu) if gpu.isdecimal() else gpu
 
 
 @ray.remote(num_cpus=0)
@@ -172,7 +176,7 @@ class RayVirtualCluster:
             for (node, bundle), (node_id, node_ip, gpus) in zip(places, answers, strict=True):
                 number = running.get(node_id, 0)
                 running[node_id] = number + 1
-                slots.append(Slot(node, bundle, node_id, node_ip, gpus[0] if gpus else number))
+                slots.append(Slot(node, bundle, node_id, node_ip, _device(gpus[0]) if gpus else number))
             self._slots = slots
         return self._slots
 
