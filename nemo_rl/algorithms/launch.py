@@ -147,6 +147,7 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from nemo_rl.models.generation.interfaces import GenerationError
     from nemo_rl.models.policy.optimizer import OptimizerConfigError
     from nemo_rl.utils.checkpoint import CheckpointError
+    from nemo_rl.utils.checkpoint_retention import UnknownMetric
     from nemo_rl.weight_sync.cache import CacheError
     from nemo_rl.weight_sync.transports.base import TransportError
 
@@ -171,6 +172,7 @@ def user_errors() -> tuple[type[BaseException], ...]:
         DynamicSamplingError,
         CollectorError,
         CacheError,
+        UnknownMetric,
     )
 
 

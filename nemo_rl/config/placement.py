@@ -25,6 +25,16 @@ def generation_world_size(config: RootConfig) -> int:
     return (colocated.resources.num_nodes or 0) * cluster.gpus_per_node
 
 
+def generation_slots_per_node(config: RootConfig) -> int:
+    """Accelerator slots that generate on each node that does; 0 where nothing generates or the keys do not say."""
+    if not isinstance(config, MasterConfig):
+        return 0
+    colocated, cluster = config.policy.generation.colocated, config.cluster
+    if colocated.enabled or cluster.num_nodes > 1:
+        return cluster.gpus_per_node
+    return colocated.resources.gpus_per_node or 0
+
+
 def training_world_size(config: RootConfig) -> int:
     """Accelerator slots that train."""
     if not isinstance(config, MasterConfig) or config.policy.generation.colocated.enabled:

@@ -16,16 +16,17 @@ from nemo_rl.config.eval_rules import EVAL_RULES
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.loss_rules import LOSS_RULES
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.placement import data_parallel_size, generation_world_size, training_world_size
+from nemo_rl.config.metric_rules import GRPO_METRIC_RULES, SHARED_METRIC_RULES
+from nemo_rl.config.placement import data_parallel_size, generation_slots_per_node, training_world_size
 
 
 def broken_rules(config: CompleteConfig) -> list[str]:
     """One line per rule that the configuration breaks."""
     problems: list[str] = []
     if isinstance(config, RootConfig):
-        problems += [line for rule in SHARED_RULES for line in rule(config)]
+        problems += [line for rule in (*SHARED_RULES, *SHARED_METRIC_RULES) for line in rule(config)]
     if isinstance(config, MasterConfig):
-        problems += [line for rule in (*GRPO_RULES, *LOSS_RULES, *BATCH_RULES, *DATA_RULES) for line in rule(config)]
+        problems += [line for rule in (*GRPO_RULES, *LOSS_RULES, *BATCH_RULES, *DATA_RULES, *GRPO_METRIC_RULES) for line in rule(config)]
     if isinstance(config, SFTMasterConfig):
         problems += [line for rule in (*SFT_BATCH_RULES, *SFT_DATA_RULES) for line in rule(config)]
     if isinstance(config, EvalMasterConfig):
@@ -124,11 +125,14 @@ def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
         yield f"{key}.gpus_per_node is {gpus}; in a cluster of several nodes generation takes whole nodes: {cluster.gpus_per_node}"
 
 
-def engines_divide_the_world(config: MasterConfig) -> Iterator[str]:
-    vllm, world = config.policy.generation.vllm_cfg, generation_world_size(config)
+def engines_fit_into_nodes(config: MasterConfig) -> Iterator[str]:
+    vllm, slots = config.policy.generation.vllm_cfg, generation_slots_per_node(config)
     engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    if world > 0 and world % engine:
-        yield f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not divide {world} generating accelerators"
+    if slots > 0 and slots % engine:
+        yield (
+            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not divide the {slots} generating accelerators "
+            "of a node; an engine lies inside one node, whose memory its ranks share; lower one of the two, or give generation more accelerators per node"
+        )
     if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
         yield (
             f"policy.generation.vllm_cfg.expert_parallel_size is {vllm.expert_parallel_size}, "
@@ -183,7 +187,7 @@ SHARED_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (
 )
 GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
     generation_has_its_own_accelerators,
-    engines_divide_the_world,
+    engines_fit_into_nodes,
     async_training_is_possible,
     draft_models_need_megatron,
     rollouts_are_recorded_or_replayed,

@@ -23,7 +23,7 @@ class SavedStep:
 
 
 class UnknownMetric(ValueError):
-    """`checkpointing.metric_name` names a metric this run never computes."""
+    """A metric is named that this run never computes."""
 
 
 def steps_to_keep(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> set[int]:
@@ -69,14 +69,13 @@ def should_save(step: int, cfg: CheckpointingConfig, *, is_last: bool = False, e
 def ranking_metric(cfg: CheckpointingConfig, step: int, *, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None) -> dict[str, float]:
     """The entry of `training_info` that ranks a checkpoint, `{"val:accuracy": 0.5}`; empty (with a warning) where this step did not measure it.
 
+    A name that nothing measures is no reason to lose the step: the checkpoint is written and stays unranked.
+
     Args:
         cfg: `metric_name` is read.
         step: for the warning.
         train: training metrics of this step, without prefix.
         val: validation metrics of this step; None when it did not validate.
-
-    Raises:
-        UnknownMetric: metrics of that kind were measured, and the named one is not among them.
     """
     if cfg.metric_name is None:
         return {}
@@ -86,5 +85,6 @@ def ranking_metric(cfg: CheckpointingConfig, step: int, *, train: Mapping[str, A
         logger.warning("checkpoint_not_ranked step=%d metric=%s: not measured at this step; validate at every save_period", step, cfg.metric_name)
         return {}
     if name not in metrics:
-        raise UnknownMetric(f"checkpointing.metric_name={cfg.metric_name}: there is no such metric; {kind} metrics are {sorted(metrics)}")
+        logger.warning("checkpoint_not_ranked step=%d metric=%s: there is no such metric; %s metrics are %s", step, cfg.metric_name, kind, sorted(metrics))
+        return {}
     return {cfg.metric_name: float(metrics[name])}

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from nemo_rl.algorithms.grpo.metrics import batch_metrics, validation_metrics
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig, check_config, load_master_config
+from nemo_rl.config.metric_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
 
 EXAMPLE = Path(__file__).parents[2] / "examples/configs/grpo_math_1B.yaml"
 
@@ -106,7 +109,7 @@ BROKEN = [
     (["policy.dtensor_cfg.moe_parallelizer={colour: red}"], "moe_parallelizer.colour: unknown key. Valid here: reshard_after_forward, ignore_router_for_ac"),
     (["policy.dtensor_cfg.automodel_kwargs.backend={colour: red}"], "automodel_kwargs.backend.colour: unknown key. Valid here: _target_, attn, linear"),
     (["policy.dtensor_cfg.automodel_kwargs.backend.attn=fancy"], "automodel_kwargs.backend.attn: 'fancy' is not one of"),
-    (["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide 8 generating accelerators"),
+    (["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 generating accelerators of a node"),
     (
         ["policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
         "not a multiple of",
@@ -167,6 +170,13 @@ BROKEN = [
     (["+env.mth.num_workers=2"], "env.mth: unknown environment, and nothing uses it. Did you mean 'math'?"),
     (["grpo.rollout_record=x", "grpo.rollout_replay=x"], "same directory"),
     (["policy.draft.enabled=true"], "policy.draft.enabled needs policy.megatron_cfg.enabled"),
+    (
+        ["policy.generation.vllm_cfg.tensor_parallel_size=16", "cluster.gpus_per_node=8", "cluster.num_nodes=2"],
+        "is 16, which does not divide the 8 generating accelerators of a node; an engine lies inside one node",
+    ),
+    (["checkpointing.metric_name=train:rewards"], "checkpointing.metric_name: train:rewards: training measures no 'rewards'. Did you mean 'reward'?"),
+    (["checkpointing.metric_name=val:val_loss"], "validation measures no 'val_loss'; it measures val:accuracy, val:avg_length, val:pass_k"),
+    (["grpo.stop_at_validation_metric=acc", "grpo.stop_at_validation_metric_threshold=1"], "grpo.stop_at_validation_metric: acc: validation measures no 'acc'"),
     (["policy.generation=null"], "policy.generation: null, but GRPO generates"),
 ]
 
@@ -213,6 +223,18 @@ def test_sft_has_its_own_loop_and_its_rules() -> None:
     assert config.sft.max_num_steps == 60 and config.checkpointing.metric_name == "val:val_loss"
     assert any("sft.val_at_start ask for validation" in line for line in problems("data.train={dataset_name: arithmetic}", kind=SFTMasterConfig))
     assert any("grpo: unknown key" in line for line in problems(*good, "++grpo.seed=1", kind=SFTMasterConfig))
+
+
+@pytest.mark.parametrize("name", ["val:accuracy", "val:accuracy/gsm8k", "train:reward", "train:grad_norm", "train:my/own/score", "null"])
+def test_metrics_that_a_run_may_measure_rank_checkpoints(name: str) -> None:
+    load_master_config(None, [f"checkpointing.metric_name={name}"])
+
+
+def test_every_metric_that_steps_and_validation_report_is_known_by_name() -> None:
+    ones = torch.ones(4)
+    assert set(validation_metrics(ones, ones, generations_per_prompt=2)) == set(GRPO_VALIDATION)
+    assert set(batch_metrics(ones, ones, ones, ones)) <= set(GRPO_TRAINING)
+    assert set(SFT_TRAINING) - set(GRPO_TRAINING) == {"num_unmasked_tokens"}
 
 
 def test_a_configuration_built_in_python_is_checked_too() -> None:

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.grpo.validation import validate
-from nemo_rl.utils.checkpoint_retention import should_save
+from nemo_rl.utils.checkpoint_retention import UnknownMetric, should_save
 from nemo_rl.utils.record_events import GroupTrained, StepFinished
 
 logger = logging.getLogger(__name__)
@@ -80,12 +80,12 @@ def early_stop(run: GRPORun, val_metrics: dict[str, float] | None) -> bool:
     """Whether the validation metric has reached its threshold.
 
     Raises:
-        ValueError: Validation has no such metric.
+        UnknownMetric: Validation has no such metric.
     """
     name, threshold = run.config.grpo.stop_at_validation_metric, run.config.grpo.stop_at_validation_metric_threshold
     if name is None or threshold is None or val_metrics is None:
         return False
     short = name.removeprefix("val:").removeprefix("validation/")
     if short not in val_metrics:
-        raise ValueError(f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}")
+        raise UnknownMetric(f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}")
     return val_metrics[short] >= threshold
