@@ -1,4 +1,4 @@
-"""What every run's checkpoint holds besides its counters: policy and loader; and how a run goes on from it.
+"""What every run's checkpoint holds besides its counters: policy and loader; how a run goes on from it; and that a run has where to write.
 
 Ties the checkpoint directory to policy and loader. Knows no file format of theirs and no algorithm. Invariants: a visible
 checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from nemo_rl.config import ConfigError
 from nemo_rl.config.master import RootConfig
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import get_next_experiment_dir
 
 LOADER_FILE = "train_dataloader.pt"
 WEIGHTS = Path("policy") / "weights"
@@ -44,7 +46,7 @@ def begin_checkpoint(
     Raises:
         CheckpointError: The directory cannot be written, or the previous checkpoint failed.
     """
-    named = {**info, "dataset_names": _dataset_names(config)}
+    named = {**info, "dataset_names": dataset_names(config)}
     # Workers write too, from working directories of their own.
     path = checkpointer.init_tmp_checkpoint(step, named, config).resolve()
     with checkpointer.writing(path):
@@ -61,7 +63,7 @@ def begin_checkpoint(
 
 def restore_loader(loader: Any, checkpoint: Path, info: Mapping[str, Any], config: RootConfig) -> bool:
     """Continues a loader from a checkpoint; False (and an untouched loader) when the datasets changed."""
-    if info.get("dataset_names") != _dataset_names(config):
+    if info.get("dataset_names") != dataset_names(config):
         return False
     loader.load_state_dict(torch.load(checkpoint / LOADER_FILE, weights_only=True))
     return True
@@ -79,6 +81,18 @@ def check_writable(checkpointer: CheckpointManager) -> None:
         probe.rmdir()
 
 
+def new_log_dir(config: RootConfig) -> str:
+    """The next numbered directory in `logger.log_dir`, made.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        return str(get_next_experiment_dir(config.logger.log_dir))
+    except OSError as error:
+        raise ConfigError([f"logger.log_dir: {config.logger.log_dir} cannot be written ({error.strerror or error})"]) from error
+
+
 def latest_checkpoint(checkpointer: CheckpointManager) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint and its info, if there is one."""
     path = checkpointer.get_latest_checkpoint_path()
@@ -87,5 +101,6 @@ def latest_checkpoint(checkpointer: CheckpointManager) -> tuple[Path, dict[str, 
     return path, checkpointer.load_training_info(path) or {}
 
 
-def _dataset_names(config: RootConfig) -> list[str]:
+def dataset_names(config: RootConfig) -> list[str]:
+    """The training datasets, by which a checkpoint knows whether its prompts are still the run's."""
     return [entry.dataset_name for entry in config.data.train]

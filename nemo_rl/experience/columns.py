@@ -76,6 +76,17 @@ def rollout_columns(
     return RolloutColumns(tokens, rows)
 
 
+def joined_rows(parts: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
+    """The row columns of several batches in one; a reward component that a batch's environments do not give is 0 there.
+
+    Args:
+        parts: Row columns of rollouts; components are named `reward/<name>`.
+    """
+    names = sorted({name for part in parts for name in part if name.startswith("reward/")})
+    filled = [BatchedDataDict({**dict.fromkeys(names, torch.zeros(part.size)), **part.get_dict()}) for part in parts]
+    return BatchedDataDict.from_batches(filled)
+
+
 def _training_messages(trajectory: Trajectory, token_versions: bool) -> list[dict[str, Any]]:
     messages = [_training_message(message) for message in trajectory.message_log]
     if token_versions:

@@ -53,6 +53,11 @@ class BufferedGroup:
         """Oldest version among its tokens."""
         return int(self.rows["weight_version"].min())
 
+    def is_stale(self, max_age: int) -> bool:
+        """Whether it is older than its step allows."""
+        # A group without a token (its prompts left no room) has no version.
+        return 0 <= self.oldest < self.key.target - max_age
+
 
 class ReplayBuffer:
     """Groups by batch.
@@ -123,8 +128,7 @@ class ReplayBuffer:
             raise BufferProtocolError(f"generation batch {attempt} of step {target} is not complete: {self.missing(target, attempt)} are missing")
         groups = [self._groups.pop(GroupKey(target, attempt, number)) for number in sorted(self._expected.pop((target, attempt)))]
         for group in groups:
-            # A group without a token (its prompts left no room) has no version.
-            if 0 <= group.oldest < target - self._max_age:
+            if group.is_stale(self._max_age):
                 raise StaleGroupError(
                     f"group {group.key.number} of step {target} has tokens of version {group.oldest}; "
                     f"grpo.async_grpo.max_trajectory_age_steps is {self._max_age}"

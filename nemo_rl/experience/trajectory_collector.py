@@ -118,6 +118,7 @@ class TrajectoryCollector:
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
         self._restored: list[SavedDraw] = []
+        self._early: list[tuple[GroupKey, BatchedDataDict[Any]]] = []
         self._version: int | None = None
         self._open = asyncio.Event()
         self._open.set()
@@ -136,6 +137,10 @@ class TrajectoryCollector:
         """Version `version` is published: rollouts of the steps up to `version + max_age` may begin."""
         with self._changed:
             self._version = version
+        early = self._early
+        self._early = []
+        for key, batch in early:
+            self._launch(key, batch)
         # What was drawn before a restart comes back first, whatever its step.
         while self._restored and not self.exhausted:
             self._draw(*self._restored.pop(0))
@@ -172,6 +177,10 @@ class TrajectoryCollector:
                 self._launch(key, number_samples(prompt, self._limits.generations, number))
 
     def _launch(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
+        # Drawn before a restart that lowered the age: tokens of this version would be too old for the group's step.
+        if key.target > (self._version or 0) + self._limits.max_age:
+            self._early.append((key, batch))
+            return
         future = self._start(self._collect(key, batch))
         with self._changed:
             self._running[key] = future

@@ -435,6 +435,36 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path
             assert both == whole.trained
 
 
+def resumed(tmp_path: Path, saved: tuple[dict[str, Any], dict[str, Any]], step: int, *overrides: str) -> World:
+    loader_state, files = saved
+    folder = tmp_path / f"saved_{step}_{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    for name, content in files.items():
+        torch.save(content, folder / name)
+    return World(tmp_path, *overrides, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder)
+
+
+def test_a_run_resumes_under_a_smaller_age_without_the_groups_that_are_too_old_for_it(tmp_path: Path) -> None:
+    whole = World(tmp_path, "checkpointing.save_period=1", "grpo.async_grpo.max_trajectory_age_steps=3")
+    async_grpo_train(whole.run)
+    groups = whole.saved[1][1]["replay_buffer.pt"]["groups"]
+    assert any(int(group["rows"]["weight_version"].min()) < group["key"][0] - 1 for group in groups), "the checkpoint holds no group that is too old"
+    again = resumed(tmp_path, whole.saved[1], 1, "grpo.async_grpo.max_trajectory_age_steps=1")
+    async_grpo_train(again.run)
+    assert whole.trained[:PROMPTS] + again.trained == whole.trained
+    assert all(metrics["lag/max"] <= 1 for metrics in again.logged)
+
+
+def test_groups_of_other_datasets_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    whole = World(tmp_path, "checkpointing.save_period=1")
+    async_grpo_train(whole.run)
+    again = resumed(tmp_path, whole.saved[2], 2, "data.train={dataset_name: gsm8k}")
+    async_grpo_train(again.run)
+    assert "resume=buffer_ignored reason=batch_shape_or_datasets_changed" in caplog.text
+    assert again.trained[0] == PROMPTS * whole.saved[2][0]["at"]
+
+
 def test_settings_that_leave_training_waiting_for_itself_are_refused_with_the_smallest_that_works() -> None:
     with pytest.raises(ConfigError, match=r"grpo.async_grpo.max_trajectory_age_steps is 0: .* the smallest that works is 1"):
         load_master_config(CONFIG, ["grpo.async_grpo.max_trajectory_age_steps=0"])

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.store import InProcessStore
@@ -103,6 +103,32 @@ def test_dynamic_sampling_that_finds_nothing_ends_with_the_keys_that_help() -> N
     with pytest.raises(DynamicSamplingError, match="only 0 of 6 samples .* raise grpo.dynamic_sampling_max_gen_batches=2"):
         collect_experience(run, lambda: next(source))
     assert run.rollouts.attempts == [0, 1, 2]
+
+
+def test_a_reward_component_that_some_tasks_do_not_give_is_zero_for_them() -> None:
+    math = BatchedDataDict({"total_reward": torch.ones(2), "reward/correctness": torch.tensor([1.0, 0.5])})
+    game = BatchedDataDict({"total_reward": torch.zeros(1), "reward/moves": torch.tensor([3.0])})
+    rows = joined_rows([math, game, math])
+    assert rows["reward/correctness"].tolist() == [1.0, 0.5, 0.0, 1.0, 0.5]
+    assert rows["reward/moves"].tolist() == [0.0, 0.0, 3.0, 0.0, 0.0]
+    assert rows["total_reward"].tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert "reward/moves" not in math
+
+
+def test_dynamic_sampling_joins_batches_whose_tasks_give_different_components() -> None:
+    rollouts: Any = Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1))
+    of_batch = rollouts.roll_out
+
+    def with_component(batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+        rollout = of_batch(batch, plan, attempt)
+        if attempt:
+            rollout.columns.rows["reward/format"] = torch.ones(batch.size)
+        return rollout
+
+    rollouts.roll_out = with_component
+    run = run_of(rollouts, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
+    source = batches()
+    assert collect_experience(run, lambda: next(source)).rows["reward/format"].tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_validation_draws_the_same_at_every_validation_and_never_what_training_draws() -> None:

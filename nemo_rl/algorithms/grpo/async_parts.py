@@ -15,8 +15,9 @@ import torch
 from nemo_rl.algorithms.grpo.collect import training_plan
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
@@ -61,7 +62,7 @@ def collected_experience(run: GRPORun, collector: TrajectoryCollector, attempt: 
         CollectorError: The collector cannot deliver.
     """
     groups = collector.take(run.state.step, attempt, on_progress)
-    rows = BatchedDataDict.from_batches([group.rows for group in groups])
+    rows = joined_rows([group.rows for group in groups])
     handle = run.store.concat([run.store.write(group.tokens) for group in groups])
     return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
@@ -84,29 +85,31 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
 def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
     """Goes on with the groups of the checkpoint that the run resumed from.
 
-    Groups of past steps, or generated for another batch shape, are left out: their prompts are generated anew.
+    Groups of past steps, and groups that are older than their step now allows, are left out: their prompts are generated anew. Of another batch shape,
+    or of other datasets, all are.
     """
     if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
         return
     rollouts = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
     if rollouts["shape"] != _shape(run):
-        logger.warning("resume=buffer_ignored reason=batch_shape_changed saved=%s now=%s", rollouts["shape"], _shape(run))
+        logger.warning("resume=buffer_ignored reason=batch_shape_or_datasets_changed saved=%s now=%s", rollouts["shape"], _shape(run))
         return
     draws = [SavedDraw(*draw) for draw in rollouts["draws"]]
     saved = torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]
-    oldest = run.state.step - run.config.grpo.async_grpo.max_trajectory_age_steps
+    max_age = run.config.grpo.async_grpo.max_trajectory_age_steps
     groups = []
     for plain in saved:
         key = GroupKey(*plain["key"])
         rows = BatchedDataDict(plain["rows"])
-        if key.target < run.state.step or int(rows["weight_version"].min()) < min(oldest, key.target):
+        group = BufferedGroup(key, None, rows, plain["metrics"], plain["generated_at"])
+        if key.target < run.state.step or group.is_stale(max_age):
             continue
-        handle = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
-        groups.append(BufferedGroup(key, handle, rows, plain["metrics"], plain["generated_at"]))
+        group.tokens = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+        groups.append(group)
     collector.restore(draws, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
 
 
-def _shape(run: GRPORun) -> list[int]:
+def _shape(run: GRPORun) -> list[Any]:
     cfg = run.config.grpo
-    return [int(cfg.num_prompts_per_step * cfg.batch_multiplier), cfg.num_generations_per_prompt, cfg.seed]
+    return [int(cfg.num_prompts_per_step * cfg.batch_multiplier), cfg.num_generations_per_prompt, cfg.seed, *dataset_names(run.config)]

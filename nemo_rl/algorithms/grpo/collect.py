@@ -16,6 +16,7 @@ from nemo_rl.algorithms.grpo.dynamic_sampling import Selection, sampling_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 from nemo_rl.models.generation.seeds import VALIDATION_STEP_OFFSET
@@ -148,5 +149,5 @@ def _record_dropped(run: GRPORun, groups: Iterable[int], reason: str) -> None:
 def _join(run: GRPORun, parts: list[Experience[Any]]) -> Experience[Any]:
     if len(parts) == 1:
         return parts[0]
-    rows = BatchedDataDict.from_batches([part.rows for part in parts])
+    rows = joined_rows([part.rows for part in parts])
     return Experience(run.store.concat([part.handle for part in parts]), rows, dict(parts[-1].metrics))
