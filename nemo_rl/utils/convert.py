@@ -71,7 +71,9 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
         weights = aside / "policy" / "weights"
         weights.mkdir(parents=True)
         _copy_model(model, weights, "float32")
-        counters = dict.fromkeys(("total_steps", "current_step", "current_epoch", "consumed_samples", "total_valid_tokens"), 0)
+        # GRPO and SFT name their place within the data differently.
+        places = ("current_step", "current_epoch", "step", "epoch")
+        counters = dict.fromkeys(("total_steps", *places, "consumed_samples", "total_valid_tokens"), 0)
         (aside / INFO_FILE).write_text(json.dumps(counters, indent=2), encoding="utf-8")
     return checkpoint_dir / "step_0"
 

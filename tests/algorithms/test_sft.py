@@ -11,11 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.launch import user_errors
 from nemo_rl.algorithms.sft.driver import sft_train
-from nemo_rl.algorithms.sft.run import SFTRun
+from nemo_rl.algorithms.sft.run import SFTRun, SFTState
 from nemo_rl.algorithms.sft.setup import setup
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.errors import DataError
+from nemo_rl.utils.checkpoint import INFO_FILE
+from nemo_rl.utils.convert import from_hugging_face
 from nemo_rl.utils.metrics_file import read_metrics
 
 
@@ -98,6 +102,33 @@ def test_prompts_without_answers_are_refused_before_ray_starts(tiny_model: Path,
     config.data.train[0].processor = "math_hf_data_processor"
     with pytest.raises(DataError, match=r"data\.train\.processor makes prompts without an answer.*set data\.train\.processor: sft_processor"):
         setup(config)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "says"),
+    [
+        ("checkpointing.checkpoint_dir", "/dev/null/here", "checkpointing.checkpoint_dir=/dev/null/here"),
+        ("logger.log_dir", "/dev/null/logs", "logger.log_dir: /dev/null/logs cannot be written"),
+        ("policy.optimizer.name", "torch.optim.AdamV", "has no 'AdamV'"),
+        ("policy.dtensor_cfg.tensor_parallel_size", 4, "num_key_value_heads=2"),
+    ],
+)
+def test_what_is_not_there_is_found_before_ray_starts(where: str, value: Any, says: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, tiny_model)
+    *path, key = where.split(".")
+    section: Any = config
+    for part in path:
+        section = section[part]
+    section[key] = value
+    with pytest.raises(user_errors()) as caught:
+        setup(config)
+    assert says in str(caught.value)
+
+
+def test_sft_starts_from_a_model_that_was_put_into_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    step = from_hugging_face(tiny_model, tmp_path)
+    info = json.loads((step / INFO_FILE).read_text())
+    assert (SFTState.from_training_info(info), GRPOState.from_training_info(info)) == (SFTState(), GRPOState())
 
 
 def test_validation_without_data_is_refused_before_ray_starts(tiny_model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.placement import reserve, start_policy
-from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, restore_loader
+from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, new_log_dir, restore_loader
 from nemo_rl.algorithms.utils import set_seed
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, MasterConfig
 from nemo_rl.config.dotted import import_dotted
@@ -46,7 +46,7 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import MemoryRecord, Record, RecordWriter
 from nemo_rl.utils.timer import TimeoutChecker, Timer
@@ -90,7 +90,7 @@ def setup(config: MasterConfig) -> GRPORun:
         state = GRPOState.from_training_info(checkpoint[1])
         if not restore_loader(train_loader, checkpoint[0], checkpoint[1], config):
             logger.warning("resume=loader_ignored checkpoint=%s reason=datasets_changed", checkpoint[0])
-    config.logger.log_dir = _new_log_dir(config)
+    config.logger.log_dir = new_log_dir(config)
     with ExitStack() as undo:
         accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         undo.callback(shutdown_ray)
@@ -115,13 +115,6 @@ def check_model(config: MasterConfig) -> None:
     check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
     check_divisible(model, config.policy.generation.vllm_cfg.tensor_parallel_size, "policy.generation.vllm_cfg.tensor_parallel_size", ("num_attention_heads",))
     check_names(config.policy.optimizer, config.policy.scheduler)
-
-
-def _new_log_dir(config: MasterConfig) -> str:
-    try:
-        return str(get_next_experiment_dir(config.logger.log_dir))
-    except OSError as error:
-        raise ConfigError([f"logger.log_dir: {config.logger.log_dir} cannot be written ({error.strerror or error})"]) from error
 
 
 def _environment_names(datasets: TaskDatasets) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.placement import reserve, start_policy
-from nemo_rl.algorithms.run_checkpoint import latest_checkpoint, restore_loader
+from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, new_log_dir, restore_loader
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
 from nemo_rl.algorithms.utils import set_seed
 from nemo_rl.config import SFTMasterConfig
@@ -27,9 +27,10 @@ from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.loss import NLLLossFn
 from nemo_rl.models.dtensor.kernels import check_device, check_packages
-from nemo_rl.models.dtensor.model_config import check_experts, model_config
+from nemo_rl.models.dtensor.model_config import check_divisible, check_experts, model_config
+from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
@@ -44,22 +45,28 @@ def setup(config: SFTMasterConfig) -> SFTRun:
 
     Raises:
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not there.
-        CheckpointError: A checkpoint exists but cannot be resumed.
+        OptimizerConfigError, UnsupportedModelError: Names of optimizer or schedule are wrong; the model does not divide over ranks.
+        CheckpointError: A checkpoint exists but cannot be resumed, or none can be written.
     """
     started = time.monotonic()
     set_seed(config.sft.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
-    check_experts(model_config(config.policy), config.policy.dtensor_cfg)
+    model = model_config(config.policy)
+    check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
+    check_experts(model, config.policy.dtensor_cfg)
+    check_names(config.policy.optimizer, config.policy.scheduler)
     check_packages(config.policy.dtensor_cfg)
     train_loader, val_loader = _loaders(config, load_datasets(tokenizer, config.data), tokenizer.pad_token_id)
     checkpointer = CheckpointManager(config.checkpointing)
+    if config.checkpointing.enabled:
+        check_writable(checkpointer)
     checkpoint = latest_checkpoint(checkpointer) if config.checkpointing.enabled else None
     state = SFTState()
     if checkpoint is not None:
         state = SFTState.from_training_info(checkpoint[1])
         if not restore_loader(train_loader, checkpoint[0], checkpoint[1], config):
             logger.warning("resume=loader_ignored checkpoint=%s reason=datasets_changed", checkpoint[0])
-    config.logger.log_dir = str(get_next_experiment_dir(config.logger.log_dir))
+    config.logger.log_dir = new_log_dir(config)
     with ExitStack() as undo:
         accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         undo.callback(shutdown_ray)
