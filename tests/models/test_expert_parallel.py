@@ -132,6 +132,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny_moe_model: Path, folder: Path, c
     assert resumed[0]["weights"] == cut_story[0]["weights"]
 
 
+def test_a_checkpoint_resumes_with_another_number_of_ranks_for_the_experts(tiny_moe_model: Path, folder: Path, cut_story: list[dict[str, Any]]) -> None:
+    (resumed,) = run_ranks(expert_story, 1, str(tiny_moe_model), 1, "", [], str(folder / "cut"))
+    assert (cut_story[0]["groups"], resumed["groups"]) == (2, 1)
+    assert resumed["second"]["loss"] == pytest.approx(cut_story[0]["second"]["loss"], rel=1e-5)
+    assert resumed["second"]["grad_norm"] == pytest.approx(cut_story[0]["second"]["grad_norm"], rel=1e-5)
+    assert resumed["second"]["lr"] == cut_story[0]["second"]["lr"]
+
+
 @pytest.mark.parametrize(
     ("experts", "size", "message"),
     [(4, 3, "expert_parallel_size=3 does not divide the model's 4 experts; possible: 1, 2, 4"), (0, 2, "has no experts; set it to 1")],

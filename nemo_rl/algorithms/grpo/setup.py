@@ -40,7 +40,8 @@ from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import ExperienceStore, InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.dtensor.model_config import check_divisible, model_config
+from nemo_rl.models.dtensor.kernels import check_device, check_packages
+from nemo_rl.models.dtensor.model_config import check_divisible, check_experts, model_config
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.optimizer import check_names
@@ -94,6 +95,7 @@ def setup(config: MasterConfig) -> GRPORun:
     with ExitStack() as undo:
         accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         undo.callback(shutdown_ray)
+        check_device(config.policy.dtensor_cfg, cuda=accelerator.is_cuda)
         run = _build(config, tokenizer, datasets, accelerator, checkpointer, state, (train_loader, val_loader), undo, checkpoint[0] if checkpoint else None)
         undo.pop_all()
     run.setup_seconds["total_setup_time_s"] = time.monotonic() - started
@@ -108,12 +110,15 @@ def check_model(config: MasterConfig) -> None:
 
     Raises:
         ModelNotFoundError: There is no model at `policy.model_name`.
-        UnsupportedModelError: Heads or vocabulary do not divide over the tensor-parallel ranks of training or generation.
+        UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training or generation.
+        KernelUnavailableError: A package is asked for and not installed.
         OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
     """
     model = model_config(config.policy)
     check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
     check_divisible(model, config.policy.generation.vllm_cfg.tensor_parallel_size, "policy.generation.vllm_cfg.tensor_parallel_size", ("num_attention_heads",))
+    check_experts(model, config.policy.dtensor_cfg)
+    check_packages(config.policy.dtensor_cfg)
     check_names(config.policy.optimizer, config.policy.scheduler)
 
 

@@ -24,6 +24,7 @@ from nemo_rl.models.dtensor.model_config import CheckpointMismatchError
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
 SCHEDULE_FILE = "schedule.json"
+_PER_GROUP = ("base_lrs", "_last_lr")
 
 
 class CheckpointWriter:
@@ -164,23 +165,25 @@ def load_optimizer(scorer: CausalLMScorer, optimizer: torch.optim.Optimizer, sch
             optimizer.state[parameter][key] = value
     with open(os.path.join(path, SCHEDULE_FILE)) as file:
         schedule = json.load(file)
-    for group, saved in zip(optimizer.param_groups, schedule["groups"], strict=True):
+    # All groups share the configuration's one schedule; their number depends on how the model was cut when it was saved.
+    groups, saved = len(optimizer.param_groups), schedule["groups"][0]
+    for group in optimizer.param_groups:
         # The schedule owns the learning rate; everything else is the configuration's.
         group.update({key: saved[key] for key in ("lr", "initial_lr") if key in saved})
     if scheduler is not None and schedule["scheduler"] is not None:
-        _restore_scheduler(scheduler, schedule["scheduler"])
+        _restore_scheduler(scheduler, schedule["scheduler"], groups)
 
 
-def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any], groups: int) -> None:
     children = state.pop("_schedulers", None)
     if children is not None:
         made_of_others: Any = scheduler
         for child, child_state in zip(made_of_others._schedulers, children, strict=True):
-            _restore_scheduler(child, child_state)
+            _restore_scheduler(child, child_state, groups)
     for key, value in state.items():
         # Functions of the step are not in files; the configuration has made them anew.
         if key != "lr_lambdas":
-            setattr(scheduler, key, _like(getattr(scheduler, key, None), value))
+            setattr(scheduler, key, _like(getattr(scheduler, key, None), value[:1] * groups if key in _PER_GROUP else value))
 
 
 def _like(current: Any, saved: Any) -> Any:

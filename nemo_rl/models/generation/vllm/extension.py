@@ -52,6 +52,7 @@ class _VllmModel:
             with set_current_vllm_config(self._worker.vllm_config):
                 finalize_layerwise_reload(model, self._worker.model_config)
             _repack_embeddings(model)
+            _repack_experts(model)
 
     def abandon_load(self) -> None:
         # Layers keep what came of their weights until they have all of it; the next load would count that in.
@@ -75,6 +76,14 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    # vLLM packs experts for the CPU's grouped products at their first load only; after a reload the packed kernel would read plain weights.
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 class VllmInternalWorkerExtension(ReceiverMethods):
