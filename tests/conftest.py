@@ -27,6 +27,9 @@ _OBJECT_STORE_BYTES = 512 << 20
 hypothesis.settings.register_profile("nemo_rl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("nemo_rl")
 
+# The session has a cluster of its own, whatever else runs on this machine.
+os.environ.setdefault("RAY_ADDRESS", "local")
+
 
 @pytest.fixture(autouse=True)
 def _loggers_speak() -> None:

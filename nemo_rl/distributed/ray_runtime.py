@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
 import psutil
 import ray
+from ray._private.utils import read_ray_address
+from ray.exceptions import RayError
 
 from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import kill_and_wait
@@ -30,6 +33,8 @@ _LOCAL_CLUSTER_ENV = {
     "RAY_prestart_worker_first_driver": "0",
 }
 
+_LOCAL = "local"
+_ANSWER_S = 5.0
 _START_ATTEMPTS = 3
 _END_TIMEOUT_S = 10.0
 
@@ -45,7 +50,9 @@ def init_ray(
     log_to_driver: bool | None = None,
     log_dir: str | None = None,
 ) -> Accelerator:
-    """Joins the cluster named by RAY_ADDRESS, or starts one on this machine.
+    """Joins the cluster named by RAY_ADDRESS, or the one that `ray start` started on this machine, or starts one here.
+
+    With RAY_ADDRESS=local no cluster is joined, whatever runs.
 
     Args:
         device: `cluster.device`.
@@ -66,12 +73,7 @@ def init_ray(
         worker_env[key] = ""
     if ray.is_initialized():
         return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        try:
-            ray.init(address=address, log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False)
-        except ConnectionError as error:
-            raise RayStartError(f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS") from error
+    if _joined(echo, worker_env):
         return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
     accelerator = resolve_accelerator(device)
     # A local cluster guards its ports with a token; Ray says so at every start.
@@ -80,6 +82,7 @@ def init_ray(
     for name, value in _LOCAL_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
     _start_local(
+        address=_LOCAL,
         # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.
         num_cpus=max(os.cpu_count() or 1, 64),
         resources=resources,
@@ -92,6 +95,43 @@ def init_ray(
     )
     logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")
     return accelerator
+
+
+def _joined(echo: bool, worker_env: dict[str, str]) -> bool:
+    """Joins a cluster where one is named or runs.
+
+    Raises:
+        RayStartError: The named one does not answer.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    address = _running_here() if not named else None if named == _LOCAL else named
+    if address is None:
+        return False
+    try:
+        ray.init(address=address, log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        if named:
+            raise RayStartError(f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS") from error
+        logger.warning("ray=not_joined address=%s reason=%s", address, error)
+        ray.shutdown()
+        return False
+    if not named:
+        logger.warning("ray=joined address=%s: it runs on this machine; RAY_ADDRESS=local starts a cluster of the run's own", address)
+    return True
+
+
+def _running_here() -> str | None:
+    """Address of the cluster that `ray start` left on this machine, if anybody listens there: a cluster that was killed leaves its address behind."""
+    address = read_ray_address()
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+            return address
+    except (OSError, ValueError):
+        logger.info("ray=stale_address address=%s", address)
+        return None
 
 
 def _start_local(**options: Any) -> None:

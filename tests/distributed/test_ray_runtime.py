@@ -1,6 +1,9 @@
 """Starting Ray where its own patience is too short."""
 
+import socket
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +25,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, failures: list[Exception]) -> li
         if len(calls) <= len(failures):
             raise failures[len(calls) - 1]
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "init", start)
@@ -69,3 +72,57 @@ def test_any_other_failure_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="a mistake"):
         init_ray(device="cpu")
     assert len(calls) == 1
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """Address at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def left_by_ray_start(monkeypatch: pytest.MonkeyPatch, folder: Path, address: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    (folder / "ray").mkdir()
+    (folder / "ray" / "ray_current_cluster").write_text(address)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 0.0})
+
+
+def test_a_cluster_that_runs_on_this_machine_is_joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str) -> None:
+    calls = start_with(monkeypatch, [])
+    left_by_ray_start(monkeypatch, tmp_path, listener)
+    init_ray(device="cpu")
+    assert [call["address"] for call in calls] == [listener]
+    assert not {"num_cpus", "num_gpus", "resources", "object_store_memory"} & set(calls[0])
+
+
+def test_the_address_of_a_cluster_that_was_killed_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = start_with(monkeypatch, [])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = f"127.0.0.1:{server.getsockname()[1]}"
+    left_by_ray_start(monkeypatch, tmp_path, gone)
+    init_ray(device="cpu")
+    assert [call["address"] for call in calls] == ["local"]
+
+
+def test_a_listener_that_is_no_cluster_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str) -> None:
+    calls = start_with(monkeypatch, [ConnectionError("Failed to connect to Ray cluster")])
+    left_by_ray_start(monkeypatch, tmp_path, listener)
+    init_ray(device="cpu")
+    assert [call["address"] for call in calls] == [listener, "local"]
+
+
+def test_a_cluster_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_with(monkeypatch, [ConnectionError("Failed to connect to Ray cluster")])
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(RayStartError, match=r"RAY_ADDRESS=10\.0\.0\.1:6379 does not answer"):
+        init_ray(device="cpu")
+
+
+def test_a_run_can_insist_on_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str) -> None:
+    calls = start_with(monkeypatch, [])
+    left_by_ray_start(monkeypatch, tmp_path, listener)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    init_ray(device="cpu")
+    assert [call["address"] for call in calls] == ["local"]
