@@ -400,6 +400,16 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
     assert "prompts_exhausted" in {event.reason for event in events(world, GroupDropped)}
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_every_step_logs_what_the_engines_say_where_that_is_wanted(tmp_path: Path, wanted: bool) -> None:
+    world = World(tmp_path, "grpo.max_num_steps=2", f"policy.generation.vllm_cfg.enable_vllm_metrics_logger={wanted}")
+    world.run.generation.engine_metrics = lambda: {"kv_cache_usage_perc": 0.5}
+    logged: list[tuple[int, dict[str, Any]]] = []
+    world.run.logger.log_metrics = lambda metrics, step, prefix, **_: logged.append((step, metrics)) if prefix == "generation_metrics" else None
+    async_grpo_train(world.run)
+    assert logged == ([(step, {"kv_cache_usage_perc": 0.5}) for step in (1, 2)] if wanted else [])
+
+
 def test_reward_scaling_and_shaping_work_as_in_the_synchronous_driver(tmp_path: Path) -> None:
     scaling = ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=-1", "grpo.reward_scaling.target_max=1"]
     world = World(tmp_path, *scaling, "grpo.max_num_steps=1")

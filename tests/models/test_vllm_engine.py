@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def engine(ray_session: None, tiny_model: Path) -> Iterator[Colocated]:
     filters = ["policy.generation.temperature=0.9", "policy.generation.top_p=0.95", "policy.generation.top_k=100"]
-    with colocated(tiny_model, 1, *filters) as both:
+    readings = ["policy.generation.vllm_cfg.enable_vllm_metrics_logger=true", "policy.generation.vllm_cfg.vllm_metrics_logger_interval=0.001"]
+    with colocated(tiny_model, 1, *filters, *readings) as both:
         yield both
 
 
@@ -35,6 +36,16 @@ def test_generation_and_policy_agree_on_every_drawn_token(engine: Colocated) -> 
     results = engine.run(requests)
     assert sum(len(result.token_ids) for result in results) > 150
     assert engine.disagreement(requests, results) <= 1.001
+
+
+def test_the_engine_says_what_it_did_since_it_was_last_asked(engine: Colocated) -> None:
+    engine.generation.engine_metrics()
+    drawn = sum(len(result.token_ids) for result in engine.run(engine.requests(8)))
+    metrics = engine.generation.engine_metrics()
+    assert metrics["generation_tokens"] == drawn
+    assert 0 < metrics["inflight_batch_sizes"] <= metrics["inflight_batch_sizes/max"] <= 8
+    assert 0 < metrics["kv_cache_usage_perc/max"] < 1
+    assert engine.generation.engine_metrics()["generation_tokens"] == 0.0
 
 
 def test_equal_seeds_give_equal_tokens_whatever_the_order_of_arrival(engine: Colocated) -> None:

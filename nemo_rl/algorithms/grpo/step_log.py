@@ -41,6 +41,8 @@ def log_step(run: GRPORun, experience: Experience[Any], metrics: dict[str, Any],
     run.logger.log_metrics(metrics, step, prefix="train")
     if run.refitter is not None:
         run.logger.log_metrics(run.refitter.metrics(), step, prefix="refit")
+    if run.generation is not None and run.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
+        run.logger.log_metrics(run.generation.engine_metrics(), step, prefix="generation_metrics")
     seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
     performance = throughput_metrics(
         rows.size,

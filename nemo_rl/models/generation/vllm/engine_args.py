@@ -24,6 +24,7 @@ class EngineSpec:
         cuda: Whether the engine runs on GPUs.
         sleep_level: Level at which the engine sleeps.
         max_model_len: Longest sequence in tokens.
+        stats_interval_s: Seconds between readings of the engine's statistics; None reads none.
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
     """
 
@@ -33,6 +34,7 @@ class EngineSpec:
     sleep_level: int = 2
     max_model_len: int = 0
     cuts_to_room: bool = True
+    stats_interval_s: float | None = None
 
 
 def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int) -> EngineSpec:
@@ -90,6 +92,7 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         vllm.sleep_level,
         vllm.max_model_len,
         vllm.cap_max_tokens_to_context,
+        vllm.vllm_metrics_logger_interval if vllm.enable_vllm_metrics_logger else None,
     )
 
 

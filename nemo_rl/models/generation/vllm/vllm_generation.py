@@ -8,12 +8,16 @@ router; engines that sleep at level 2 serve again only after a sync.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -30,6 +34,7 @@ from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.engine_args import engine_spec
+from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.shards import ElasticShards
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record import Record
@@ -39,6 +44,7 @@ T = TypeVar("T")
 
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _TRANSITION_TIMEOUT_S = 180.0
+_STATS_TIMEOUT_S = 5.0
 
 
 class VllmGeneration(GenerationInterface):
@@ -205,6 +211,23 @@ class VllmGeneration(GenerationInterface):
     def invalidate_kv_cache(self) -> None:
         """Forgets cached prefixes on every shard."""
         self.shards.call(self.shards.healthy(), "reset_prefix_cache")
+
+    def engine_metrics(self) -> dict[str, float]:
+        """The `generation_metrics/` of the time since they were last asked for; empty where `vllm_cfg.enable_vllm_metrics_logger` is off.
+
+        An engine that does not answer at once is left out: whoever waits for its results finds out what it has.
+        """
+        if not self.cfg.vllm_cfg.enable_vllm_metrics_logger:
+            return {}
+        refs = [self.group.workers[shard].take_stats.remote() for shard in self.shards.healthy()]
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_STATS_TIMEOUT_S) if refs else ([], [])
+        samples: list[EngineSample] = []
+        for ref in refs:
+            if ref in answered:
+                with contextlib.suppress(RayError):
+                    sample: Any = ray.get(ref)
+                    samples.append(sample)
+        return generation_metrics(samples)
 
     # -- some shards only ---------------------------------------------------------------------------------------------
 

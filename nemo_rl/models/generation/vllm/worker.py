@@ -17,6 +17,7 @@ from nemo_rl.models.generation.continuation import safe_cut
 from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateError, StaleVersionError, WakeError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
+from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
 from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE
 from nemo_rl.models.generation.vllm.outbox import Outbox, RequestFailure, failure_of
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
@@ -42,6 +43,7 @@ class VllmGenerationWorker:
         self._bad_words = bad_words
         self._engine: Any = None
         self._stamps: Any = None
+        self._stats: Any = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
         self._outboxes: dict[str, Outbox] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
         self._leaving = False
@@ -62,7 +64,7 @@ class VllmGenerationWorker:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs))
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None)
         except (RuntimeError, ValueError, OSError) as error:
             raise GenerationError(f"the engine of shard {self._shard} could not start: {failure_of('', error).message}") from error
         self._stamps = VersionStamps(self._engine)
@@ -204,6 +206,10 @@ class VllmGenerationWorker:
             raise ShardStateError(f"shard {self._shard} slept at level 2 and has had no weights since; sync it before it takes requests")
         self._leaving = False
         return self._stamps.version
+
+    async def take_stats(self) -> EngineSample:
+        """What the engine recorded of itself since it was last asked."""
+        return self._stats.take() if self._stats else EngineSample()
 
     async def check_engine(self, timeout_s: float) -> None:
         """Returns once the engine's workers have answered.
