@@ -27,7 +27,9 @@ class CheckpointingConfig(Section):
         None, pattern=r"^\d+:\d+:\d+:\d+$", description="Run time (DD:HH:MM:SS) by which a checkpoint must be written; the run then ends."
     )
     model_save_format: Literal["safetensors", "torch_save"] | None = Field("safetensors", description="Format of the weights; null: safetensors.")
-    save_consolidated: bool = Field(False, description="Also write one Hugging Face directory of whole weights.")
+    save_consolidated: bool = Field(
+        False, description="Accepted from older recipes; no effect: the weights of every checkpoint are one Hugging Face directory already."
+    )
     save_optimizer: bool = Field(True, description="Write the optimizer's state.")
     ft_save_period: PositiveInt | None = Field(None, description="RL steps between extra checkpoints for restarts; null writes none.")
     ft_keep_latest_k: PositiveInt | None = Field(None, description="Newest extra checkpoints kept.")

@@ -29,7 +29,7 @@ class ColocatedConfig(Section):
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: the engine's options that this package reads itself."""
 
-    async_engine: bool = Field(False, description="Stream samples one by one; false offers the batch call over the same engine.")
+    async_engine: bool = Field(False, description="Accepted from older recipes; no effect: every engine streams, and answers batches over the same stream.")
     precision: Annotated[Literal["float32", "float16", "bfloat16", "fp8"], DefaultFrom("${policy.precision}"), NotYet("fp8 generation", ("fp8",))] = Field(
         "bfloat16", description="Precision of the engine's weights."
     )
@@ -43,12 +43,12 @@ class VllmConfig(Section):
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="Share of the accelerator's memory that the engine may use.")
     max_model_len: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(512, description="Longest sequence, in tokens.")
     enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
-    use_tqdm: bool = Field(True, description="Show progress of batch generation.")
+    use_tqdm: bool = Field(True, description="Accepted from older recipes; no effect: a run has one progress display of its own.")
     use_deep_gemm: Annotated[bool, NotYet("fp8 generation")] = Field(False, description="Use DeepGEMM kernels for fp8.")
     num_first_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(0, description="First layers left in bfloat16 with fp8.")
     num_last_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(0, description="Last layers left in bfloat16 with fp8.")
-    enable_vllm_metrics_logger: bool = Field(True, description="Sample the engine's own metrics during generation.")
-    vllm_metrics_logger_interval: float = Field(0.5, gt=0, description="Seconds between samples of the engine's metrics.")
+    enable_vllm_metrics_logger: bool = Field(True, description="Log what engines say of their queues and KV cache as generation_metrics/.")
+    vllm_metrics_logger_interval: float = Field(0.5, gt=0, description="Seconds between readings.")
     expose_http_server: Annotated[bool, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(False, description="Serve an OpenAI-compatible API.")
     http_server_serving_chat_kwargs: Annotated[dict[str, Any], NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
         default_factory=dict, description="Its chat options."
@@ -73,8 +73,8 @@ class VllmConfig(Section):
 class RefitConfig(Section):
     """`policy.generation.refit_cfg`: options of the refit transports that are not the default."""
 
-    nixl: dict[str, Any] | None = Field(None, description="Options of the NIXL transport.")
-    sparse: dict[str, Any] | None = Field(None, description="Options of the sparse transports.")
+    nixl: dict[str, Any] | None = Field(None, description="Options of the NIXL transport; no effect on the others.")
+    sparse: dict[str, Any] | None = Field(None, description="Options of the sparse transports; no effect on the others.")
 
 
 class McoreGenerationConfig(Section):
@@ -117,8 +117,8 @@ class GenerationConfig(Section):
     )
     refit_cfg: RefitConfig = Field(RefitConfig(), description="Options of the other refit transports.")
     colocated: ColocatedConfig = Field(ColocatedConfig(), description="Whether training and generation share accelerators.")
-    port_range_low: int = Field(3000, ge=1, le=65535, description="First port for HTTP servers.")
-    port_range_high: int = Field(4999, ge=1, le=65535, description="Last port for HTTP servers.")
+    port_range_low: int = Field(3000, ge=1, le=65535, description="First port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).")
+    port_range_high: int = Field(4999, ge=1, le=65535, description="Last port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).")
     use_async_rollouts: Annotated[bool | None, NotYet("SGLang")] = Field(None, description="Asynchronous rollouts of SGLang.")
     mcore_generation_config: McoreGenerationConfig = Field(McoreGenerationConfig(), description="Options of Megatron's engine; read by backend megatron only.")
     real_quant_export_cpu_offload: Annotated[bool, NotYet("quantisation")] = Field(True, description="Export quantised weights through the host.")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+import nemo_rl
 from nemo_rl.config import AdvEstimatorConfig, GRPOConfig, MasterConfig, Section, SFTMasterConfig
 from nemo_rl.config.defaults import section_type
+from nemo_rl.config.schema import keys_of
 
 
 def fields_below(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -95,3 +99,25 @@ def test_a_users_environment_keeps_its_own_keys() -> None:
     section = config.env.of("mine")
     assert section is not None and section.env_class == "my.module.Env" and section["bonus"] == 2
     assert config.env.of("absent") is None
+
+
+# Handed on whole, to be read by others.
+PASSED_ON = ("logger.wandb.", "logger.swanlab.", "policy.generation.mcore_generation_config.")
+
+
+@pytest.mark.parametrize("schema", [MasterConfig, SFTMasterConfig])
+def test_every_key_is_read_somewhere_or_says_that_it_has_no_effect(schema: type[Section]) -> None:
+    package = Path(nemo_rl.__file__).parent
+    code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.parent.name != "config")
+    read = set(re.findall(r"[.\"'](\w+)\b", code))
+    silent = [
+        entry.name
+        for entry in keys_of(schema)
+        if entry.has_value
+        and entry.not_yet is None
+        and not entry.name.startswith(PASSED_ON)
+        and not {entry.name.rpartition(".")[2], entry.name.rpartition(".")[2].lstrip("_")} & read
+        and "no effect" not in entry.meaning
+        and not entry.meaning.startswith("Accepted ")
+    ]
+    assert silent == []
