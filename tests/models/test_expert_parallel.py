@@ -46,9 +46,18 @@ FOUR = {
 }
 
 
+HALF = ["policy.precision=bfloat16"]
+ONE = {"one": [], "half": HALF, "half but for the head": [*HALF, "policy.dtensor_cfg.moe_parallelizer.lm_head_precision=float32"]}
+
+
 @pytest.fixture(scope="module")
-def one(tiny_moe_model: Path) -> dict[str, Any]:
-    return run_ranks(many_splits, 1, str(tiny_moe_model), 1, {"one": []})[0]["one"]
+def alone(tiny_moe_model: Path) -> dict[str, dict[str, Any]]:
+    return run_ranks(many_splits, 1, str(tiny_moe_model), 1, ONE)[0]
+
+
+@pytest.fixture(scope="module")
+def one(alone: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return alone["one"]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +87,11 @@ def test_two_ranks_with_experts_compute_the_step_of_one(one: dict[str, Any], two
 def test_four_ranks_with_experts_compute_the_step_of_one(one: dict[str, Any], four: list[dict[str, dict[str, Any]]], case: str) -> None:
     for rank in four:
         _assert_same_step(rank[case], one)
+
+
+def test_an_output_projection_in_float32_is_nearer_to_float32(alone: dict[str, dict[str, Any]]) -> None:
+    error = {case: np.abs(alone[case]["logprobs"] - alone["one"]["logprobs"]).mean() for case in ONE}
+    assert 0.0 < error["half but for the head"] < error["half"] < 0.1
 
 
 @pytest.fixture(scope="module")
