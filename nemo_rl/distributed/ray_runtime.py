@@ -108,7 +108,8 @@ def _joined(echo: bool, worker_env: dict[str, str]) -> bool:
     if address is None:
         return False
     try:
-        ray.init(address=address, log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False)
+        # Ray takes the token of this machine's clusters only where it finds the cluster itself.
+        ray.init(address=named or "auto", log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False)
     except (ConnectionError, RuntimeError, RayError) as error:
         if named:
             raise RayStartError(f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS") from error

@@ -93,7 +93,7 @@ def test_a_cluster_that_runs_on_this_machine_is_joined(monkeypatch: pytest.Monke
     calls = start_with(monkeypatch, [])
     left_by_ray_start(monkeypatch, tmp_path, listener)
     init_ray(device="cpu")
-    assert [call["address"] for call in calls] == [listener]
+    assert [call["address"] for call in calls] == ["auto"]
     assert not {"num_cpus", "num_gpus", "resources", "object_store_memory"} & set(calls[0])
 
 
@@ -110,7 +110,7 @@ def test_a_listener_that_is_no_cluster_is_passed_over(monkeypatch: pytest.Monkey
     calls = start_with(monkeypatch, [ConnectionError("Failed to connect to Ray cluster")])
     left_by_ray_start(monkeypatch, tmp_path, listener)
     init_ray(device="cpu")
-    assert [call["address"] for call in calls] == [listener, "local"]
+    assert [call["address"] for call in calls] == ["auto", "local"]
 
 
 def test_a_cluster_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
