@@ -169,19 +169,7 @@ def _build(
         refitter = Refitter(
             policy, generation, config.weight_sync, colocated=generation.colocated, cuda=accelerator.is_cuda, record=record.bind("refit"), slept=slept
         )
-    # Rollouts of a run on the data plane happen in an actor, which reaches the engines on its own and hands its events over. Rollouts that run
-    # ahead stay with the dispatcher, which knows the shards that come and go: their rows are written group by group as they are finished.
-    in_actor = isinstance(policy, TQPolicy) and not config.grpo.async_grpo.enabled
-    reached: RolloutGenerator | None = generation.for_other_process() if in_actor and generation is not None else generation
-    events = MemoryRecord()
-    train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events if in_actor else record)
-    store: ExperienceStore[Any] = InProcessStore(tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
-    if isinstance(policy, TQPolicy):
-        plane = DataPlaneStore(policy.dp_client, tokenizer.pad_token_id, config.policy.make_sequence_length_divisible_by)
-        undo.callback(plane.close)
-        if in_actor:
-            train_source, val_source = plane.rollouts(train_source, val_source, events, record)
-        store = plane
+    store, train_source, val_source = _store_and_sources(config, tokenizer, policy, generation, datasets, actors, record, undo)
     return GRPORun(
         config=config,
         tokenizer=tokenizer,
@@ -209,6 +197,31 @@ def _build(
         setup_seconds=seconds,
         resumed_from=checkpoint,
     )
+
+
+def _store_and_sources(
+    config: MasterConfig,
+    tokenizer: Any,
+    policy: Any,
+    generation: VllmGeneration | None,
+    datasets: TaskDatasets,
+    actors: dict[str, Any],
+    record: Record,
+    undo: ExitStack,
+) -> tuple[ExperienceStore[Any], RolloutSource, RolloutSource | None]:
+    multiple = config.policy.make_sequence_length_divisible_by
+    if not isinstance(policy, TQPolicy):
+        return InProcessStore(tokenizer.pad_token_id, multiple), *_sources(config, tokenizer, generation, datasets, actors, record)
+    plane = DataPlaneStore(policy.dp_client, tokenizer.pad_token_id, multiple)
+    undo.callback(plane.close)
+    if config.grpo.async_grpo.enabled:
+        # Rollouts that run ahead stay with the dispatcher, which knows the shards that come and go: their rows are written group by group.
+        return plane, *_sources(config, tokenizer, generation, datasets, actors, record)
+    # Others happen in an actor, which reaches the engines on its own and hands its events over.
+    events = MemoryRecord()
+    reached = generation.for_other_process() if generation is not None else None
+    train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events)
+    return plane, *plane.rollouts(train_source, val_source, events, record)
 
 
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
