@@ -86,7 +86,7 @@ def test_a_schedule_that_was_written_down_goes_on_where_it_was(entries: list[Sch
     for _ in range(3):
         whole.step()
         schedules[0].step()
-    _restore_scheduler(schedules[1], json.loads(json.dumps(_plain(schedules[0].state_dict()))))
+    _restore_scheduler(schedules[1], json.loads(json.dumps(_plain(schedules[0].state_dict()))), len(resumed.param_groups))
     for group, same in zip(resumed.param_groups, whole.param_groups, strict=True):
         group["lr"] = same["lr"]
     for optimizer, schedule in zip((whole, resumed), schedules, strict=True):
