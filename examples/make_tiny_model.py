@@ -95,8 +95,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    sizes = vars(args)
-    model = save_tiny_model(sizes.pop("out_dir"), **sizes)
+    sizes = {name: value for name, value in vars(args).items() if name != "out_dir"}
+    model = save_tiny_model(args.out_dir, **sizes)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{args.out_dir}: {parameters / 1e6:.2f} M parameters, vocabulary {model.config.vocab_size}")
 
