@@ -14,10 +14,30 @@ from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.dtensor.kernels import check_packages
+from nemo_rl.models.dtensor.model_config import check_divisible, check_experts, model_config
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.utils.checkpoint import CheckpointManager
 
 logger = logging.getLogger(__name__)
+
+
+def check_policy(config: RootConfig) -> Any:
+    """Reads the model's configuration and checks that the policy can be built, before anything starts; the model's configuration.
+
+    Raises:
+        ModelNotFoundError: There is no model at `policy.model_name`.
+        UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training.
+        KernelUnavailableError: A package is asked for and not installed.
+        OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
+    """
+    model = model_config(config.policy)
+    check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
+    check_experts(model, config.policy.dtensor_cfg)
+    check_packages(config.policy.dtensor_cfg)
+    check_names(config.policy.optimizer, config.policy.scheduler)
+    return model
 
 
 def reserve(cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1) -> RayVirtualCluster:

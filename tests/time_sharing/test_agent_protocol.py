@@ -203,7 +203,8 @@ def test_refresh_reaches_every_serving_rank_before_the_version_is_out(bench: Ben
     assert bench.host.published == [1] and {bench.agent.ranks[r].version for r in (1, 2)} == {1}
 
 
-def test_a_version_that_comes_while_a_rank_takes_the_one_before_reaches_it_too(bench: Bench) -> None:
+def refreshed_while_rank_2_takes_the_version_before(bench: Bench) -> Operation:
+    """Rank 1 has version 1 and takes version 2; rank 2's operation, which still brings version 1."""
     bench.route(1)
     bench.route(2)
     train(bench, 1)
@@ -213,6 +214,11 @@ def test_a_version_that_comes_while_a_rank_takes_the_one_before_reaches_it_too(b
     bench.agent.performed(first, True)
     bench.agent.cache_built(2)
     bench.agent.refresh()
+    return second
+
+
+def test_a_version_that_comes_while_a_rank_takes_the_one_before_reaches_it_too(bench: Bench) -> None:
+    second = refreshed_while_rank_2_takes_the_version_before(bench)
     assert not bench.host.published
     bench.agent.performed(second, True)
     assert [(operation.rank, operation.version) for operation in bench.host.operations] == [(1, 2), (2, 2)]
@@ -221,15 +227,7 @@ def test_a_version_that_comes_while_a_rank_takes_the_one_before_reaches_it_too(b
 
 
 def test_a_rank_that_drains_while_it_takes_old_weights_holds_up_no_publication(bench: Bench) -> None:
-    bench.route(1)
-    bench.route(2)
-    train(bench, 1)
-    bench.agent.refresh()
-    first, second = bench.host.operations
-    bench.host.operations.clear()
-    bench.agent.performed(first, True)
-    bench.agent.cache_built(2)
-    bench.agent.refresh()
+    second = refreshed_while_rank_2_takes_the_version_before(bench)
     bench.tell(Verb.DRAIN, 2, finish=False)
     bench.agent.performed(second, True)
     bench.finish()

@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
-from nemo_rl.algorithms.placement import reserve, start_policy
+from nemo_rl.algorithms.placement import check_policy, reserve, start_policy
 from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, new_log_dir, restore_loader
 from nemo_rl.algorithms.utils import set_seed
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, MasterConfig
@@ -40,11 +40,10 @@ from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import ExperienceStore, InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.dtensor.kernels import check_device, check_packages
-from nemo_rl.models.dtensor.model_config import check_divisible, check_experts, model_config
+from nemo_rl.models.dtensor.kernels import check_device
+from nemo_rl.models.dtensor.model_config import check_divisible
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
-from nemo_rl.models.policy.optimizer import check_names
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
@@ -114,12 +113,8 @@ def check_model(config: MasterConfig) -> None:
         KernelUnavailableError: A package is asked for and not installed.
         OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
     """
-    model = model_config(config.policy)
-    check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
+    model = check_policy(config)
     check_divisible(model, config.policy.generation.vllm_cfg.tensor_parallel_size, "policy.generation.vllm_cfg.tensor_parallel_size", ("num_attention_heads",))
-    check_experts(model, config.policy.dtensor_cfg)
-    check_packages(config.policy.dtensor_cfg)
-    check_names(config.policy.optimizer, config.policy.scheduler)
 
 
 def _environment_names(datasets: TaskDatasets) -> list[str]:

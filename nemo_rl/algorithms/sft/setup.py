@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.placement import reserve, start_policy
+from nemo_rl.algorithms.placement import check_policy, reserve, start_policy
 from nemo_rl.algorithms.run_checkpoint import check_writable, latest_checkpoint, new_log_dir, restore_loader
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
 from nemo_rl.algorithms.utils import set_seed
@@ -26,9 +26,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.loss import NLLLossFn
-from nemo_rl.models.dtensor.kernels import check_device, check_packages
-from nemo_rl.models.dtensor.model_config import check_divisible, check_experts, model_config
-from nemo_rl.models.policy.optimizer import check_names
+from nemo_rl.models.dtensor.kernels import check_device
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
@@ -51,11 +49,7 @@ def setup(config: SFTMasterConfig) -> SFTRun:
     started = time.monotonic()
     set_seed(config.sft.seed)
     tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
-    model = model_config(config.policy)
-    check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
-    check_experts(model, config.policy.dtensor_cfg)
-    check_names(config.policy.optimizer, config.policy.scheduler)
-    check_packages(config.policy.dtensor_cfg)
+    check_policy(config)
     train_loader, val_loader = _loaders(config, load_datasets(tokenizer, config.data), tokenizer.pad_token_id)
     checkpointer = CheckpointManager(config.checkpointing)
     if config.checkpointing.enabled:

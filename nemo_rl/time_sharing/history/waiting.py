@@ -16,8 +16,9 @@ from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
 _SLACK_S = 5.0
-_OUTLIVED = "could not be ended"
 """What timers may be late: ticks come at least every second, and a restarted scheduler needs a few to catch up."""
+_OUTLIVED = "could not be ended"
+"""Why a pipeline was unregistered whose processes may live on."""
 
 
 @dataclass(slots=True)
