@@ -1,11 +1,12 @@
 """Asynchronous against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and samples per second.
 
     python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--first-seed 42] [--steps 40]
-    python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--work DIR]
+    python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--work DIR]
 
 `accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps. `throughput`
 trains random weights on responses whose lengths have a long tail (a response ends at one of many stop tokens, so lengths
-are geometric): synchronously with both phases on all GPUs in turn, and asynchronously with half of them for each.
+are geometric): synchronously with both phases on all GPUs in turn, and asynchronously with half of them for each, for every
+staleness bound of `--ages`.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def accuracy(args: argparse.Namespace) -> None:
     print("RESULT " + json.dumps(results))
 
 
-def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, *, asynchronous: bool) -> dict[str, Any]:
-    """One contender's configuration."""
+def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age: int) -> dict[str, Any]:
+    """One contender's configuration: synchronous with age 0."""
+    asynchronous = age > 0
     length = args.prompt_tokens + args.new_tokens
     vocabulary = _VOCABULARY.get(args.shape, 151936)
     ends = max(1, round(vocabulary / args.mean_tokens))
@@ -84,7 +86,7 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, *, a
             "val_period": 0,
             "async_grpo": {
                 "enabled": asynchronous,
-                "max_trajectory_age_steps": args.age,
+                "max_trajectory_age_steps": max(1, age),
                 "in_flight_weight_updates": True,
                 "recompute_kv_cache_after_weight_updates": False,
             },
@@ -105,7 +107,8 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, *, a
                 "stop_token_ids": list(range(100, 100 + ends)) if args.shape == "tiny" else list(range(1000, 1000 + ends)),
                 "colocated": colocated,
                 "vllm_cfg": {"gpu_memory_utilization": 0.8 if asynchronous else 0.5, "enable_vllm_metrics_logger": False},
-                "vllm_kwargs": {"max_num_seqs": 512},
+                # A sample that waits for a place in the engine would lengthen the tail: there is one for each that may be under way.
+                "vllm_kwargs": {"max_num_seqs": args.prompts * args.generations * (age + 1)},
             },
         },
         "data": {
@@ -126,12 +129,13 @@ def throughput(args: argparse.Namespace) -> None:
 
     work = Path(args.work)
     model = make_model(args.shape, work)
-    prompts = make_prompts(args.prompts * (args.steps + args.age + 1), args.prompt_tokens, work / "long_tail.jsonl")
+    prompts = make_prompts(args.prompts * (args.steps + max(args.ages) + 1), args.prompt_tokens, work / "long_tail.jsonl")
     rates: dict[str, dict[str, float]] = {}
-    for name, asynchronous in (("sync", False), ("async", True)):
-        config = work / f"{name}.yaml"
-        config.write_text(yaml.safe_dump(throughput_config(args, model, prompts, asynchronous=asynchronous)))
-        metrics, wall = run(config, work / f"logs_{name}", [])
+    for age in (0, *args.ages):
+        name = f"async, age {age}" if age else "sync"
+        config = work / f"age_{age}.yaml"
+        config.write_text(yaml.safe_dump(throughput_config(args, model, prompts, age)))
+        metrics, wall = run(config, work / f"logs_age_{age}", [])
 
         def later(key: str, metrics: Any = metrics) -> float:
             values = metrics.scalars(key)[1][2:]
@@ -143,7 +147,7 @@ def throughput(args: argparse.Namespace) -> None:
             "step_s": step_s,
             "train_s": later("timing/train/policy_training"),
             "logprob_s": later("timing/train/policy_and_reference_logprobs"),
-            "generation_s": later("timing/train/exposed_generation" if asynchronous else "timing/train/generation"),
+            "generation_s": later("timing/train/exposed_generation" if age else "timing/train/generation"),
             "refit_s": later("refit/total_s"),
             "mean_tokens": later("train/mean_gen_tokens_per_sample"),
             "longest": later("train/max_gen_tokens_per_sample"),
@@ -151,8 +155,9 @@ def throughput(args: argparse.Namespace) -> None:
             "mixed_share": later("train/mixed_share"),
             "wall_s": wall,
         }
-        print(f"{name:5s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)
-    print(f"samples per second, async / sync: {rates['async']['samples_per_s'] / rates['sync']['samples_per_s']:.2f}")
+        print(f"{name:12s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)
+    for name in list(rates)[1:]:
+        print(f"samples per second, {name} / sync: {rates[name]['samples_per_s'] / rates['sync']['samples_per_s']:.2f}")
     print("RESULT " + json.dumps(rates))
 
 
@@ -166,7 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--age", type=int, default=1)
+    parser.add_argument("--ages", type=int, nargs="+", default=[1, 2], help="grpo.async_grpo.max_trajectory_age_steps of the asynchronous runs")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)

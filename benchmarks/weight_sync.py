@@ -200,6 +200,13 @@ def cycle(engines: Any, elastic: Any) -> dict[str, float]:
     return seconds | inside | {"total_s": marks[-1] - marks[0], "asleep_gib": asleep / (1 << 30), "sync_gb_per_s": sync.nbytes / 1e9 / seconds["sync_s"]}
 
 
+def timed_cycle(number: int, engines: Any, elastic: Any) -> dict[str, float]:
+    """One cycle, told as it ends: a session that hangs is seen where it hangs."""
+    seconds = cycle(engines, elastic)
+    print(f"cycle {number}: {seconds['total_s']:.3f} s, of which sync {seconds['sync_s']:.3f} s", flush=True)
+    return seconds
+
+
 def serving(engines: Any, elastic: Any, refreshes: int) -> dict[str, float]:
     """Refreshes below running requests; quantiles of the pause, and how many tokens were drawn meanwhile."""
     from nemo_rl.models.generation.interfaces import GenerationRequest
@@ -301,8 +308,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     options = SyncOptions(args.transport, bucket_bytes, args.verify, 300.0)
     elastic = ElasticGeneration(engines, Cache(cache, through), options)
     try:
-        first = cycle(engines, elastic)
-        runs = [cycle(engines, elastic) for _ in range(args.cycles)]
+        first, *runs = (timed_cycle(number, engines, elastic) for number in range(args.cycles + 1))
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         grown = runs[-1]["asleep_gib"] - runs[0]["asleep_gib"]
         refreshed = elastic.refresh()
