@@ -1,7 +1,7 @@
 """Shares what is left among generation: a first rank for whoever has none, then ranks by remaining work times weight.
 
-Free GPUs go to the pipeline that is furthest below its share. A busy GPU moves only when the giver stays better served than the taker becomes, so
-no move can be undone by the next plan, and only after it has served its minimum hold. Nothing shrinks without somebody to take the GPUs.
+Free GPUs go to the pipeline that is served least for its work and weight. A busy GPU moves only when the giver stays better served than the taker
+becomes, so no move can be undone by the next plan, and only after it has served its minimum hold. Nothing shrinks without somebody to take the GPUs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
 from nemo_rl.time_sharing.books import PipelineState
@@ -19,14 +20,32 @@ from nemo_rl.time_sharing.types import Phase, Priority
 
 _WORTH_HANDOVERS = 4.0
 """How many times the hand-over a turn lasts, so that at most a fifth of a GPU's time goes into moving it."""
+_LONGEST_TURN = 4.0
+"""How many times the turn of a pipeline of weight 1 the turn of a heavy one lasts at most, whatever its weight, since others wait for its end."""
+
+
+class _Division(NamedTuple):
+    """How the GPUs are to be divided among pipelines with demand, by name.
+
+    entitled: GPUs of the whole pool, within bounds. targets: those in whole ranks. pulls: GPUs in proportion to work and weight alone; pipelines that
+    want the same GPUs are compared by these, since what bounds a share elsewhere in the pool says nothing about these GPUs. floors: guaranteed GPUs.
+    """
+
+    entitled: dict[str, float]
+    targets: dict[str, int]
+    pulls: dict[str, float]
+    floors: dict[str, float]
 
 
 def turn_seconds(board: Board, pipeline: PipelineState) -> float:
-    """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most; longer for heavier pipelines."""
+    """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most; longer for heavier pipelines.
+
+    The longest, `min_hold_s` x `_LONGEST_TURN`, is what others may have to wait for it.
+    """
     hold = board.limits.min_hold_s
     if pipeline.handover_s is not None:
         hold = min(hold, _WORTH_HANDOVERS * pipeline.handover_s)
-    return hold * max(pipeline.spec.weight, 0.1)
+    return hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_TURN)
 
 
 def share(board: Board, result: Plan) -> None:
@@ -34,13 +53,19 @@ def share(board: Board, result: Plan) -> None:
     claimants = [_claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if board.useful[name] > 0]
     if not claimants:
         return
-    budget = len(board.kind) - len(board.quarantined)
-    shares = fill(budget, claimants)
-    targets = {name: ranks * board.pipelines[name].topology.tp for name, ranks in whole_ranks(budget, claimants, shares).items()}
-    result.entitled = shares
+    division = _divide(board, claimants)
+    result.entitled = division.entitled
     open_names = [c.name for c in claimants if c.name not in board.no_expand and not _trains_next(board.pipelines[c.name])]
-    _hand_out_free(board, result, open_names, shares, targets)
-    _move_busy(board, result, open_names, shares, targets)
+    _hand_out_free(board, result, open_names, division)
+    _move_busy(board, result, open_names, division)
+
+
+def _divide(board: Board, claimants: list[Claimant]) -> _Division:
+    budget = len(board.kind) - len(board.quarantined)
+    entitled = fill(budget, claimants)
+    targets = {name: ranks * board.pipelines[name].topology.tp for name, ranks in whole_ranks(budget, claimants, entitled).items()}
+    level = budget / sum(c.claim for c in claimants)
+    return _Division(entitled, targets, {c.name: c.claim * level for c in claimants}, {c.name: c.floor for c in claimants if c.floor})
 
 
 def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
@@ -52,9 +77,11 @@ def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
     return Claimant(name, pipeline.spec.weight * work, floor * tp, useful * tp + board.fixed_gpus[name], tp)
 
 
-def _served(board: Board, name: str, shares: dict[str, float], more: int = 0) -> float:
-    """Which part of its share a pipeline has, with `more` GPUs added."""
-    return (board.gpus_of(name) + more) / max(shares[name], 1e-9)
+def _served(board: Board, name: str, division: _Division, more: int = 0) -> float:
+    """How well a pipeline is served, with `more` GPUs added: GPUs for its work and weight; below 0 as long as it lacks GPUs that it is guaranteed."""
+    gpus = board.gpus_of(name) + more
+    floor = division.floors.get(name, 0.0)
+    return gpus / floor - 1.0 if gpus < floor else gpus / max(division.pulls[name], 1e-9)
 
 
 def _trains_next(pipeline: PipelineState) -> bool:
@@ -91,22 +118,22 @@ def _expand(board: Board, result: Plan, name: str, rank: int, because: Reason, *
     result.expands.append(Expand(name, rank, gpus, floor, because))
 
 
-def _hand_out_free(board: Board, result: Plan, names: list[str], shares: dict[str, float], targets: dict[str, int]) -> None:
-    """Gives free GPUs to the pipeline with the smallest part of its share, again and again; beyond its share only what nobody entitled wants."""
+def _hand_out_free(board: Board, result: Plan, names: list[str], division: _Division) -> None:
+    """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what nobody entitled wants."""
     if all(kind >= RANK for kind in board.kind):
         return
     scans = {name: _free_ranks(board, name) for name in names}
     for spare in (False, True):
-        heap = [(_served(board, name, shares), name) for name in names if _wants_more(board, name, targets, spare)]
+        heap = [(_served(board, name, division), name) for name in names if _wants_more(board, name, division, spare)]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
             rank = next(scans[name], None)
             if rank is None:
                 continue
-            _expand(board, result, name, rank, ("spare",) if spare else ("share", board.gpus_of(name), shares[name]))
-            if _wants_more(board, name, targets, spare):
-                heapq.heappush(heap, (_served(board, name, shares), name))
+            _expand(board, result, name, rank, ("spare",) if spare else ("share", board.gpus_of(name), division.entitled[name]))
+            if _wants_more(board, name, division, spare):
+                heapq.heappush(heap, (_served(board, name, division), name))
 
 
 def _free_ranks(board: Board, name: str) -> Iterator[int]:
@@ -119,27 +146,30 @@ def _free_ranks(board: Board, name: str) -> Iterator[int]:
             yield rank
 
 
-def _wants_more(board: Board, name: str, targets: dict[str, int], spare: bool) -> bool:
-    pipeline = board.pipelines[name]
-    below_share = board.gpus_of(name) + pipeline.topology.tp <= targets[name]
-    return board.counts[name] < board.useful[name] and (spare or below_share)
+def _wants_more(board: Board, name: str, division: _Division, spare: bool) -> bool:
+    below_share = board.gpus_of(name) + board.pipelines[name].topology.tp <= division.targets[name]
+    return _can_use_more(board, name) and (spare or below_share)
 
 
-def _move_busy(board: Board, result: Plan, names: list[str], shares: dict[str, float], targets: dict[str, int]) -> None:
-    """Moves ranks from pipelines above their share to pipelines below it, where the mapping allows."""
-    served = {name: _served(board, name, shares) for name in shares}
-    for name in sorted((n for n in names if _wants_more(board, n, targets, False)), key=lambda n: (served[n], n)):
+def _can_use_more(board: Board, name: str) -> bool:
+    return board.counts[name] < board.useful[name]
+
+
+def _move_busy(board: Board, result: Plan, names: list[str], division: _Division) -> None:
+    """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping allows."""
+    served = {name: _served(board, name, division) for name in division.pulls}
+    for name in sorted((n for n in names if _can_use_more(board, n)), key=lambda n: (served[n], n)):
         for _, rank, donors in sorted(_options(board, name, served)):
-            if not _wants_more(board, name, targets, False):
+            if not _can_use_more(board, name):
                 break
-            if _may_give(board, shares, donors, name):
+            if _may_give(board, division, donors, name):
                 for donor, drank in donors:
                     why: Reason = ("gives", donor, served[donor], name, served[name]) if donor in served else ("surplus", donor, name)
                     board.shrink(result, donor, drank, why)
                     if donor in served:
-                        served[donor] = _served(board, donor, shares)
-                _expand(board, result, name, rank, ("share", board.gpus_of(name), shares[name]))
-                served[name] = _served(board, name, shares)
+                        served[donor] = _served(board, donor, division)
+                _expand(board, result, name, rank, ("share", board.gpus_of(name), division.entitled[name]))
+                served[name] = _served(board, name, division)
 
 
 def _options(board: Board, name: str, served: dict[str, float]) -> list[tuple[float, int, list[tuple[str, int]]]]:
@@ -196,13 +226,13 @@ def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
     return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
 
 
-def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, int]], taker: str) -> bool:
+def _may_give(board: Board, division: _Division, donors: list[tuple[str, int]], taker: str) -> bool:
     """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives.
 
     A turn is looked at again, since the giver may have given what it had too many earlier in the same plan.
     """
-    after = _served(board, taker, shares, board.pipelines[taker].topology.tp)
-    enough = (1 + board.limits.hysteresis) * _served(board, taker, shares)
+    after = _served(board, taker, division, board.pipelines[taker].topology.tp)
+    enough = (1 + board.limits.hysteresis) * _served(board, taker, division)
     for donor, rank in donors:
         if donor == taker or (donor, rank) in board.shrunk:
             return False
@@ -210,7 +240,7 @@ def _may_give(board: Board, shares: dict[str, float], donors: list[tuple[str, in
         if board.counts[donor] - given >= board.useful[donor]:
             continue
         less = given * board.pipelines[donor].topology.tp
-        if _served(board, donor, shares, -less) < after or _served(board, donor, shares) < enough:
+        if _served(board, donor, division, -less) < after or _served(board, donor, division) < enough:
             return False
     return not _in_turn(board, donors)
 

@@ -111,7 +111,7 @@ class Claimed:
 @event_kind("ts_plan_rejected")
 @dataclass(frozen=True, slots=True)
 class PlanRejected:
-    """The validator refused a plan, so nothing of it was done: a defect of the planner, never of a pipeline."""
+    """The validator refused decisions of a plan; nothing of these was done, nor any other decision of it about the same pipelines."""
 
     problems: tuple[str, ...]
 

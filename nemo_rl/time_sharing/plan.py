@@ -97,6 +97,18 @@ class Plan:
     def empty(self) -> bool:
         return not (self.grants or self.reprices or self.shrinks or self.expands)
 
+    def without(self, pipelines: Set[str]) -> Plan:
+        """The plan less all operations of these pipelines."""
+        return Plan(
+            [grant for grant in self.grants if grant.pipeline not in pipelines],
+            [reprice for reprice in self.reprices if reprice.pipeline not in pipelines],
+            [shrink for shrink in self.shrinks if shrink.pipeline not in pipelines],
+            [expand for expand in self.expands if expand.pipeline not in pipelines],
+            self.waits,
+            self.entitled,
+            self.wake_at,
+        )
+
     def look_again(self, at: float) -> None:
         """Asks for another plan no later than `at`, when a hold or a slice ends."""
         if self.wake_at is None or at < self.wake_at:
@@ -112,19 +124,19 @@ _REASONS = {
     "leaving": "its pipeline is leaving",
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
     "spare": "the GPUs would be idle otherwise",
-    "gives": "{0} is served more ({1:.2f} of its share) than {2} ({3:.2f}) and gives way",
+    "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
     "surplus": "{0} has more ranks than work left, {1} has not",
     "hungry": "its pipeline has work and has had no rank since {0:.1f} s",
     "turn": "{0} has had its turn on these GPUs, {1} has waited since {2:.1f} s",
     "held": "GPU {0} is held by {1} until it releases",
     "claimed": "GPU {0} goes to {1} next",
     "reserved": "GPU {0} is reserved for {1}, which is ahead in the queue",
+    "outlasts": "GPUs of it are reserved for {0}, which is ahead in the queue and may start before this would end",
     "quarantined": "GPU {0} is in quarantine",
     "floor": "GPU {0} is in its guaranteed turn of {1}",
     "unsafe": "{0} holds GPUs that this pipeline may want next, and may itself want these: it goes first",
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
-    "rotates": "every rank it could have is in another pipeline's turn",
 }
 
 

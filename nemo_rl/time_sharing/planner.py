@@ -83,7 +83,7 @@ def queue(snapshot: Snapshot) -> list[QueueItem]:
     aging = snapshot.limits.aging_s
     items = []
     for name, pipeline in snapshot.pipelines.items():
-        if pipeline.fenced:
+        if pipeline.fenced or (pipeline.leaving and not pipeline.held):
             continue
         for cluster, queued in pipeline.wants.items():
             if not _has_claim(snapshot, pipeline, cluster):
@@ -189,7 +189,7 @@ def _check_backfill(board: Board, pipeline: PipelineState, priority: Priority, f
     seconds = board.estimate(pipeline, priority)
     first = min(found.passed, key=lambda label: found.passed[label])
     if seconds is None or board.now + seconds > found.passed[first]:
-        found.block(("reserved", "of its mapping", first), found.passed[first])
+        found.block(("outlasts", first), found.passed[first])
 
 
 def _names(victims: set[tuple[str, int]]) -> str:

@@ -20,7 +20,7 @@ from nemo_rl.time_sharing.state import SchedulerState, replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
 from nemo_rl.time_sharing.types import Answer, Command, Limits, Phase, Reply, Status
-from nemo_rl.time_sharing.validator import validate
+from nemo_rl.time_sharing.validator import Validator, sound_part, validate
 from nemo_rl.utils.record import Entry, Record
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Scheduler:
     record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a REAP to the daemon that
     ends processes. clock: steady time, advanced here only. notify: tells an agent at once that it is dismissed (if that is lost, the reply to
     its next heartbeat says so). rule: the planner. validator: what a plan
-    must pass.
+    must pass; what does not pass is left out, with all that the plan holds for the same pipeline.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Scheduler:
         *,
         notify: Callable[[Reply], None] = lambda reply: None,
         rule: PlanRule = planner.plan,
-        validator: Callable[[Snapshot, Plan], list[str]] = validate,
+        validator: Validator = validate,
     ) -> None:
         self.state = SchedulerState()
         self.clock = clock
@@ -366,9 +366,10 @@ class Scheduler:
         self._look_again = plan.wake_at
         if plan.empty:
             return
-        problems = self._validate(snapshot, plan)
+        sound, problems = sound_part(snapshot, plan, self._validate)
         if problems:
-            logger.error("event=plan_rejected problems=%s", "; ".join(problems))
-            self._emit(ev.PlanRejected(tuple(problems)))
-            return
-        self._executor.start(plan)
+            texts = tuple(dict.fromkeys(map(str, problems)))
+            logger.error("event=plan_rejected problems=%s", "; ".join(texts))
+            self._emit(ev.PlanRejected(texts))
+        if not sound.empty:
+            self._executor.start(sound)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_rl.time_sharing.scheduler import Scheduler
+from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Limits, Outcome, Status, Verb
@@ -12,7 +13,7 @@ from nemo_rl.utils.record import MemoryRecord
 class Bench:
     """`silent` pipelines answer nothing, `failing` ones fail at a verb; `sent` is every command that reached an agent."""
 
-    def __init__(self, gpus: int = 4) -> None:
+    def __init__(self, gpus: int = 4, rule: PlanRule = planner.plan) -> None:
         self.record = MemoryRecord(clock=lambda: self.clock.now)
         self.clock = SteadyClock()
         self.inbox: list[Command] = []
@@ -21,7 +22,7 @@ class Bench:
         self.sent: list[Command] = []
         self.seqs: dict[str, int] = {}
         self.now = 0.0
-        self.scheduler = Scheduler(self.record, self.inbox.append, self.clock)
+        self.scheduler = Scheduler(self.record, self.inbox.append, self.clock, rule=rule)
         self.scheduler.open(Pool(1, gpus), Limits(lease_s=1e6, plan_interval_s=0.0, quarantine_s=50.0), 0.0)
 
     @property

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from typing import Any
 
+import pytest
 from fleet import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.time_sharing.events import RankMoved
 from nemo_rl.time_sharing.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.planner import plan, queue
 from nemo_rl.time_sharing.types import ACTOR_TRAIN, Phase, Priority
@@ -137,23 +140,98 @@ def test_generation_gets_what_is_free_up_to_its_use_and_partial_is_enough() -> N
     assert len(expanded(fleet.plan())) == 2
 
 
-def test_shares_follow_remaining_work_times_weight() -> None:
-    fleet = Fleet(12)
+def settled(fleet: Fleet, *, until: float = 400.0) -> dict[str, int]:
+    """How many ranks each pipeline has once every plan has been carried out and none wants to change anything."""
+    now = 100.0
+    while now < until:
+        fleet.carry_out(fleet.plan(now), now)
+        now += 20.0
+    last = fleet.plan(now)
+    assert not last.expands and not last.shrinks
+    return {name: len(pipeline.awake) for name, pipeline in fleet.state.pipelines.items()}
+
+
+@pytest.mark.parametrize("pool", [12, 100])
+def test_shares_follow_weight_and_work_and_minimum_on_the_gpus_that_are_contended(pool: int) -> None:
+    """A pool that has room elsewhere changes nothing for those who want the same GPUs."""
     gpus = list(range(12))
-    fleet.add("light", [0], gpus, demand=100)
-    fleet.add("heavy", [1], gpus, weight=3.0, demand=100)
-    result = fleet.plan()
-    assert [sum(name == who for who, _ in expanded(result)) for name in ("light", "heavy")] == [3, 9]
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, int]]] = [
+        ({"demand": 100}, {"demand": 100, "weight": 3.0}, {"a": 3, "b": 9}),
+        ({"demand": 12}, {"demand": 1200}, {"a": 1, "b": 11}),
+        ({"demand": 100, "min_share": 0.75}, {"demand": 100}, {"a": 9, "b": 3}),
+        ({"demand": 100, "min_share": 0.75}, {"demand": 100, "min_share": 0.75}, {"a": 6, "b": 6}),
+        ({"demand": 100}, {"demand": 100, "max_share": 0.25}, {"a": 9, "b": 3}),
+    ]
+    for first, second, ranks in cases:
+        fleet = Fleet(pool, min_hold_s=1.0)
+        fleet.add("a", [0], gpus, **first)
+        fleet.add("b", [1], gpus, **second)
+        assert settled(fleet) == ranks
 
 
-def test_minimum_and_maximum_shares_bound_the_division() -> None:
-    fleet = Fleet(10)
-    gpus = list(range(10))
-    fleet.add("small", [0], gpus, demand=10, min_share=0.4)
-    fleet.add("big", [1], gpus, demand=1000, max_share=0.5)
-    result = fleet.plan()
-    counts = {name: sum(name == who for who, _ in expanded(result)) for name in ("small", "big")}
-    assert counts["small"] >= 4 and counts["big"] == 5
+def test_shares_are_the_same_beside_a_pipeline_that_touches_few_of_the_gpus() -> None:
+    fleet = Fleet(100, min_hold_s=1.0)
+    fleet.add("light", [0], list(range(12)), demand=100)
+    fleet.add("heavy", [1], list(range(12)), weight=3.0, demand=100)
+    fleet.add("wide", [50], list(range(8, 100)), demand=100)
+    assert settled(fleet) == {"light": 3, "heavy": 9, "wide": 88}
+
+
+def test_ranks_move_to_whoever_is_served_less_and_stay_there() -> None:
+    fleet = Fleet(40, min_hold_s=1.0)
+    fleet.add("first", [0], list(range(12)), demand=100)
+    fleet.wake("first", *range(12))
+    fleet.add("second", [1], list(range(12)), demand=100, weight=2.0)
+    assert settled(fleet) == {"first": 4, "second": 8}
+
+
+def test_a_small_difference_moves_nothing() -> None:
+    """Six against six is left alone when seven against five would be only a little fairer."""
+    fleet = Fleet(12, min_hold_s=1.0, hysteresis=0.25)
+    fleet.add("a", [0], list(range(12)), demand=100)
+    fleet.add("b", [1], list(range(12)), demand=118)
+    fleet.wake("a", *range(6))
+    fleet.wake("b", *range(6, 12))
+    assert fleet.plan(300.0).empty
+
+
+def test_no_move_is_made_that_its_reverse_would_undo() -> None:
+    fleet = Fleet(3, min_hold_s=1.0, hysteresis=0.0)
+    fleet.add("a", [], [0, 1, 2], demand=100)
+    fleet.add("b", [], [0, 1, 2], demand=100)
+    fleet.wake("a", 0, 1)
+    fleet.wake("b", 2)
+    assert fleet.plan(300.0).empty
+
+
+def test_gpus_on_which_a_pipeline_trains_count_as_its_share() -> None:
+    fleet = Fleet(8, min_hold_s=1.0)
+    fleet.add("trains", [0, 1, 2, 3], list(range(8)), demand=100)
+    fleet.add("other", [], list(range(8)), demand=100)
+    fleet.hold("trains")
+    fleet.wake("trains", 4)
+    assert [expand.pipeline for expand in fleet.plan(300.0).expands] == ["other"] * 4
+
+
+def test_a_turn_lasts_four_hand_overs_and_a_heavy_pipeline_keeps_others_waiting_four_turns_at_most() -> None:
+    for weight, handover_s, ends in ((1.0, None, 10.0), (1.0, 0.5, 2.0), (2.0, None, 20.0), (1000.0, None, 40.0)):
+        fleet = Fleet(1, min_hold_s=10.0)
+        fleet.add("holder", [], [0], weight=weight, demand=1000)
+        fleet.wake("holder", 0, at=100.0)
+        fleet.state.pipelines["holder"].handover_s = handover_s
+        fleet.add("waits", [], [0], demand=10, at=100.0)
+        assert fleet.plan(100.0 + ends - 0.1).empty
+        assert expanded(fleet.plan(100.0 + ends + 0.1)) == {("waits", 0)}
+
+
+def test_one_that_leaves_gets_nothing_more_unless_it_finishes_a_step() -> None:
+    fleet = Fleet(4)
+    fleet.add_clusters("a", {ACTOR_TRAIN: [0], "critic": [1]})
+    fleet.want("a", cluster="critic", priority=Priority.CRITIC_TRAINING)
+    fleet.state.pipelines["a"].leaving = True
+    assert fleet.plan().empty
+    fleet.hold("a")
+    assert [grant.cluster for grant in fleet.plan().grants] == ["critic"]
 
 
 def test_a_finished_pipeline_gives_its_ranks_to_one_with_work() -> None:
@@ -302,7 +380,7 @@ def random_fleet(seed: int) -> Fleet:
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=300, deadline=None)
-def test_every_plan_is_valid_pure_and_settles(seed: int) -> None:
+def test_every_plan_is_valid_and_pure(seed: int) -> None:
     fleet = random_fleet(seed)
     snapshot = Snapshot.of(fleet.state)
     before = copy.deepcopy(fleet.state.__dict__)
@@ -310,6 +388,22 @@ def test_every_plan_is_valid_pure_and_settles(seed: int) -> None:
     assert validate(snapshot, result) == []
     assert plan(snapshot, 100.0) == result
     assert {name: vars_of(p) for name, p in fleet.state.pipelines.items()} == {name: vars_of(p) for name, p in before["pipelines"].items()}
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=150, deadline=None)
+def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
+    """With no turns to take, carrying plans out comes to a plan that moves nothing."""
+    fleet = random_fleet(seed)
+    for name, pipeline in fleet.state.pipelines.items():
+        pipeline.wants.clear()
+        for rank in [rank for rank, awake in pipeline.awake.items() if awake.phase is not Phase.ACTIVE or pipeline.leaving]:
+            fleet.state.apply(RankMoved(name, rank, Phase.ASLEEP, pipeline.awake[rank].epoch), 100.0)
+    for now in range(200, 1200, 50):
+        last = fleet.plan(float(now))
+        fleet.carry_out(last, float(now))
+    turns = any(shrink.because[0] == "turn" for shrink in last.shrinks)
+    assert turns or last.empty
 
 
 def vars_of(pipeline: object) -> dict[str, object]:

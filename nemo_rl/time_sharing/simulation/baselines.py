@@ -14,6 +14,7 @@ from nemo_rl.time_sharing.scenario import Job, Scenario
 from nemo_rl.time_sharing.scheduler import PlanRule
 from nemo_rl.time_sharing.simulation import gap_ratio
 from nemo_rl.time_sharing.types import Demand
+from nemo_rl.time_sharing.validator import Problem
 
 OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
 WAYS = (OURS, SERIAL, STATIC, GAP_RATIO)
@@ -81,6 +82,6 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
     return scenario, {OURS: planner.plan, SERIAL: one_after_the_other, GAP_RATIO: gap_ratio.plan, GAP_RATIO_DECISIONS: gap_ratio.decide}[name]
 
 
-def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:
+def accept_all(snapshot: Snapshot, plan: Plan) -> list[Problem]:
     """No validation: the gap-ratio rule evicts for nobody, which the validator would refuse, and is to be shown as it is."""
     return []

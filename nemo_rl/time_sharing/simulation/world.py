@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.events import MemoryFreed
-from nemo_rl.time_sharing.plan import Plan, Snapshot
 from nemo_rl.time_sharing.scenario import Scenario
 from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
@@ -20,7 +19,7 @@ from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Outcome, Phase, Reply, Status, Verb
-from nemo_rl.time_sharing.validator import validate
+from nemo_rl.time_sharing.validator import Validator, validate
 from nemo_rl.utils.record import Entry, Record
 
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
@@ -63,7 +62,7 @@ class World:
         make_record: Callable[[Callable[[], float]], Record],
         *,
         rule: PlanRule = planner.plan,
-        validator: Callable[[Snapshot, Plan], list[str]] = validate,
+        validator: Validator = validate,
     ) -> None:
         self.scenario, self.seed = scenario, seed
         self.limits = scenario.scheduler_limits
