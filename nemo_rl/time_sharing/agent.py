@@ -7,16 +7,21 @@ GPUs are given back only after the new version is out. What takes time is done b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 
 from nemo_rl.time_sharing.agent_parts import Host, LocalHold, ProtocolError
 from nemo_rl.time_sharing.agent_ranks import RankKeeper
 from nemo_rl.time_sharing.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import Command, Demand, GivenBack, Held, Outcome, Phase, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.types import Command, Demand, EndedRequest, GivenBack, Held, Outcome, Phase, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.wellformed import MAX_COUNT, cannot_be_requested, is_whole, shown
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
+
+logger = logging.getLogger(__name__)
 
 _PROGRESS_STEPS = 50
 
@@ -38,13 +43,20 @@ class Agent(RankKeeper):
         self._term = self._requests = 0
         self._bucket = -1
         self._dismissed = self._held_back = self._unsaid = False
+        self._told: tuple[str, ...] = ()
 
     # What the pipeline says.
 
     def want(self, cluster: str, priority: Priority, step: int, now: float) -> int:
-        """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's number."""
-        if cluster not in self.topology.clusters or priority is Priority.GENERATION:
-            raise ProtocolError(f"{self.topology.pipeline}: {cluster!r} at {priority.name} cannot be requested; registered: {sorted(self.topology.clusters)}")
+        """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's number.
+
+        Raises ProtocolError for what cannot be asked for: generation is no request but demand (`begin_progress`).
+        """
+        problem = cannot_be_requested(cluster, priority, self.topology.clusters)
+        if not problem and not is_whole(step, -1):
+            problem = f"{cluster} for step={shown(step)}: the step must be a whole number, -1 before the first"
+        if problem:
+            raise ProtocolError(f"{self.topology.pipeline}: {problem}")
         if self.leaving or cluster in self.wants:
             raise ProtocolError(
                 f"{self.topology.pipeline}: {cluster} " + ("is requested already" if cluster in self.wants else "cannot be requested while leaving")
@@ -93,17 +105,18 @@ class Agent(RankKeeper):
         self.cached = version
 
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
-        """Generation of a new batch is waited for: `target` units of `unit` samples, `done` of them buffered already."""
-        if target < 0 or done < 0 or unit < 1:
-            raise ProtocolError(
-                f"{self.topology.pipeline}: progress target={target} done={done} unit={unit}; counts cannot be negative and a unit is at least 1 sample"
-            )
+        """Generation of a new batch is waited for: `target` units of `unit` samples, `done` of them buffered already.
+
+        Raises ProtocolError for what is no count.
+        """
+        target, done, unit = self._count("target", target), self._count("done", done), self._count("unit", unit, least=1)
         self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1)
         self._bucket = self._progress_bucket()
         self.send_status()
 
     def report_progress(self, done: int) -> None:
         """`done` units of the batch are there. Sent only when another 2 % are done."""
+        done = self._count("done", done)
         if done < self.demand.done:
             raise ProtocolError(f"{self.topology.pipeline}: progress went from {self.demand.done} back to {done}; begin a new batch instead")
         self.demand = Demand(self.demand.target, min(done, self.demand.target), self.demand.unit, self.demand.seq + 1)
@@ -171,7 +184,14 @@ class Agent(RankKeeper):
         if not reply.registered:
             self._dismissed = True
             self._host.dismissed(self.leaving)
-        elif reply.term > self._term:
+            return
+        if reply.refused != self._told:
+            self._told = reply.refused
+            for problem in reply.refused:
+                logger.error("event=status_refused pipeline=%s reason=%s", self.topology.pipeline, problem)
+        for ended in reply.ended:
+            self._request_ended(ended)
+        if reply.term > self._term:
             self._term = reply.term
             self.send_status()
 
@@ -191,6 +211,24 @@ class Agent(RankKeeper):
             self._take_rank_command(self.ranks[command.rank], command)
 
     # How it is done.
+
+    def _request_ended(self, ended: EndedRequest) -> None:
+        want = next((want for want in self.wants.values() if want.request == ended.request), None)
+        if want is not None:
+            logger.warning("event=request_ended pipeline=%s cluster=%s request=%d reason=%s", self.topology.pipeline, want.cluster, want.request, ended.reason)
+            del self.wants[want.cluster]
+            self._record.emit(rec.WaitEnded(self._wait_id(want.request), "expired"))
+            self._host.request_ended(want, ended.reason)
+
+    def _count(self, name: str, value: int, least: int = 0) -> int:
+        """Counts may come as any integer type (of an array, say); what goes over the wire is a plain int."""
+        try:
+            count = int(index(value))
+        except TypeError:
+            count = -1
+        if not is_whole(count, least):
+            raise ProtocolError(f"{self.topology.pipeline}: progress {name}={shown(value)} must be a whole number from {least} to {MAX_COUNT:.0e}")
+        return count
 
     def _take_grant(self, command: Command) -> None:
         held = self.holds.get(command.cluster)

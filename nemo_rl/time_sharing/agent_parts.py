@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from nemo_rl.time_sharing.types import Answer, Command, Phase, Priority, Status
+from nemo_rl.time_sharing.types import Answer, Command, Phase, Priority, Status, Want
 
 REFRESH = "refresh"
 
@@ -36,6 +36,9 @@ class Host(Protocol):
     def status(self, status: Status) -> None: ...
 
     def granted(self, cluster: str, priority: Priority, step: int) -> None: ...
+
+    def request_ended(self, want: Want, reason: str) -> None:
+        """A request is over without a grant; what it was for has to be asked for anew."""
 
     def routing_changed(self, rank: int, active: bool) -> None: ...
 

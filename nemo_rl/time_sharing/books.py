@@ -76,6 +76,7 @@ class PipelineState:
     """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`: GPU-seconds of generation had.
     `warm`: ranks that have served before, whose next wake builds no engine; `handover_s`: how long such a wake takes until the rank serves.
     `wake_order`: its ranks, those first whose GPUs the fewest others train on, and among them those that its own training spares.
+    `expired`: by cluster, the newest request that waited too long.
     """
 
     topology: Topology
@@ -94,6 +95,7 @@ class PipelineState:
     hungry_since: float | None = None
     service: float = 0.0
     last_request: int = -1
+    expired: dict[str, int] = field(default_factory=dict)
     leaving: bool = False
     fenced: bool = False
     wake_order: tuple[int, ...] = ()

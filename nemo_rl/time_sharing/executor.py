@@ -70,13 +70,14 @@ class Executor:
             self._emit(ev.RankCooling(name, rank, self._now() + self._state.limits.quarantine_s))
             self.begin_shrink(name, rank)
 
-    def answer(self, answer: Answer) -> None:
-        """Takes an answer. One to a command that has ended (superseded, expired, fenced) is late and changes nothing."""
+    def answer(self, answer: Answer) -> bool:
+        """Takes an answer. One to a command that has ended (superseded, expired, fenced), or of another incarnation, changes nothing: False."""
         pending = self._state.commands.get(answer.command)
         if pending is None or (pending.pipeline, pending.incarnation) != (answer.pipeline, answer.incarnation):
-            return
+            return False
         self._end(pending, answer.outcome.value)
         self._after(pending, answer.outcome, answer.version)
+        return True
 
     def tick(self) -> float:
         """Repeats commands without an answer and expires those past their deadline; returns when to look again."""
@@ -209,8 +210,7 @@ class Executor:
                 self.settle_claims_on(quarantined.gpus)
             else:
                 self._quarantine(quarantined.gpus, pending)
-            return
-        if pipeline is None or pipeline.incarnation != pending.incarnation:
+        if pipeline is None or pipeline.incarnation != pending.incarnation or (quarantined is not None and not (pipeline.fenced and pending.rank < 0)):
             return
         if pending.rank >= 0:
             gpus = pipeline.topology.ranks[pending.rank]

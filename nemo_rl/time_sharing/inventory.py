@@ -6,13 +6,18 @@ else does is adopted; what contradicts another holder costs the pipeline that sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
 from nemo_rl.time_sharing.state import SchedulerState
-from nemo_rl.time_sharing.types import Phase, Status, Verb
+from nemo_rl.time_sharing.topology import BadShare, check_numbers
+from nemo_rl.time_sharing.types import FIXED_CLUSTERS, Phase, Status, Verb
+from nemo_rl.time_sharing.wellformed import cannot_be_requested
+
+logger = logging.getLogger(__name__)
 
 
 def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
@@ -21,7 +26,7 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
     granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
     for held in status.holds:
         known = pipeline.held.get(held.cluster)
-        if held.cluster not in pipeline.topology.clusters or (known is not None and known.epoch >= held.epoch):
+        if held.cluster not in pipeline.topology.clusters or held.cluster not in FIXED_CLUSTERS or (known is not None and known.epoch >= held.epoch):
             continue
         if known is not None:
             emit(ev.Released(name, held.cluster, known.epoch, -1))
@@ -35,6 +40,25 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
         if cluster not in holds and cluster not in granting:
             emit(ev.Released(name, cluster, known.epoch, -1))
     _ranks(state, executor, emit, status, pipeline)
+
+
+def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Callable[[object], None]) -> None:
+    """Fences pipelines with numbers that no plan can be made with and drops requests that can never be granted: a log written before these were
+    refused at the door may hold them, and every scheduler that reads it would fail on them again."""
+    for name, pipeline in list(state.pipelines.items()):
+        if pipeline.fenced:
+            continue
+        spec = pipeline.spec
+        try:
+            check_numbers(name, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch)
+        except BadShare as problem:
+            logger.error("event=unplannable %s", problem)
+            executor.fence(name, str(problem))
+            continue
+        for cluster, queued in list(pipeline.wants.items()):
+            if wrong := cannot_be_requested(cluster, queued.want.priority, pipeline.topology.clusters):
+                logger.error("event=unplannable pipeline=%s reason=%s", name, wrong)
+                emit(ev.RequestDropped(name, cluster, queued.want.request, "refused"))
 
 
 def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState) -> None:

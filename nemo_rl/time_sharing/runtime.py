@@ -16,7 +16,7 @@ from typing import Protocol
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import Answer, Command, Limits, Priority, Reply, Status, Verb
+from nemo_rl.time_sharing.types import Answer, Command, Limits, Priority, Reply, Status, Verb, Want
 from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ class Dismissed(RuntimeError):
     """The scheduler no longer knows this incarnation: it was fenced, and its processes are being ended."""
 
 
+class RequestEnded(TimeoutError):
+    """The scheduler has ended a request without a grant, because it waited longer than `request_s`; it may be asked for again."""
+
+
 class AgentRuntime:
     """An agent with its threads. `closed` is set when the pipeline has left, or was fenced (`fenced` is true then)."""
 
@@ -62,9 +66,11 @@ class AgentRuntime:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._granted: dict[str, Priority] = {}
+        self._ended: dict[str, str] = {}
         self._refreshed = version
         self._work = ThreadPoolExecutor(max_workers=max(4, len(topology.ranks)), thread_name_prefix="agent")
-        self._agent = Agent(topology, incarnation, self, record, version=version, request_s=limits.request_s)
+        # The scheduler ends a request at request_s, and within a lease its agent has heard of it or is fenced.
+        self._agent = Agent(topology, incarnation, self, record, version=version, request_s=limits.request_s + limits.lease_s)
         self._heart = threading.Thread(target=self._beat, name="agent-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -76,14 +82,19 @@ class AgentRuntime:
     def acquire(self, cluster: str, priority: Priority, step: int, timeout_s: float) -> None:
         """Asks for a fixed cluster, or for another priority of a held one, and waits for it.
 
-        Raises TimeoutError after timeout_s (the request is withdrawn), Dismissed when the pipeline was fenced meanwhile.
+        Raises TimeoutError after timeout_s (the request is withdrawn), RequestEnded (a TimeoutError) when the scheduler gave it up before,
+        ProtocolError for what cannot be asked for, Dismissed when the pipeline was fenced meanwhile.
         """
         with self._changed:
             self._granted.pop(cluster, None)
+            self._ended.pop(cluster, None)
             self._agent.want(cluster, priority, step, time.time())
-            if not self._wait(lambda: self._granted.get(cluster) is priority, timeout_s):
+            if not self._wait(lambda: self._granted.get(cluster) is priority or cluster in self._ended, timeout_s):
                 self._agent.withdraw(cluster)
                 raise TimeoutError(f"{self._agent.topology.pipeline}: {cluster} for {priority.name} of step {step} was not granted within {timeout_s:g} s")
+            if cluster in self._ended:
+                what = f"{self._agent.topology.pipeline}: {cluster} for {priority.name} of step {step}"
+                raise RequestEnded(f"{what} was not granted: {self._ended.pop(cluster)}")
 
     def publish(self, version: int, timeout_s: float) -> None:
         """The cache of `version` is built: refreshes the ranks that are awake and publishes. Raises TimeoutError after timeout_s."""
@@ -149,6 +160,10 @@ class AgentRuntime:
 
     def granted(self, cluster: str, priority: Priority, step: int) -> None:
         self._granted[cluster] = priority
+        self._changed.notify_all()
+
+    def request_ended(self, want: Want, reason: str) -> None:
+        self._ended[want.cluster] = reason
         self._changed.notify_all()
 
     def routing_changed(self, rank: int, active: bool) -> None:

@@ -14,23 +14,20 @@ from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
-from nemo_rl.time_sharing.inventory import reconcile
+from nemo_rl.time_sharing.inventory import reconcile, refuse_the_unplannable
 from nemo_rl.time_sharing.plan import Plan, Snapshot
-from nemo_rl.time_sharing.state import SchedulerState, replay
+from nemo_rl.time_sharing.state import EXPIRED, SchedulerState, replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
-from nemo_rl.time_sharing.types import Answer, Command, Limits, Phase, Reply, Status
+from nemo_rl.time_sharing.topology import IncarnationUsed, Pool, RegistrationError, StillRegistered, Topology, register
+from nemo_rl.time_sharing.types import Answer, Command, EndedRequest, Limits, Phase, Reply, Status
 from nemo_rl.time_sharing.validator import Validator, sound_part, validate
+from nemo_rl.time_sharing.wellformed import admissible, answer_problem, is_whole, shown, status_problem
 from nemo_rl.utils.record import Entry, Record
 
 logger = logging.getLogger(__name__)
 
 PlanRule = Callable[[Snapshot, float], Plan]
 _REPLAN = frozenset({ev.Requested, ev.RequestDropped, ev.Released, ev.ClaimDropped, ev.Leaving, ev.Fenced, ev.Unregistered, ev.GpusCleared, ev.InventoryDone})
-
-
-class StillRegistered(RegistrationError):
-    """An earlier incarnation of the pipeline is still being taken down; try again shortly."""
 
 
 class Scheduler:
@@ -90,6 +87,8 @@ class Scheduler:
         for name in self.state.pipelines:
             self._seen[name] = self.clock.now
         self._executor.resume()
+        refuse_the_unplannable(self.state, self._executor, self._emit)
+        self._inventoried.update(name for name, p in self.state.pipelines.items() if p.fenced)
         self._finish_inventory()
         self._flush()
 
@@ -109,9 +108,10 @@ class Scheduler:
         rank_batch: int = 1,
         full_overlap: bool = False,
     ) -> Topology:
-        """Registers and admits a pipeline; repeating the same registration changes nothing.
+        """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See `topology.register` for the options.
 
-        Raises RegistrationError for a mistake of the user, StillRegistered while an earlier incarnation is being taken down.
+        incarnation: larger than any that this name was registered under before. Raises RegistrationError for a mistake of the user, StillRegistered
+        while an earlier incarnation is being taken down, IncarnationUsed for one that has been.
         """
         self._advance(reading)
         topology = register(
@@ -135,11 +135,13 @@ class Scheduler:
                 self._executor.fence(pipeline, f"incarnation {incarnation} takes its place")
                 self._flush()
             raise StillRegistered(f"incarnation {known.incarnation} is still registered; try again shortly, with a larger incarnation", pipeline=pipeline)
+        last = self.state.incarnations.get(pipeline, -1)
+        if not is_whole(incarnation) or incarnation <= last:
+            kind = IncarnationUsed if is_whole(incarnation) else RegistrationError
+            raise kind(f"incarnation={shown(incarnation)} must be a whole number that was never used; the next free one is {last + 1}", pipeline=pipeline)
         spec = topology.spec
         self._emit(ev.Registered(pipeline, incarnation, namespace, spec.clusters, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch))
         self._seen[pipeline] = self.clock.now
-        self._seqs.pop(pipeline, None)
-        self._answered.pop(pipeline, None)
         self._inventoried.add(pipeline)
         # The caller builds on being registered, so a scheduler that is killed now must still know of it afterwards.
         self._record.flush()
@@ -168,15 +170,22 @@ class Scheduler:
         self._flush()
 
     def status(self, status: Status, reading: float) -> Reply:
-        """Takes what an agent says of itself; late and repeated statuses change nothing."""
+        """Takes what an agent says of itself; late and repeated statuses change nothing.
+
+        What makes no sense in it costs that pipeline alone: a bad demand or request is left out and the reply says so; a status of the wrong shape
+        is not taken and is no heartbeat.
+        """
         self._advance(reading)
-        pipeline = self.state.pipelines.get(status.pipeline)
-        if pipeline is None and self.state.recovering and (status.holds or status.awake):
+        pipeline = self.state.pipelines.get(status.pipeline) if isinstance(status.pipeline, str) else None
+        if pipeline is None and self.state.recovering and not status_problem(status) and (status.holds or status.awake):
             self._executor.end_unknown(status.pipeline, status.incarnation)
             self._flush()
         if pipeline is None or pipeline.fenced or pipeline.incarnation != status.incarnation:
             return Reply(status.pipeline, status.incarnation, self.state.term, False)
-        reply = Reply(status.pipeline, status.incarnation, self.state.term, True)
+        status, ended, refused = admissible(status, pipeline.topology.clusters)
+        for reason in (*refused, *(request.reason for request in ended)):
+            logger.error("event=status_refused pipeline=%s reason=%s", status.pipeline, reason)
+        reply = Reply(status.pipeline, status.incarnation, self.state.term, True, ended + self._expired(pipeline, status), refused)
         if status.seq <= self._seqs.get(status.pipeline, -1):
             return reply
         self._seqs[status.pipeline] = status.seq
@@ -199,9 +208,11 @@ class Scheduler:
     def answer(self, answer: Answer, reading: float) -> None:
         """Takes what became of a command."""
         self._advance(reading)
-        if answer.command in self.state.commands:
-            self._answered[answer.pipeline] = max(answer.seq, self._answered.get(answer.pipeline, -1))
-            self._executor.answer(answer)
+        if problem := answer_problem(answer):
+            logger.error("event=answer_refused reason=%s", problem)
+        elif self._executor.answer(answer):
+            if answer.pipeline in self.state.pipelines:
+                self._answered[answer.pipeline] = max(answer.seq, self._answered.get(answer.pipeline, -1))
             self._settle_leaving(answer.pipeline)
             self._plan_if_due()
         self._flush()
@@ -239,6 +250,11 @@ class Scheduler:
         self.state.apply(event, self.clock.now)
         if type(event) in _REPLAN:
             self._dirty = self._urgent = True
+            if isinstance(event, ev.Unregistered):
+                # Its next incarnation is a larger one, so whatever still comes of this one is told apart without these.
+                for notes in (self._seen, self._seqs, self._answered):
+                    notes.pop(event.pipeline, None)
+                self._inventoried.discard(event.pipeline)
         elif isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE):
             self._dirty = True
             self._urgent = self._urgent or self._changes_much(event)
@@ -326,8 +342,6 @@ class Scheduler:
         for cluster, queued in list(pipeline.wants.items()):
             self._emit(ev.RequestDropped(name, cluster, queued.want.request, "leaving"))
         self._emit(ev.Unregistered(name, pipeline.incarnation, "left"))
-        self._seen.pop(name, None)
-        self._inventoried.discard(name)
         self._record.flush()
         self._notify(Reply(name, pipeline.incarnation, self.state.term, False))
 
@@ -351,7 +365,11 @@ class Scheduler:
     def _expire_requests(self, name: str, pipeline: PipelineState) -> None:
         for cluster, queued in list(pipeline.wants.items()):
             if self.clock.now > queued.since + self.state.limits.request_s and (name, cluster, -1) not in self.state.claims:
-                self._emit(ev.RequestDropped(name, cluster, queued.want.request, "expired"))
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
+
+    def _expired(self, pipeline: PipelineState, status: Status) -> tuple[EndedRequest, ...]:
+        reason = f"it waited longer than request_s={self.state.limits.request_s:g}; ask again under a new number"
+        return tuple(EndedRequest(want.request, reason) for want in status.wants if pipeline.expired.get(want.cluster) == want.request)
 
     def _plan_if_due(self) -> None:
         self._finish_inventory()

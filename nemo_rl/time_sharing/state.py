@@ -6,15 +6,21 @@ unknown rank), because a log that says so is wrong and must not be believed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.books import AwakeRank, Claim, HeldCluster, Lease, PendingCommand, PipelineState, Quarantine, QueuedWant
 from nemo_rl.time_sharing.topology import Pool, Topology
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Demand, Limits, Phase, PipelineSpec, Want, limits_from
+from nemo_rl.time_sharing.wellformed import demand_problem
 from nemo_rl.utils.record import Entry
 
+logger = logging.getLogger(__name__)
+
 _EWMA = 0.3
+EXPIRED = "expired"
+"""Why a request was dropped that its pipeline still waits for."""
 
 
 class InconsistentLog(RuntimeError):
@@ -33,6 +39,8 @@ class SchedulerState:
         self.recovering = False
         self.time = 0.0
         self.pipelines: dict[str, PipelineState] = {}
+        # Kept for names that are gone, too: what a late reaper or message says of an incarnation must never be taken for another's.
+        self.incarnations: dict[str, int] = {}
         self.owner: list[Lease | None] = [None]
         self.trainers: list[int] = [0]
         self.claims: dict[tuple[str, str, int], Claim] = {}
@@ -119,6 +127,7 @@ def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
         raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
     spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, event.weight, event.min_share, event.max_share, event.staleness, event.rank_batch)
     state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
+    state.incarnations[event.pipeline] = max(event.incarnation, state.incarnations.get(event.pipeline, event.incarnation))
     _count_trainer(state, state.pipelines[event.pipeline].topology, 1)
     _order_wakes(state, state.pipelines[event.pipeline])
 
@@ -143,7 +152,13 @@ def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
 
 def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
-    pipeline.demand = Demand(event.target, event.done, event.unit, event.seq)
+    demand = Demand(event.target, event.done, event.unit, event.seq)
+    problem = demand_problem(demand)
+    if problem:
+        # Written by a scheduler that did not look: believed, no plan could be made by this scheduler nor by any that follows it.
+        logger.error("event=demand_ignored pipeline=%s reason=%s", event.pipeline, problem)
+        demand = Demand(seq=pipeline.demand.seq)
+    pipeline.demand = demand
     state.note_hunger(pipeline, at)
 
 
@@ -156,6 +171,8 @@ def _requested(state: SchedulerState, event: ev.Requested, at: float) -> None:
 def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     pipeline.wants.pop(event.cluster, None)
+    if event.reason == EXPIRED:
+        pipeline.expired[event.cluster] = event.request
 
 
 def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, CLUSTER_NAMES, FIXED_CLUSTERS, REWARD, ClusterSpec, PipelineSpec
+from nemo_rl.time_sharing.wellformed import MAX_COUNT, is_whole, shown
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1000.0
+"""A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these, weighted work stays finite."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_ID = 256
 
@@ -65,6 +68,14 @@ class TrainingOutsideInference(RegistrationError):
 
 class BadShare(RegistrationError):
     """A weight, share, staleness or batch size is out of its range."""
+
+
+class StillRegistered(RegistrationError):
+    """An earlier incarnation of the pipeline is still being taken down; try again shortly."""
+
+
+class IncarnationUsed(RegistrationError):
+    """The pipeline has been registered under this incarnation, or a larger one, before; the message names the next free one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +150,18 @@ def register(
     """Checks everything a pipeline registers and returns its topology.
 
     cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name, ascending; `reward` must be
-    empty. full_overlap admits pipelines whose training covers every inference rank (colocated turns, no generation beside training).
+    empty. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share, max_share: bounds on its part of the GPUs it is
+    mapped to, 0 to 1. staleness: versions, a whole number from 0. rank_batch: samples that one rank runs at once, a whole number from 1.
+    full_overlap admits pipelines whose training covers every inference rank (colocated turns, no generation beside training).
     Raises a RegistrationError that names the pipeline, the cluster and the GPU.
     """
     _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
-    _check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch)
+    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch)
     clusters = []
     for name in CLUSTER_NAMES:
         if name not in cluster_device_mappings:
             continue
-        mapping = tuple(cluster_device_mappings[name])
+        mapping = _gpu_ids(pipeline, name, cluster_device_mappings[name])
         if name == REWARD:
             if mapping:
                 raise RegistrationError("runs on the CPU; its device mapping must be empty", pipeline=pipeline, cluster=name, gpu=mapping[0])
@@ -162,11 +175,16 @@ def register(
 
 
 def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]]) -> None:
+    if not isinstance(pipeline, str):
+        raise RegistrationError(f"id must be text, found {shown(pipeline)}", pipeline=shown(pipeline))
     longest = len(pipeline) + 1 + max(len(n) for n in CLUSTER_NAMES)
     if not _ID.fullmatch(pipeline) or longest > _MAX_ID:
         raise RegistrationError(f"id must match {_ID.pattern} and leave its cluster ids within {_MAX_ID} characters (now {longest})", pipeline=pipeline)
-    if not namespace:
-        raise RegistrationError("namespace is empty", pipeline=pipeline)
+    if not isinstance(namespace, str) or not namespace:
+        raise RegistrationError("namespace is empty" if namespace == "" else f"namespace={shown(namespace)} must be text", pipeline=pipeline)
+    for what, given in (("cluster_tp_configs", tps), ("cluster_device_mappings", mappings)):
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise RegistrationError(f"{what} must map cluster names to values, found {shown(given)}", pipeline=pipeline)
     if tps.keys() != mappings.keys():
         odd = ", ".join(sorted(tps.keys() ^ mappings.keys()))
         raise RegistrationError(f"cluster_tp_configs and cluster_device_mappings must name the same clusters; only one of them has {odd}", pipeline=pipeline)
@@ -177,13 +195,29 @@ def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings
         raise RegistrationError("is missing; it is the cluster that shares its GPUs", pipeline=pipeline, cluster=ACTOR_INFER)
 
 
-def _check_numbers(pipeline: str, weight: float, min_share: float, max_share: float, staleness: int, rank_batch: int) -> None:
-    if not 0 < weight < float("inf"):
-        raise BadShare(f"weight={weight} must be positive and finite", pipeline=pipeline)
+def check_numbers(pipeline: str, weight: float, min_share: float, max_share: float, staleness: int, rank_batch: int) -> None:
+    """Raises BadShare for numbers that no plan could be made with."""
+    for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise BadShare(
+            f"weight={shown(weight)} must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; it counts relative to the weights of others", pipeline=pipeline
+        )
     if not 0 <= min_share <= max_share <= 1 or max_share == 0:
-        raise BadShare(f"min_share={min_share} and max_share={max_share} must satisfy 0 <= min_share <= max_share <= 1 and 0 < max_share", pipeline=pipeline)
-    if staleness < 0 or rank_batch < 1:
-        raise BadShare(f"staleness={staleness} must be at least 0 and rank_batch={rank_batch} at least 1", pipeline=pipeline)
+        raise BadShare(
+            f"min_share={shown(min_share)} and max_share={shown(max_share)} must satisfy 0 <= min_share <= max_share <= 1 and 0 < max_share", pipeline=pipeline
+        )
+    for name, count, least in (("staleness", staleness, 0), ("rank_batch", rank_batch, 1)):
+        if not is_whole(count, least):
+            raise BadShare(f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}", pipeline=pipeline)
+
+
+def _gpu_ids(pipeline: str, name: str, mapping: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(mapping)
+    except TypeError as error:
+        raise RegistrationError(f"its device mapping is {shown(mapping)}; expected a list of GPU ids", pipeline=pipeline, cluster=name) from error
 
 
 def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
@@ -191,7 +225,7 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
         raise RegistrationError("its device mapping is empty", pipeline=pipeline, cluster=name)
     for gpu in mapping:
         if isinstance(gpu, bool) or not isinstance(gpu, int):
-            raise RegistrationError(f"device mapping holds {gpu!r}; GPU ids are integers", pipeline=pipeline, cluster=name)
+            raise RegistrationError(f"device mapping holds {shown(gpu)}; GPU ids are integers", pipeline=pipeline, cluster=name)
         if not 0 <= gpu < pool.size:
             raise GpuOutsidePool(f"GPU {gpu} is outside the pool of {pool.size} GPUs (0..{pool.size - 1})", pipeline=pipeline, cluster=name, gpu=gpu)
     seen: set[int] = set()
@@ -204,7 +238,7 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
                 f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}", pipeline=pipeline, cluster=name, gpu=gpu
             )
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise BadRankSize(f"tp={tp!r} must be an integer of at least 1", pipeline=pipeline, cluster=name)
+        raise BadRankSize(f"tp={shown(tp)} must be an integer of at least 1", pipeline=pipeline, cluster=name)
     if len(mapping) % tp:
         raise BadRankSize(f"{len(mapping)} GPUs cannot be divided into ranks of tp={tp}", pipeline=pipeline, cluster=name)
     if tp > 1:

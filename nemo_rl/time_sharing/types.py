@@ -206,13 +206,26 @@ class Answer:
     seq: int = 0
 
 
+class EndedRequest(NamedTuple):
+    """A request that will never be granted, and why: it expired, or it is none that can be made."""
+
+    request: int
+    reason: str
+
+
 class Reply(NamedTuple):
-    """What the scheduler says to a status: its term, and whether this incarnation is registered; one that is not must stop what it does on GPUs."""
+    """What the scheduler says to a status: its term, and whether this incarnation is registered; one that is not must stop what it does on GPUs.
+
+    `ended`: requests of the status that are over without a grant; repeated until the agent asks for them no more. `refused`: what else of the
+    status was not taken, and why.
+    """
 
     pipeline: str
     incarnation: int
     term: int
     registered: bool
+    ended: tuple[EndedRequest, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import pytest
 
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.agent_parts import REFRESH, Operation, ProtocolError
 from nemo_rl.time_sharing.topology import Pool, register
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Command, Outcome, Phase, Priority, Reply, Status, Verb
+from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Command, EndedRequest, Outcome, Phase, Priority, Reply, Status, Verb, Want
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import MemoryRecord
 
@@ -23,6 +27,7 @@ class RecordingHost:
         self.routed: set[int] = set()
         self.published: list[int] = []
         self.left: bool | None = None
+        self.ended: list[tuple[Want, str]] = []
 
     def perform(self, operation: Operation) -> None:
         self.operations.append(operation)
@@ -35,6 +40,9 @@ class RecordingHost:
 
     def granted(self, cluster: str, priority: Priority, step: int) -> None:
         self.grants.append((cluster, priority))
+
+    def request_ended(self, want: Want, reason: str) -> None:
+        self.ended.append((want, reason))
 
     def routing_changed(self, rank: int, active: bool) -> None:
         (self.routed.add if active else self.routed.discard)(rank)
@@ -337,7 +345,7 @@ def test_progress_is_sent_every_two_percent_and_cannot_go_back(bench: Bench) -> 
     assert len(bench.host.statuses) - sent == 50
     with pytest.raises(ProtocolError, match="from 200 back to 3"):
         bench.agent.report_progress(3)
-    with pytest.raises(ProtocolError, match="cannot be negative"):
+    with pytest.raises(ProtocolError, match="target=-1 must be a whole number from 0"):
         bench.agent.begin_progress(-1)
 
 
@@ -367,3 +375,55 @@ def test_every_wait_is_recorded_with_its_deadline(bench: Bench) -> None:
     assert isinstance(begun, rec.WaitBegun) and begun.deadline > 10.0
     bench.grant()
     assert any(isinstance(entry.event, rec.WaitEnded) for entry in bench.record.entries)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "priority"),
+    [
+        ("actor_infer", Priority.INITIALIZATION),
+        ("actor_infer", Priority.ACTOR_TRAINING),
+        (ACTOR_TRAIN, Priority.GENERATION),
+        (ACTOR_TRAIN, 1),
+        (ACTOR_TRAIN, None),
+    ],
+)
+def test_generation_is_no_request_and_a_request_names_a_fixed_purpose(bench: Bench, cluster: str, priority: Priority) -> None:
+    said = len(bench.host.statuses)
+    with pytest.raises(ProtocolError, match=r"cannot be requested: requests are for one of the registered fixed clusters \['actor_train'\]") as caught:
+        bench.agent.want(cluster, priority, 0, 0.0)
+    assert ("report demand (begin_progress) instead" in str(caught.value)) == (cluster == "actor_infer" or priority is Priority.GENERATION)
+    assert not bench.agent.wants and len(bench.host.statuses) == said
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1.5, "5", None, -1, 10**400])
+def test_progress_that_is_no_count_is_refused(bench: Bench, value: Any) -> None:
+    bench.agent.begin_progress(100)
+    demand, said = bench.agent.demand, len(bench.host.statuses)
+    for report in (
+        lambda: bench.agent.begin_progress(value),
+        lambda: bench.agent.begin_progress(10, value),
+        lambda: bench.agent.begin_progress(10, 0, value),
+        lambda: bench.agent.report_progress(value),
+    ):
+        with pytest.raises(ProtocolError, match="must be a whole number"):
+            report()
+    assert bench.agent.demand == demand and len(bench.host.statuses) == said
+
+
+def test_counts_of_an_array_are_counts(bench: Bench) -> None:
+    bench.agent.begin_progress(np.int64(10), np.int32(2))
+    assert bench.agent.demand[:3] == (10, 2, 1) and type(bench.agent.demand.target) is int
+
+
+def test_a_request_that_the_scheduler_has_ended_is_told_to_the_host_and_may_be_made_again(bench: Bench) -> None:
+    first = bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 3, 0.0)
+    reply = Reply("p", 0, 1, True, (EndedRequest(first, "it waited too long"),))
+    bench.agent.heard(reply)
+    assert [(want.request, want.step, reason) for want, reason in bench.host.ended] == [(first, 3, "it waited too long")]
+    assert bench.record.entries[-1].event == rec.WaitEnded(f"p.0.{first}", "expired")
+    second = bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 3, 0.0)
+    assert second > first and bench.host.statuses[-1].wants[0].request == second
+    bench.agent.heard(reply)
+    assert ACTOR_TRAIN in bench.agent.wants and len(bench.host.ended) == 1, "a late reply ends no newer request"
+    bench.grant()
+    assert bench.host.grants == [(ACTOR_TRAIN, Priority.ACTOR_TRAINING)]

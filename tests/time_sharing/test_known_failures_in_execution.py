@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from bench import Bench
 
+from nemo_rl.time_sharing.events import RequestDropped
+from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.scenario import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.state import replay
 from nemo_rl.time_sharing.topology import RegistrationError
 from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Demand, GivenBack, Held, Limits, Outcome, Phase, Priority, Verb, Want
-from nemo_rl.utils.record import NullRecord
+from nemo_rl.utils.record import MemoryRecord, NullRecord
 
 
 def test_a_planned_release_during_a_hand_over_is_acknowledged_only_when_every_rank_sleeps() -> None:
@@ -289,3 +291,20 @@ def test_two_books_of_what_is_awake_are_squared_after_a_restart() -> None:
     assert {(c.verb, c.rank) for c in again.sent} >= {(Verb.DRAIN, 2), (Verb.WAKE, 1)} and (Verb.DRAIN, 0) not in {(c.verb, c.rank) for c in again.sent}
     again.settle(20.0)
     assert set(again.phases("a").values()) == {Phase.ACTIVE.value}
+
+
+def test_a_request_that_expires_costs_its_pipeline_no_more_than_asking_again() -> None:
+    """Once the pipeline went on asking under the expired number, which counted for nothing, while the GPU it wanted was free."""
+    job = {"steps": 3, "groups": 2, "samples_per_group": 4, "train_s": 5.0, "tokens": {"median": 200}}
+    jobs = [{"name": name, "train": [0], "infer": [0, 1], **job} for name in ("a", "b")]
+    records: list[MemoryRecord] = []
+    limits = {"request_s": 1.0, "lease_s": 12.0, "heartbeat_s": 2.0}
+    world = World(
+        parse_scenario({"pool": {"gpus_per_node": 2}, "jobs": jobs, "limits": limits, "horizon_s": 2000.0}),
+        0,
+        lambda clock: records.append(MemoryRecord(clock=clock)) or records[0],
+    )
+    world.run()
+    assert any(isinstance(entry.event, RequestDropped) and entry.event.reason == "expired" for entry in records[0].entries), "or this tests nothing"
+    assert {name: run.outcome for name, run in world.jobs.items()} == {"a": "done", "b": "done"}
+    assert list(check(records[0].entries)) == []

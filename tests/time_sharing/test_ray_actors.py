@@ -29,7 +29,7 @@ from nemo_rl.time_sharing.actors import (
 )
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.topology import Pool, RegistrationError
+from nemo_rl.time_sharing.topology import IncarnationUsed, Pool, RegistrationError
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
 from nemo_rl.utils.record import merge_records, read_record
 
@@ -206,6 +206,9 @@ def test_the_orchestrator_registers_then_admits_drains_and_unregisters(cluster: 
     for _ in range(2):
         orchestrator.drain_pipeline(pipeline)
         assert not _ask(scheduler.describe)["pipelines"]
+    with pytest.raises(IncarnationUsed, match="the next free one is 1"):
+        orchestrator.admit_pipeline(pipeline)
+    orchestrator.register_pipeline(pipeline, "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]}, incarnation=1)
     orchestrator.admit_pipeline(pipeline)
     for _ in range(2):
         orchestrator.unregister_pipeline(pipeline)

@@ -16,7 +16,7 @@ from nemo_rl.time_sharing.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.scenario import Costs, Job
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
 from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb
+from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
 
@@ -305,6 +305,15 @@ class SimulatedJob:
             life.record.emit(rec.StepBegun(step))
             resident = self.job.log_probs_s > 0
             self._trainer_later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+
+    def request_ended(self, want: Want, reason: str) -> None:
+        life = self.life
+        if life is not None:
+            self._later(life, 0.0, "_ask_again", want)
+
+    def _ask_again(self, life: Life, want: Want) -> None:
+        if not life.agent.leaving and want.cluster not in life.agent.wants:
+            life.agent.want(want.cluster, want.priority, want.step, self.world.loop.now)
 
     def routing_changed(self, rank: int, active: bool) -> None:
         if self.life is not None:
