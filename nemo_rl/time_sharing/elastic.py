@@ -81,7 +81,7 @@ def _served(board: Board, name: str, division: _Division, more: int = 0) -> floa
     """How well a pipeline is served, with `more` GPUs added: GPUs for its work and weight; below 0 as long as it lacks GPUs that it is guaranteed."""
     gpus = board.gpus_of(name) + more
     floor = division.floors.get(name, 0.0)
-    return gpus / floor - 1.0 if gpus < floor else gpus / max(division.pulls[name], 1e-9)
+    return gpus / floor - 1.0 if floor and gpus < floor else gpus / max(division.pulls[name], 1e-9)
 
 
 def _trains_next(pipeline: PipelineState) -> bool:
@@ -155,37 +155,64 @@ def _can_use_more(board: Board, name: str) -> bool:
     return board.counts[name] < board.useful[name]
 
 
+class _Standing:
+    """How well pipelines are served while ranks move: `now`, and as it would be had one given a rank."""
+
+    def __init__(self, board: Board, division: _Division) -> None:
+        self._board, self._division = board, division
+        self.now: dict[str, float] = {}
+        self.less_one: dict[str, float] = {}
+        for name in division.pulls:
+            self.update(name)
+
+    def update(self, name: str) -> None:
+        """Takes in what a pipeline of the division has got or given."""
+        if name in self._division.pulls:
+            self.now[name] = _served(self._board, name, self._division)
+            self.less_one[name] = self.having(name, -1)
+
+    def having(self, name: str, ranks: int) -> float:
+        """With so many more ranks."""
+        return _served(self._board, name, self._division, ranks * self._board.pipelines[name].topology.tp)
+
+    def enough(self, taker: str) -> float:
+        """How well others must be served at least to give anything to this one."""
+        return (1 + self._board.limits.hysteresis) * self.now[taker]
+
+
 def _move_busy(board: Board, result: Plan, names: list[str], division: _Division) -> None:
     """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping allows."""
-    served = {name: _served(board, name, division) for name in division.pulls}
+    standing = _Standing(board, division)
+    served = standing.now
     for name in sorted((n for n in names if _can_use_more(board, n)), key=lambda n: (served[n], n)):
-        for _, rank, donors in sorted(_options(board, name, served)):
+        for _, rank, donors in sorted(_options(board, name, standing)):
             if not _can_use_more(board, name):
                 break
-            if _may_give(board, division, donors, name):
+            if _may_give(board, standing, donors, name):
                 for donor, drank in donors:
                     why: Reason = ("gives", donor, served[donor], name, served[name]) if donor in served else ("surplus", donor, name)
                     board.shrink(result, donor, drank, why)
-                    if donor in served:
-                        served[donor] = _served(board, donor, division)
+                    standing.update(donor)
                 _expand(board, result, name, rank, ("share", board.gpus_of(name), division.entitled[name]))
-                served[name] = _served(board, name, division)
+                standing.update(name)
 
 
-def _options(board: Board, name: str, served: dict[str, float]) -> list[tuple[float, int, list[tuple[str, int]]]]:
+def _options(board: Board, name: str, standing: _Standing) -> list[tuple[float, int, list[tuple[str, int]]]]:
     """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank, holders)."""
     pipeline = board.pipelines[name]
-    enough = (1 + board.limits.hysteresis) * served[name]
+    served, less_one = standing.now, standing.less_one
+    enough, after = standing.enough(name), standing.having(name, 1)
     kind, owner, ranks = board.kind, board.owner, pipeline.topology.ranks
     found = []
     for rank in _candidates(board, pipeline):
         gpus = ranks[rank]
-        if kind[gpus[0]] == BLOCKED:
-            continue
         lease = owner[gpus[0]]
-        # Most holders are no better served than the taker: a look at the first one spares the rest.
-        if lease is None or (served.get(lease.pipeline, math.inf) < enough and board.counts[lease.pipeline] <= board.useful[lease.pipeline]):
+        # Most ranks fall at their first GPU: out of reach, or held by somebody who is no better served than the taker.
+        if kind[gpus[0]] == BLOCKED or (len(gpus) == 1 and kind[gpus[0]] != RANK):
             continue
+        if kind[gpus[0]] == RANK and lease is not None and lease.pipeline in served and board.counts[lease.pipeline] <= board.useful[lease.pipeline]:
+            if served[lease.pipeline] < enough or less_one[lease.pipeline] < after:
+                continue
         if _rank_state(board, gpus, name) == RANK:
             donors = _donors(board, gpus)
             if donors is not None:
@@ -226,21 +253,19 @@ def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
     return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
 
 
-def _may_give(board: Board, division: _Division, donors: list[tuple[str, int]], taker: str) -> bool:
+def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], taker: str) -> bool:
     """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives.
 
     A turn is looked at again, since the giver may have given what it had too many earlier in the same plan.
     """
-    after = _served(board, taker, division, board.pipelines[taker].topology.tp)
-    enough = (1 + board.limits.hysteresis) * _served(board, taker, division)
+    after, enough = standing.having(taker, 1), standing.enough(taker)
     for donor, rank in donors:
         if donor == taker or (donor, rank) in board.shrunk:
             return False
         given = _given_by(donor, donors)
         if board.counts[donor] - given >= board.useful[donor]:
             continue
-        less = given * board.pipelines[donor].topology.tp
-        if _served(board, donor, division, -less) < after or _served(board, donor, division) < enough:
+        if standing.now[donor] < enough or standing.having(donor, -given) < after:
             return False
     return not _in_turn(board, donors)
 

@@ -204,6 +204,15 @@ def test_no_move_is_made_that_its_reverse_would_undo() -> None:
     assert fleet.plan(300.0).empty
 
 
+def test_a_wide_rank_can_be_had_whose_first_gpu_is_free_already() -> None:
+    fleet = Fleet(7, min_hold_s=1.0)
+    fleet.add("narrow", [], [1, 4, 5, 6], demand=10)
+    fleet.add("wide", [], [0, 1, 2, 3], tp=2, demand=1000)
+    fleet.wake("narrow", 0, 1, 2, 3)
+    fleet.wake("wide", 1)
+    assert settled(fleet) == {"narrow": 3, "wide": 2}
+
+
 def test_gpus_on_which_a_pipeline_trains_count_as_its_share() -> None:
     fleet = Fleet(8, min_hold_s=1.0)
     fleet.add("trains", [0, 1, 2, 3], list(range(8)), demand=100)
