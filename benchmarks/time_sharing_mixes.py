@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing.scenario import Job, Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, OURS, SERIAL, STATIC, WAYS
-from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way, table
+from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way
+from nemo_rl.time_sharing.simulation.tables import way_table
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "time_sharing"
 MIXES = ("two_jobs", "twelve_jobs", "two_hundred_jobs")
@@ -125,7 +126,7 @@ def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> Non
     for cell in cells:
         outcome = {name: [runs[cell, seed][name] for seed in range(seeds)] for name in cell.ways}
         print(f"{cell.mix}: generation:train {cell.ratio:g}:1, sigma {cell.sigma:g}, {seeds} seeds", flush=True)
-        show(table(list(outcome.items())))
+        show(way_table(list(outcome.items())))
         total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in cell.ways}
         p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in cell.ways}
         line = {"serial": total[SERIAL] / total[OURS]}

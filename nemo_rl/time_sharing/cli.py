@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
+import os
 import statistics
 import sys
 import time
@@ -14,128 +16,219 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_rl.time_sharing import events as _events  # registers the scheduler's event kinds
+from nemo_rl.time_sharing.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.history.check import INVARIANTS, check
 from nemo_rl.time_sharing.report import write_report
 from nemo_rl.time_sharing.scenario import Scenario, ScenarioError, load_scenario
+from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
-from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise, table
+from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.soak import run_many
+from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.timeline import build_timeline
 from nemo_rl.time_sharing.trace import write_trace
 from nemo_rl.time_sharing.validator import validate
-from nemo_rl.utils.record import Entry, Record, RecordError, RecordWriter, merge_records, read_record
+from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordError, RecordWriter, merge_records, read_record
+
+logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
 _SOAK_BATCH = 200
+_EXAMPLES = """examples:
+  python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
+  python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
+  python -m nemo_rl.time_sharing check two.jsonl
+  python -m nemo_rl.time_sharing trace two.jsonl
+  python -m nemo_rl.time_sharing soak --runs 200
+
+The keys of a scenario: docs/time_sharing_scenarios.md; the rules and the columns of the table: docs/time_sharing_scheduler.md."""
+
+
+class UsageError(ValueError):
+    """A command cannot be carried out as asked; found before anything is run or written."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     chosen = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO if chosen.verbose else logging.ERROR, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+    package = logging.getLogger("nemo_rl")
+    before = package.level
+    # What a scenario breaks on purpose is counted in the table; each event of it would be told without its way and seed.
+    quiet = logging.CRITICAL if chosen.run in (_simulate, _soak) else logging.ERROR
+    package.setLevel(logging.INFO if chosen.verbose else quiet)
     try:
         return int(chosen.run(chosen))
-    except (ScenarioError, RecordError) as error:
+    except (ScenarioError, UsageError) as error:
         print(error, file=sys.stderr)
-        return 2
+    except RecordDamaged as error:
+        print(_of_damage(error), file=sys.stderr)
+    except RecordError as error:
+        print(error, file=sys.stderr)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+    finally:
+        package.setLevel(before)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m nemo_rl.time_sharing", description="Many RL pipelines on one pool of GPUs: simulate, check, look.")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what the scheduler does")
-    commands = parser.add_subparsers(required=True)
-    simulate = commands.add_parser("simulate", help="run a scenario on a virtual clock and compare it with other ways of running it")
-    simulate.add_argument("scenario", type=Path)
-    simulate.add_argument("--seed", type=int, default=0)
-    simulate.add_argument("--runs", type=int, default=1, help="seeds seed, seed+1, ...")
-    simulate.add_argument("--log", type=Path, help="write the record of the first run here")
-    simulate.add_argument("--report", type=Path, help="write the HTML report of the first run here")
-    simulate.add_argument("--only-ours", action="store_true", help="leave the baselines out")
-    simulate.set_defaults(run=_simulate)
-    checker = commands.add_parser("check", help="prove that a record kept every invariant, or show the first place where it did not")
-    checker.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
-    checker.add_argument("--recover", action="store_true", help="read a damaged record up to the damage")
-    checker.add_argument("--running", action="store_true", help="the run is not over: what is open is not missing")
-    checker.set_defaults(run=_check)
-    trace = commands.add_parser("trace", help="write a trace for ui.perfetto.dev")
-    trace.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
-    trace.add_argument("-o", "--output", type=Path)
-    trace.set_defaults(run=_trace)
-    report = commands.add_parser("report", help="write a self-contained HTML page")
-    report.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
-    report.add_argument("-o", "--output", type=Path)
-    report.set_defaults(run=_report)
-    soak = commands.add_parser("soak", help="run random scenarios with faults and check each of them")
-    soak.add_argument("--events", type=float, default=5e7, help="stop after that many simulated events")
-    soak.add_argument("--runs", type=int, help="stop after that many scenarios instead")
-    soak.add_argument("--first", type=int, default=1_000_000, help="the first seed")
-    soak.add_argument("--processes", type=int, default=2)
-    soak.set_defaults(run=_soak)
+    about = "Many RL pipelines on one pool of GPUs: simulate, check, look."
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_rl.time_sharing", description=about, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the scheduler does, and every fault (also after the command)")
+    commands = parser.add_subparsers(required=True, metavar="simulate|check|trace|report|soak|keys")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        added.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log what the scheduler does, and every fault")
+        added.set_defaults(run=run)
+        return added
+
+    _simulate_arguments(command("simulate", _simulate, "run a scenario on a virtual clock and compare it with other ways of running the same jobs"))
+    checker = command("check", _check, "prove that a record kept every invariant, or show the first place where it did not")
+    _log_arguments(checker)
+    checker.add_argument("--running", action="store_true", help="the run is not over, or was cut off: what is open is not missing")
+    trace = command("trace", _trace, "write a trace for https://ui.perfetto.dev")
+    _log_arguments(trace)
+    trace.add_argument("-o", "--output", type=Path, help="the trace (default: beside the first record, .trace.json)")
+    report = command("report", _report, "write a self-contained HTML page: who was on which GPU when, demand, hand-overs, and the checker's word")
+    _log_arguments(report)
+    report.add_argument("-o", "--output", type=Path, help="the page (default: beside the first record, .html)")
+    soak = command("soak", _soak, "run random scenarios with faults and check each of them")
+    soak.add_argument("--events", type=_events_count, default=5e7, help="stop after that many simulated events (default: 5e7, about ten minutes on two cores)")
+    soak.add_argument("--runs", type=_count, help="stop after that many scenarios instead, at least 1")
+    soak.add_argument("--first", type=int, default=1_000_000, help="the first seed; each scenario is drawn from its seed (default: %(default)s)")
+    soak.add_argument("--processes", type=_count, default=2, help="processes that simulate at a time (default: %(default)s)")
+    keys = command("keys", _keys, "write the page that describes every key of a scenario file")
+    keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
     return parser
+
+
+def _simulate_arguments(simulate: argparse.ArgumentParser) -> None:
+    simulate.epilog = "Without --log and --report nothing is written. Exit status 1: a job did not finish in our way, or an invariant is broken."
+    simulate.add_argument("scenario", type=Path, help="a scenario file; its keys are in docs/time_sharing_scenarios.md")
+    simulate.add_argument("--seed", type=int, default=0, help="the first seed; equal seeds give equal runs (default: %(default)s)")
+    simulate.add_argument("--runs", type=_count, default=1, help="how many seeds: seed, seed+1, ... (default: %(default)s)")
+    simulate.add_argument("--log", type=Path, help="write the record of the first run here, and check it; `check`, `trace` and `report` read it")
+    simulate.add_argument("--report", type=Path, help="write the HTML page of the first run here, and its record beside it (.jsonl) unless --log says where")
+    simulate.add_argument("--only-ours", action="store_true", help="leave the other ways of running the jobs out")
+
+
+def _log_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
+    parser.add_argument("--recover", action="store_true", help="read a damaged record up to the damage, as a run that did not end")
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _events_count(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1, such as 5e7")
+    return number
 
 
 def _simulate(chosen: argparse.Namespace) -> int:
     scenario = load_scenario(chosen.scenario)
-    alone = AloneTimes(scenario)
-    ways = (OURS,) if chosen.only_ours else WAYS
-    rows: list[tuple[str, list[Outcome]]] = []
-    broken = 0
     log = chosen.log or (chosen.report.with_suffix(".jsonl") if chosen.report else None)
-    for name in ways:
-        outcomes = []
-        for seed in range(chosen.seed, chosen.seed + chosen.runs):
-            first = name == OURS and seed == chosen.seed
-            outcomes.append(_recorded_run(scenario, seed, alone, log) if first and log is not None else run_way(scenario, name, seed, alone))
-        rows.append((name, outcomes))
-    print(f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.size} GPUs, {chosen.runs} run(s) from seed {chosen.seed}\n")
-    _print_jobs(scenario, rows)
-    _print_table(table(rows))
-    if log is not None:
-        entries = list(read_record(log))
-        violations = check(entries)
-        broken = len(violations)
-        print(f"\nrecord: {log} ({len(entries)} events); " + (f"{broken} violations, first: {violations[0]}" if broken else "every invariant holds"))
-        if chosen.report is not None:
-            write_report(build_timeline(entries), violations, chosen.report, title=scenario.name)
-            print(f"report: {chosen.report}")
-    unfinished = sum(len(o.unfinished) for o in rows[0][1])
-    return 1 if broken or unfinished else 0
-
-
-def _recorded_run(scenario: Scenario, seed: int, alone: AloneTimes, log: Path) -> Outcome:
-    log.unlink(missing_ok=True)
-    writers: list[RecordWriter] = []
-
-    def open_record(clock: Callable[[], float]) -> Record:
-        writers.append(RecordWriter(log, source="simulation", clock=clock))
-        return writers[0]
-
-    changed, rule = way(scenario, OURS)
-    world = World(changed, seed, open_record, rule=rule, validator=validate)
+    _check_outputs(log, chosen.report)
+    alone = AloneTimes(scenario)
+    rows: list[tuple[str, list[Outcome]]] = []
+    recording = _Recording(log) if log is not None else None
     try:
-        world.run()
+        for name in (OURS,) if chosen.only_ours else WAYS:
+            rows.append((name, []))
+            for seed in range(chosen.seed, chosen.seed + chosen.runs):
+                logger.info("event=run way=%s seed=%d", name, seed)
+                first = recording is not None and name == OURS and seed == chosen.seed
+                rows[-1][1].append(recording.run(scenario, seed, alone) if recording is not None and first else run_way(scenario, name, seed, alone))
+        said = simulated(scenario, chosen.seed, rows)
+        if recording is not None:
+            recording.add(said)
     finally:
-        writers[0].close()
-    return summarise(world, scenario, seed, alone)
+        if recording is not None:
+            recording.close()
+    print(f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.size} GPUs, {chosen.runs} run(s) from seed {chosen.seed}\n")
+    _print_said(said)
+    broken = _judge(log, chosen.report, scenario.name) if log is not None else 0
+    return 1 if broken or any(o.unfinished for o in rows[0][1]) else 0
 
 
-def _print_jobs(scenario: Scenario, rows: Sequence[tuple[str, Sequence[Outcome]]]) -> None:
-    if len(scenario.jobs) > 20:
-        return
-    lines = [["job", *[f"{name} s (slowdown)" for name, _ in rows]]]
-    for job in scenario.jobs:
-        cells = []
-        for _, outcomes in rows:
-            seconds = sum(o.seconds[job.name] for o in outcomes) / len(outcomes)
-            slow = [o.slowdown[job.name] for o in outcomes if job.name in o.slowdown]
-            cells.append(f"{seconds:.0f} ({sum(slow) / len(slow):.2f})" if slow else f"{seconds:.0f}")
-        lines.append([job.name, *cells])
-    _print_table(lines)
+class _Recording:
+    """The record of one run, held open until what the simulation says of all its runs is in it too."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._end = log, 0.0
+        self._writer: RecordWriter | None = None
+
+    def run(self, scenario: Scenario, seed: int, alone: AloneTimes) -> Outcome:
+        changed, rule = way(scenario, OURS)
+        world = World(changed, seed, self._open, rule=rule, validator=validate)
+        world.run()
+        self._end = world.loop.now
+        return summarise(world, scenario, seed, alone)
+
+    def _open(self, clock: Callable[[], float]) -> Record:
+        self._log.unlink(missing_ok=True)
+        self._writer = RecordWriter(self._log, source="simulation", clock=clock)
+        return self._writer
+
+    def add(self, event: object) -> None:
+        if self._writer is not None:
+            self._writer.bind("simulation", clock=lambda: self._end).emit(event)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _check_outputs(log: Path | None, report: Path | None) -> None:
+    """What is to be written can be, and is nothing else already: found before the simulation, not after it."""
+    if report is not None and log == report:
+        raise UsageError(f"--report {report}: the record would be written there too; call the page something else, such as {report.with_suffix('.html')}")
+    for option, path in (("--report", report), ("--log", log)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it, or choose another place")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"{option} {path}: cannot be written; choose another place")
+    if log is not None and log.exists() and log.stat().st_size:
+        with log.open("rb") as file:
+            if not file.read(8) == b'{"crc":"':
+                raise UsageError(f"--log {log}: is there already and is not a record of nemo_rl; choose another place")
+
+
+def _judge(log: Path, report: Path | None, title: str) -> int:
+    entries = list(read_record(log))
+    violations = check(entries)
+    print(f"\nrecord: {log} ({len(entries)} events); " + (f"{len(violations)} violations, first: {violations[0]}" if violations else "every invariant holds"))
+    if report is not None:
+        write_report(build_timeline(entries), violations, report, title=title)
+        print(f"report: {report}")
+    return len(violations)
+
+
+def _print_said(said: Simulated) -> None:
+    if len(said.jobs) > 1:
+        _print_table(said.jobs)
+        print()
+    _print_table(said.ways)
     print()
+    for word, meaning in LEGEND:
+        print(f"  {word:<14}  {meaning}")
+    if said.notes:
+        print("\n" + "\n".join(said.notes))
 
 
 def _print_table(lines: Sequence[Sequence[str]]) -> None:
@@ -144,15 +237,36 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))))
 
 
-def _entries(logs: Sequence[Path], *, recover: bool = False) -> list[Entry]:
-    """Every process of a real run writes a record of its own; a simulation writes one."""
-    return list(merge_records(logs, recover=recover) if len(logs) > 1 else read_record(logs[0], recover=recover))
+def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
+    """The entries of all records given, and whether all of them are whole. Every process of a real run writes a record of its own; a simulation one."""
+    whole = True
+    for log in chosen.log if chosen.recover else ():
+        try:
+            for _ in read_record(log):
+                pass
+        except RecordDamaged as damage:
+            if not damage.intact:
+                raise
+            whole = False
+            print(f"{log}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to there, as a run that did not end", file=sys.stderr)
+    logs: list[Path] = chosen.log
+    entries = list(merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover))
+    if not entries:
+        raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")
+    return entries, whole
+
+
+def _of_damage(damage: RecordDamaged) -> str:
+    if not damage.intact:
+        return f"{damage.path}: is not a record of nemo_rl: line 1 {damage.reason}"
+    place = f"{damage.path}: line {damage.line} (byte {damage.offset}) {damage.reason}"
+    return f"{place}; the {damage.intact} lines before it are intact: with --recover, check, trace and report read up to there"
 
 
 def _check(chosen: argparse.Namespace) -> int:
     began = time.perf_counter()
-    entries = _entries(chosen.log, recover=chosen.recover)
-    violations = check(entries, first_only=True, ended=not chosen.running)
+    entries, whole = _read(chosen)
+    violations = check(entries, first_only=True, ended=whole and not chosen.running)
     if violations:
         print(violations[0])
         return 1
@@ -162,24 +276,32 @@ def _check(chosen: argparse.Namespace) -> int:
 
 def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
-    count = write_trace(_entries(chosen.log), output)
+    count = write_trace(_read(chosen)[0], output)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
     return 0
 
 
 def _report(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".html")
-    entries = _entries(chosen.log)
-    write_report(build_timeline(entries), check(entries), output, title=chosen.log[0].stem)
+    entries, whole = _read(chosen)
+    timeline = build_timeline(entries)
+    title = timeline.simulated.scenario if timeline.simulated is not None else chosen.log[0].stem
+    write_report(timeline, check(entries, ended=whole), output, title=title)
     print(f"{output}: {len(entries)} events")
+    return 0
+
+
+def _keys(chosen: argparse.Namespace) -> int:
+    chosen.output.write_text(scenario_page(), encoding="utf-8")
+    print(f"wrote {chosen.output}")
     return 0
 
 
 def _soak(chosen: argparse.Namespace) -> int:
     began, events, bad = time.perf_counter(), 0, 0
     counts: list[int] = []
-    while (len(counts) < chosen.runs) if chosen.runs else (events < chosen.events):
-        batch = min(_SOAK_BATCH, chosen.runs - len(counts)) if chosen.runs else _SOAK_BATCH
+    while (len(counts) < chosen.runs) if chosen.runs is not None else (events < chosen.events):
+        batch = min(_SOAK_BATCH, chosen.runs - len(counts)) if chosen.runs is not None else _SOAK_BATCH
         for verdict in run_many(chosen.first + len(counts), batch, chosen.processes):
             events += verdict.events
             counts.append(verdict.events)

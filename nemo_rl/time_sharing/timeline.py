@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.comparison import Simulated
+from nemo_rl.time_sharing.handovers import Handover, HandoverWatch
 from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import ACTOR_INFER, ClusterSpec, Phase, Priority
 from nemo_rl.utils import record_events as rec
@@ -39,15 +41,6 @@ class Waited(NamedTuple):
     end: float
 
 
-class Handover(NamedTuple):
-    """From a claim on GPUs to their use: granted, or the rank routed."""
-
-    pipeline: str
-    what: str
-    start: float
-    end: float
-
-
 class Level(NamedTuple):
     """A pipeline's standing demand in samples, or its GPUs, from `time` on."""
 
@@ -58,7 +51,7 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Everything there is to draw. `marks`: (time, what happened)."""
+    """Everything there is to draw. `marks`: (time, what happened). `simulated` is what a simulation said at its end; None for a real run."""
 
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
     end: float = 0.0
@@ -70,6 +63,7 @@ class Timeline:
     active_gpus: list[tuple[float, int]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
+    simulated: Simulated | None = None
 
 
 @dataclass(slots=True)
@@ -87,7 +81,7 @@ class _Builder:
         self.clusters: dict[str, dict[str, ClusterSpec]] = {}
         self.open: dict[tuple[str, str, int], _Open] = {}
         self.queue: dict[tuple[str, str], tuple[float, Priority]] = {}
-        self.claims: dict[tuple[str, str, int], float] = {}
+        self.watch = HandoverWatch()
         self.counts: dict[str, int] = {}
         self.holds = 0
 
@@ -125,19 +119,15 @@ class _Builder:
         if waiting is not None:
             self.timeline.waits.append(Waited(pipeline, cluster, waiting[1].tag, waiting[0], time))
 
-    def end_claim(self, key: tuple[str, str, int], time: float) -> None:
-        began = self.claims.pop(key, None)
-        if began is not None:
-            self.timeline.handovers.append(Handover(key[0], key[1] if key[2] < 0 else f"rank {key[2]}", began, time))
-
 
 def build_timeline(entries: Iterable[Entry]) -> Timeline:
     """The timeline of a record. What is still open at its end is closed there."""
     builder = _Builder()
     for entry in entries:
         builder.timeline.end = max(builder.timeline.end, entry.time)
+        builder.watch.take(entry.time, entry.event)
         _take(builder, entry, entry.event)
-    end = builder.timeline.end
+    end, builder.timeline.handovers = builder.timeline.end, builder.watch.found
     for key in list(builder.open):
         builder.close(key, end)
     for pipeline, cluster in list(builder.queue):
@@ -158,14 +148,12 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
         case ev.RequestDropped():
             builder.end_wait(event.pipeline, event.cluster, time)
         case ev.Claimed():
-            builder.claims[event.pipeline, event.cluster, event.rank] = time
             timeline.marks.append(
                 (time, f"plan {event.plan}: {event.pipeline}/{event.cluster if event.rank < 0 else f'rank {event.rank}'} gets {len(event.gpus)} GPUs")
             )
         case ev.Granted() | ev.Repriced():
             builder.end_wait(event.pipeline, event.cluster, time)
             key = (event.pipeline, event.cluster, -1)
-            builder.end_claim(key, time)
             builder.begin(key, time, "held", event.priority.tag, f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}")
         case ev.Released():
             builder.close((event.pipeline, event.cluster, -1), time)
@@ -180,6 +168,8 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
             timeline.demand.append(Level(event.pipeline, time, max(event.target - event.done, 0) * event.unit))
         case ev.Fenced() | ev.SchedulerStarted() | ev.GpusQuarantined() | ev.PlanRejected() | ev.ClockJumped():
             timeline.marks.append((time, str(event)))
+        case Simulated():
+            timeline.simulated = event
         case rec.StepFinished():
             name = entry.source.partition("/")[0]
             timeline.steps[name] = timeline.steps.get(name, 0) + 1
@@ -192,7 +182,5 @@ def _take_rank(builder: _Builder, event: ev.RankMoved, time: float) -> None:
     if event.phase is Phase.ASLEEP:
         builder.close(key, time)
         return
-    if event.phase is Phase.ACTIVE:
-        builder.end_claim(key, time)
     version = f" v{event.version}" if event.version >= 0 else ""
     builder.begin(key, time, event.phase.value, Priority.GENERATION.tag, f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}")

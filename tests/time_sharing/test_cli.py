@@ -101,18 +101,18 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"jobs": [{**JOB, "train": [5]}]}, "jobs.0: pipeline 'a', cluster 'actor_train': GPU 5 is outside the pool of 2"),
-        ({"jobs": [{**JOB, "steps": 0}]}, "jobs.0.steps: Input should be greater than or equal to 1"),
-        ({"jobs": [{**JOB, "stepz": 3}]}, "jobs.0.stepz: Extra inputs are not permitted"),
+        ({"jobs": [{**JOB, "train": [5]}]}, "jobs.0.train: job 'a': GPU 5 is outside the pool of 2"),
+        ({"jobs": [{**JOB, "steps": 0}]}, "jobs.0.steps: must be at least 1"),
+        ({"jobs": [{**JOB, "stepz": 3}]}, "jobs.0.stepz: unknown key. Did you mean 'steps'"),
         ({"jobs": [{**JOB, "tokens": {"sigma": "wide"}}]}, "jobs.0.tokens.sigma: .*given: 'wide'"),
         ({"jobs": [JOB, JOB]}, "two jobs are called 'a'"),
         ({"jobs": []}, "needs at least one job"),
-        ({"jobs": [JOB], "limits": {"patience": 3}}, "limits.patience: unknown; the limits are aging_s"),
-        ({"jobs": [JOB], "limits": {"lease_s": -1}}, "limits.lease_s: -1.0 is negative"),
-        ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: Input should be less than or equal to 1"),
+        ({"jobs": [JOB], "limits": {"patience": 3}}, "limits.patience: unknown key. The limits are aging_s"),
+        ({"jobs": [JOB], "limits": {"lease_s": -1}}, "limits.lease_s: -1 is negative"),
+        ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: must be at most 1"),
         ({"jobs": [JOB], "faults": {"agent_crashes": -1}}, "faults.agent_crashes"),
         ({"jobs": [JOB], "pool": {"nodes": 0}}, "pool.nodes"),
-        ({"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}}, "fleets.f: width=64 must fit the pool of 2 GPUs"),
+        ({"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}}, "fleets.f.width: 64 GPUs do not fit the pool of 2 GPUs"),
         ({"jobs": [{**JOB, "train": [0, 1]}]}, "touches each of the 2 inference ranks"),
     ],
 )
@@ -126,13 +126,44 @@ def test_a_file_that_is_no_scenario_is_refused(tmp_path: Path, capsys: pytest.Ca
         load_scenario(tmp_path / "nothing.yaml")
     (tmp_path / "list.yaml").write_text("[1, 2]")
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ScenarioError, match="is list"):
+    with pytest.raises(ScenarioError, match="is a list"):
         load_scenario(tmp_path / "list.yaml")
     assert main(["simulate", str(tmp_path / "bad.yaml")]) == 2
     assert "is not YAML" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["two_jobs", "twelve_jobs", "two_hundred_jobs"])
+@pytest.mark.parametrize("name", ["two_jobs", "twelve_jobs", "two_hundred_jobs", "with_faults"])
 def test_shipped_scenarios_load(name: str) -> None:
     scenario = load_scenario(EXAMPLES / f"{name}.yaml")
-    assert len(scenario.jobs) == {"two_jobs": 2, "twelve_jobs": 12, "two_hundred_jobs": 200}[name]
+    assert len(scenario.jobs) == {"two_jobs": 2, "twelve_jobs": 12, "two_hundred_jobs": 200, "with_faults": 3}[name]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["simulate", "s.yaml", "--runs", "0"], ["simulate", "s.yaml", "--runs", "-1"], ["soak", "--runs", "0"], ["soak", "--processes", "0"]]
+)
+def test_numbers_that_would_run_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--report", "--log"])
+def test_a_place_that_cannot_be_written_is_found_before_the_simulation(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(EXAMPLES / "two_hundred_jobs.yaml"), option, str(tmp_path / "none" / "x.html")]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"{option} ") and "there is no folder" in told.err and not told.out
+
+
+def test_a_record_is_never_written_over_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text(json.dumps({"pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
+    before = scenario.read_text()
+    assert main(["simulate", str(scenario), "--log", str(scenario)]) == 2
+    assert "is not a record of nemo_rl" in capsys.readouterr().err and scenario.read_text() == before
+
+
+def test_verbose_is_understood_after_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text(json.dumps({"pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
+    assert main(["simulate", str(scenario), "--only-ours", "-v"]) == 0
+    assert "event=run way=time_sharing seed=0" in caplog.text

@@ -23,10 +23,10 @@ GAP_RATIO_DECISIONS = "gap_ratio_decisions"
 
 
 def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
-    """The planner, shown only the jobs that have their GPUs to themselves: first come, first served."""
+    """The planner, shown only the jobs that have their GPUs to themselves: first come, first served, in the scenario's order where several come at once."""
     taken: set[int] = set()
     visible = {}
-    for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: (item[1].registered_at, item[0])):
+    for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: item[1].registered_at):
         gpus = pipeline.topology.mapped_gpus
         if gpus & taken:
             visible[name] = dataclasses.replace(pipeline, wants={}, demand=Demand(), hungry_since=None)

@@ -70,6 +70,23 @@ class SimulatedJob:
         self._unended: list[str] = []
         self._stalls: dict[int, float] = {}
 
+    @property
+    def finished(self) -> bool:
+        """Whether every step is trained."""
+        return self.trained_steps >= self.job.steps
+
+    @property
+    def fate(self) -> str:
+        """What became of it, for people; empty when it did all its steps, or was stopped by its user."""
+        if self.finished_at is not None and (self.finished or self.outcome == "stopped"):
+            return ""
+        done = f"{self.trained_steps} of {self.job.steps} steps trained"
+        if self.finished_at is not None:
+            last = self.outcome.removeprefix("lost: ")
+            return f"{done}, given up at {self.finished_at:.0f} s after {self.incarnations} starts (faults.restarts allows no more); the last one {last}"
+        now = self.world.loop.now
+        return f"{done} when the simulation ended at {now:.0f} s" + (" (horizon_s)" if now >= self.world.scenario.horizon_s else "")
+
     # Life and death.
 
     def arrive(self) -> None:

@@ -1,12 +1,17 @@
-"""Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness; and the table that shows them."""
+"""Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness, and who did not finish.
+
+Knows the simulation's jobs and log, and no table. A job that did not train all its steps has no slowdown and enters no mean.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.handovers import HandoverWatch, percentile
 from nemo_rl.time_sharing.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, SERIAL, STATIC, accept_all, alone, way
 from nemo_rl.time_sharing.simulation.world import World
@@ -17,7 +22,11 @@ from nemo_rl.utils.record import Entry, NullRecord, Record
 
 @dataclass(slots=True)
 class Outcome:
-    """One run. `seconds` and `slowdown` by job; `gpu_busy` is the part of GPU time in which a trainer or a shard with requests worked."""
+    """One run. `seconds` and `slowdown` by job; `gpu_busy` is the part of GPU time in which a trainer or a shard with requests worked.
+
+    A job is unfinished unless all its steps are trained or its user stopped it (`leaves_s`); `fates` says in words what became of it. It has
+    no slowdown, nor has a job that does not finish alone. `faults` counts what went wrong, by kind.
+    """
 
     total_s: float
     seconds: dict[str, float]
@@ -29,21 +38,12 @@ class Outcome:
     unfinished: tuple[str, ...]
     events: int
     extra: dict[str, float] = field(default_factory=dict)
+    fates: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
 
     @property
     def p99_slowdown(self) -> float:
         return percentile(list(self.slowdown.values()), 99)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, interpolated; 0 for none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 class AloneTimes:
@@ -64,11 +64,12 @@ class AloneTimes:
             world = World(alone(self._scenario, job), seed, lambda clock: NullRecord())
             world.run()
             run = world.jobs[job.name]
-            seconds = run.finished_at or world.loop.now
+            seconds = max(run.finished_at or world.loop.now, 1e-9)
             handovers, preemptions = _handovers(world.entries)
             busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.size)
-            unfinished = () if run.finished_at is not None else (job.name,)
-            self.known[key] = Outcome(seconds, {job.name: seconds}, {job.name: 1.0}, busy, 0.0, handovers, preemptions, unfinished, world.loop.events)
+            fates = {job.name: run.fate} if run.fate else {}
+            slowdown = {} if fates else {job.name: 1.0}
+            self.known[key] = Outcome(seconds, {job.name: seconds}, slowdown, busy, 0.0, handovers, preemptions, tuple(fates), world.loop.events, fates=fates)
         return self.known[key]
 
 
@@ -84,12 +85,14 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     times = AloneTimes(changed) if name == STATIC else alone_times
     ends: dict[str, float] = {}
     gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in changed.jobs}
-    for job in sorted(changed.jobs, key=lambda j: (j.arrive_s, j.name)):
+    for job in sorted(changed.jobs, key=lambda j: j.arrive_s):
         before = [end for other, end in ends.items() if not gpus[other].isdisjoint(gpus[job.name])]
         ends[job.name] = max([job.arrive_s, *before]) + times.of(job, seed)
     runs = {job.name: times.run(job, seed) for job in changed.jobs}
     seconds = {job.name: ends[job.name] - job.arrive_s for job in scenario.jobs}
-    slowdown = {job.name: seconds[job.name] / max(alone_times.of(job, seed), 1e-9) for job in scenario.jobs}
+    fates = {name: fate for run in runs.values() for name, fate in run.fates.items()}
+    comparable = [job for job in scenario.jobs if job.name not in fates and not alone_times.run(job, seed).unfinished]
+    slowdown = {job.name: seconds[job.name] / alone_times.of(job, seed) for job in comparable}
     pool, total = scenario.gpu_pool.size, max(ends.values())
     busy = {name: run.gpu_busy * run.total_s * pool for name, run in runs.items()}
     service = [busy[job.name] / job.weight / max(seconds[job.name], 1e-9) for job in scenario.jobs]
@@ -103,6 +106,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
         sum(run.preemptions for run in runs.values()),
         tuple(name for run in runs.values() for name in run.unfinished),
         sum(run.events for run in runs.values()),
+        fates=fates,
     )
 
 
@@ -116,24 +120,33 @@ def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes, m
 
 
 def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTimes) -> Outcome:
+    """What a simulation that has run comes to."""
     seconds: dict[str, float] = {}
     slowdown: dict[str, float] = {}
-    unfinished: list[str] = []
+    fates: dict[str, str] = {}
     for job in scenario.jobs:
         run = world.jobs[job.name]
         end = run.finished_at if run.finished_at is not None else world.loop.now
-        seconds[job.name] = end - job.arrive_s
-        if run.finished_at is None:
-            unfinished.append(job.name)
-        if job.leaves_s is None:
-            slowdown[job.name] = seconds[job.name] / max(alone_times.of(job, seed), 1e-9)
+        seconds[job.name] = max(end - job.arrive_s, 0.0)
+        if run.fate:
+            fates[job.name] = run.fate
+        elif job.leaves_s is None and not alone_times.run(job, seed).unfinished:
+            slowdown[job.name] = seconds[job.name] / alone_times.of(job, seed)
     total = max(job.arrive_s + seconds[job.name] for job in scenario.jobs)
     busy = sum(run.train_gpu_s + run.generate_gpu_s for run in world.jobs.values())
     service = [(run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[name], 1e-9) for name, run in world.jobs.items()]
     handovers, preemptions = _handovers(world.entries)
-    return Outcome(
-        total, seconds, slowdown, busy / (total * scenario.gpu_pool.size), _spread(service), handovers, preemptions, tuple(unfinished), world.loop.events
-    )
+    share = busy / max(total * scenario.gpu_pool.size, 1e-9)
+    spread = _spread(service)
+    faults = _faults(world)
+    return Outcome(total, seconds, slowdown, share, spread, handovers, preemptions, tuple(fates), world.loop.events, fates=fates, faults=faults)
+
+
+def _faults(world: World) -> dict[str, int]:
+    """What struck, and what the scheduler had to do about it."""
+    kinds: dict[type, str] = {ev.Fenced: "pipelines fenced", ev.RankCooling: "ranks cooled off", ev.GpusQuarantined: "GPU quarantines"}
+    counts = Counter(kinds[type(entry.event)] for entry in world.entries if type(entry.event) in kinds)
+    return {**world.strikes, **{name: counts[name] for name in kinds.values() if counts[name]}}
 
 
 def _spread(service: Sequence[float]) -> float:
@@ -142,47 +155,10 @@ def _spread(service: Sequence[float]) -> float:
 
 
 def _handovers(entries: Sequence[Entry]) -> tuple[list[float], int]:
-    """Seconds from a claim on GPUs to their use (granted, or the rank routed), and how many ranks were sent to sleep for others."""
-    claimed: dict[tuple[str, str, int], float] = {}
-    spans: list[float] = []
+    """How long each hand-over took, seconds, and how many ranks were sent to sleep."""
+    watch = HandoverWatch()
     preemptions = 0
     for entry in entries:
-        event = entry.event
-        if isinstance(event, ev.Claimed):
-            claimed[event.pipeline, event.cluster, event.rank] = entry.time
-        elif isinstance(event, ev.Granted):
-            began = claimed.pop((event.pipeline, event.cluster, -1), None)
-            if began is not None:
-                spans.append(entry.time - began)
-        elif isinstance(event, ev.RankMoved):
-            if event.phase is Phase.ACTIVE:
-                began = claimed.pop((event.pipeline, "actor_infer", event.rank), None)
-                if began is not None:
-                    spans.append(entry.time - began)
-            elif event.phase is Phase.DRAINING:
-                preemptions += 1
-    return spans, preemptions
-
-
-def table(rows: Sequence[tuple[str, Sequence[Outcome]]]) -> list[list[str]]:
-    """Header and one line per way, means over runs."""
-    lines = [["way", "total s", "vs serial", "slowdown mean", "p99", "GPU busy", "service spread", "hand-over p50 / p99 s", "preemptions", "unfinished"]]
-    serial = next((statistics.fmean(o.total_s for o in outcomes) for name, outcomes in rows if name == "one_after_the_other"), None)
-    for name, outcomes in rows:
-        total = statistics.fmean(o.total_s for o in outcomes)
-        spans = [s for o in outcomes for s in o.handovers_s]
-        lines.append(
-            [
-                name,
-                f"{total:.0f}",
-                f"{serial / total:.2f}x" if serial else "-",
-                f"{statistics.fmean(statistics.fmean(o.slowdown.values()) for o in outcomes if o.slowdown):.2f}",
-                f"{statistics.fmean(o.p99_slowdown for o in outcomes):.2f}",
-                f"{statistics.fmean(o.gpu_busy for o in outcomes):.0%}",
-                f"{statistics.fmean(o.service_spread for o in outcomes):.2f}",
-                f"{percentile(spans, 50):.2f} / {percentile(spans, 99):.2f}",
-                f"{statistics.fmean(o.preemptions for o in outcomes):.0f}",
-                str(sum(len(o.unfinished) for o in outcomes)),
-            ]
-        )
-    return lines
+        watch.take(entry.time, entry.event)
+        preemptions += isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.DRAINING
+    return [handover.seconds for handover in watch.found], preemptions

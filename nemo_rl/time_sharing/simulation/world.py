@@ -80,6 +80,7 @@ class World:
         self._scheduler: Scheduler | None = None
         self._tick_at = float("inf")
         self._ghosts: dict[tuple[str, int], list[_Memory]] = {}
+        self.strikes: dict[str, int] = {}
 
     def run(self, *, max_events: int | None = None) -> None:
         """Runs until every job has ended, or the horizon."""
@@ -246,40 +247,44 @@ class World:
 
     def _plan_faults(self) -> None:
         faults = self.scenario.faults
-        for rate, strike in (
-            (faults.agent_crashes, self._strike_agent),
-            (faults.scheduler_crashes, self._strike_scheduler),
-            (faults.partitions, self._strike_partition),
-            (faults.stuck_shards, self._strike_stuck),
-            (faults.slow_shards, self._strike_slow),
-            (faults.clock_jumps, self._strike_clock),
+        for kind, rate, strike in (
+            ("agent crashes", faults.agent_crashes, self._strike_agent),
+            ("scheduler crashes", faults.scheduler_crashes, self._strike_scheduler),
+            ("partitions", faults.partitions, self._strike_partition),
+            ("stuck shards", faults.stuck_shards, self._strike_stuck),
+            ("slow shards", faults.slow_shards, self._strike_slow),
+            ("clock jumps", faults.clock_jumps, self._strike_clock),
         ):
             if rate:
-                self._next_strike(rate, strike)
+                self._next_strike(kind, rate, strike)
 
-    def _next_strike(self, rate: float, strike: Callable[[], None]) -> None:
+    def _next_strike(self, kind: str, rate: float, strike: Callable[[], bool]) -> None:
         wait = self.rng.expovariate(rate / 3600.0)
         if self.loop.now + wait < self.scenario.faults.until_s:
-            self.loop.after(wait, self._strike, rate, strike)
+            self.loop.after(wait, self._strike, kind, rate, strike)
 
-    def _strike(self, rate: float, strike: Callable[[], None]) -> None:
+    def _strike(self, kind: str, rate: float, strike: Callable[[], bool]) -> None:
         if self.open_jobs:
-            strike()
-            self._next_strike(rate, strike)
+            if strike():
+                self.strikes[kind] = self.strikes.get(kind, 0) + 1
+            self._next_strike(kind, rate, strike)
 
     def _some_job(self) -> SimulatedJob | None:
         alive = [job for job in self.jobs.values() if job.life is not None]
         return self.rng.choice(alive) if alive else None
 
-    def _strike_agent(self) -> None:
+    def _strike_agent(self) -> bool:
         job = self._some_job()
         if job is not None:
             self.crash(job)
+        return job is not None
 
-    def _strike_scheduler(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler = None
-            self.loop.after(1.0 + self.rng.random() * 5.0, self._restart_scheduler)
+    def _strike_scheduler(self) -> bool:
+        if self._scheduler is None:
+            return False
+        self._scheduler = None
+        self.loop.after(1.0 + self.rng.random() * 5.0, self._restart_scheduler)
+        return True
 
     def _restart_scheduler(self) -> None:
         self._clock = SteadyClock(start=max(self._clock.now, self.loop.now), max_step_s=self.limits.max_tick_s)
@@ -291,23 +296,27 @@ class World:
         self._tick_at = float("inf")
         self._arm(self.loop.now)
 
-    def _strike_partition(self) -> None:
+    def _strike_partition(self) -> bool:
         job = self._some_job()
         if job is not None:
             self.wire.cut_until[job.job.name] = self.loop.now + self.rng.random() * 2 * self.scenario.faults.partition_s
+        return job is not None
 
-    def _strike_stuck(self) -> None:
-        self._set_speed(0.0)
+    def _strike_stuck(self) -> bool:
+        return self._set_speed(0.0)
 
-    def _strike_slow(self) -> None:
-        self._set_speed(0.05)
+    def _strike_slow(self) -> bool:
+        return self._set_speed(0.05)
 
-    def _set_speed(self, speed: float) -> None:
+    def _set_speed(self, speed: float) -> bool:
         job = self._some_job()
-        if job is not None and job.life is not None:
-            active = [shard.rank for shard in job.life.generation.shards if shard.active]
-            if active:
-                job.life.generation.set_speed(self.rng.choice(active), speed)
+        if job is None or job.life is None:
+            return False
+        active = [shard.rank for shard in job.life.generation.shards if shard.active]
+        if active:
+            job.life.generation.set_speed(self.rng.choice(active), speed)
+        return bool(active)
 
-    def _strike_clock(self) -> None:
+    def _strike_clock(self) -> bool:
         self._jump += self.rng.choice(_JUMPS)
+        return True
