@@ -92,5 +92,5 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> dict[str,
         "arrive_s": rng.choice((0.0, rng.uniform(0, 100))),
     }
     if rng.random() < 0.15:
-        job["leaves_s"] = rng.uniform(20, 300)
+        job["leaves_s"] = max(rng.uniform(20, 300), job["arrive_s"])
     return job
