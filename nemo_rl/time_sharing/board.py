@@ -56,6 +56,8 @@ class Board:
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
         self.initialising: set[str] = set()
+        self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
+        self.turns: dict[str, float] = {}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
         self.counts: dict[str, int] = {}
         self.kind = self._kinds()
@@ -68,7 +70,7 @@ class Board:
 
     def gpus_of(self, name: str) -> int:
         """GPUs that a pipeline holds or is about to hold, for training and for generation."""
-        return self.fixed_gpus[name] + self.counts[name] * self.pipelines[name].topology.tp
+        return self.fixed_gpus[name] + self.counts[name] * self.tp[name]
 
     def _kinds(self) -> bytearray:
         """What each GPU is, by who holds it; counts the ranks that are up on the way."""

@@ -37,15 +37,18 @@ class _Division(NamedTuple):
     floors: dict[str, float]
 
 
-def turn_seconds(board: Board, pipeline: PipelineState) -> float:
+def turn_seconds(board: Board, name: str) -> float:
     """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most; longer for heavier pipelines.
 
     The longest, `min_hold_s` x `_LONGEST_TURN`, is what others may have to wait for it.
     """
-    hold = board.limits.min_hold_s
-    if pipeline.handover_s is not None:
-        hold = min(hold, _WORTH_HANDOVERS * pipeline.handover_s)
-    return hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_TURN)
+    known = board.turns.get(name)
+    if known is None:
+        pipeline, hold = board.pipelines[name], board.limits.min_hold_s
+        if pipeline.handover_s is not None:
+            hold = min(hold, _WORTH_HANDOVERS * pipeline.handover_s)
+        known = board.turns[name] = hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_TURN)
+    return known
 
 
 def share(board: Board, result: Plan) -> None:
@@ -97,7 +100,7 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
         for gpu in gpus:
             for reservation in board.reserved.get(gpu, ()):
                 hungry = reservation.queued is None
-                if (hungry and reservation.name != name) or (not hungry and reservation.free_at < board.now + turn_seconds(board, board.pipelines[name])):
+                if (hungry and reservation.name != name) or (not hungry and reservation.free_at < board.now + turn_seconds(board, name)):
                     return BLOCKED
     return worst
 
@@ -147,12 +150,19 @@ def _free_ranks(board: Board, name: str) -> Iterator[int]:
 
 
 def _wants_more(board: Board, name: str, division: _Division, spare: bool) -> bool:
-    below_share = board.gpus_of(name) + board.pipelines[name].topology.tp <= division.targets[name]
+    below_share = board.gpus_of(name) + board.tp[name] <= division.targets[name]
     return _can_use_more(board, name) and (spare or below_share)
 
 
 def _can_use_more(board: Board, name: str) -> bool:
     return board.counts[name] < board.useful[name]
+
+
+class _Bar(NamedTuple):
+    """How well a giver must be served at least, `now` and `after` it has given."""
+
+    now: float
+    after: float
 
 
 class _Standing:
@@ -173,11 +183,11 @@ class _Standing:
 
     def having(self, name: str, ranks: int) -> float:
         """With so many more ranks."""
-        return _served(self._board, name, self._division, ranks * self._board.pipelines[name].topology.tp)
+        return _served(self._board, name, self._division, ranks * self._board.tp[name])
 
-    def enough(self, taker: str) -> float:
-        """How well others must be served at least to give anything to this one."""
-        return (1 + self._board.limits.hysteresis) * self.now[taker]
+    def bar(self, taker: str) -> _Bar:
+        """What somebody must reach to give this one a rank."""
+        return _Bar((1 + self._board.limits.hysteresis) * self.now[taker], self.having(taker, 1))
 
 
 def _move_busy(board: Board, result: Plan, names: list[str], division: _Division) -> None:
@@ -185,33 +195,35 @@ def _move_busy(board: Board, result: Plan, names: list[str], division: _Division
     standing = _Standing(board, division)
     served = standing.now
     for name in sorted((n for n in names if _can_use_more(board, n)), key=lambda n: (served[n], n)):
-        for _, rank, donors in sorted(_options(board, name, standing)):
+        bar = standing.bar(name)
+        for _, rank, donors in sorted(_options(board, name, standing, bar)):
             if not _can_use_more(board, name):
                 break
-            if _may_give(board, standing, donors, name):
+            if _may_give(board, standing, donors, name, bar):
                 for donor, drank in donors:
                     why: Reason = ("gives", donor, served[donor], name, served[name]) if donor in served else ("surplus", donor, name)
                     board.shrink(result, donor, drank, why)
                     standing.update(donor)
                 _expand(board, result, name, rank, ("share", board.gpus_of(name), division.entitled[name]))
                 standing.update(name)
+                bar = standing.bar(name)
 
 
-def _options(board: Board, name: str, standing: _Standing) -> list[tuple[float, int, list[tuple[str, int]]]]:
+def _options(board: Board, name: str, standing: _Standing, bar: _Bar) -> list[tuple[float, int, list[tuple[str, int]]]]:
     """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank, holders)."""
-    pipeline = board.pipelines[name]
+    kind, owner, ranks, counts, useful = board.kind, board.owner, board.ranks_of(name), board.counts, board.useful
     served, less_one = standing.now, standing.less_one
-    enough, after = standing.enough(name), standing.having(name, 1)
-    kind, owner, ranks = board.kind, board.owner, pipeline.topology.ranks
     found = []
-    for rank in _candidates(board, pipeline):
+    for rank in _candidates(board, board.pipelines[name]):
         gpus = ranks[rank]
-        lease = owner[gpus[0]]
+        first = kind[gpus[0]]
         # Most ranks fall at their first GPU: out of reach, or held by somebody who is no better served than the taker.
-        if kind[gpus[0]] == BLOCKED or (len(gpus) == 1 and kind[gpus[0]] != RANK):
+        if first == BLOCKED or (first != RANK and len(gpus) == 1):
             continue
-        if kind[gpus[0]] == RANK and lease is not None and lease.pipeline in served and board.counts[lease.pipeline] <= board.useful[lease.pipeline]:
-            if served[lease.pipeline] < enough or less_one[lease.pipeline] < after:
+        lease = owner[gpus[0]]
+        if first == RANK and lease is not None:
+            holder = lease.pipeline
+            if counts[holder] <= useful[holder] and (served[holder] < bar.now or less_one[holder] < bar.after):
                 continue
         if _rank_state(board, gpus, name) == RANK:
             donors = _donors(board, gpus)
@@ -243,7 +255,7 @@ def _in_turn(board: Board, donors: list[tuple[str, int]]) -> bool:
     for name, rank in donors:
         pipeline = board.pipelines[name]
         needed = board.counts[name] - _given_by(name, donors) < board.useful[name]
-        if needed and board.now < pipeline.awake[rank].since + turn_seconds(board, pipeline):
+        if needed and board.now < pipeline.awake[rank].since + turn_seconds(board, name):
             return True
     return False
 
@@ -253,19 +265,18 @@ def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
     return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
 
 
-def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], taker: str) -> bool:
+def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], taker: str, bar: _Bar) -> bool:
     """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives.
 
     A turn is looked at again, since the giver may have given what it had too many earlier in the same plan.
     """
-    after, enough = standing.having(taker, 1), standing.enough(taker)
     for donor, rank in donors:
         if donor == taker or (donor, rank) in board.shrunk:
             return False
         given = _given_by(donor, donors)
         if board.counts[donor] - given >= board.useful[donor]:
             continue
-        if standing.now[donor] < enough or standing.having(donor, -given) < after:
+        if standing.now[donor] < bar.now or standing.having(donor, -given) < bar.after:
             return False
     return not _in_turn(board, donors)
 
@@ -314,5 +325,5 @@ def _turn_end(board: Board, gpus: tuple[int, ...]) -> float:
         lease = board.owner[gpu]
         if lease is not None and lease.rank >= 0:
             pipeline = board.pipelines[lease.pipeline]
-            ends.append(pipeline.awake[lease.rank].since + turn_seconds(board, pipeline))
+            ends.append(pipeline.awake[lease.rank].since + turn_seconds(board, lease.pipeline))
     return max(ends)
