@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.time_sharing import log_end
 from nemo_rl.time_sharing.events import MemoryFreed, PoolOpened
 from nemo_rl.time_sharing.ray_reaper import actors_in, agent_namespace, end_actors, led_by_rank_actors
 from nemo_rl.time_sharing.runtime import forward
@@ -24,7 +25,7 @@ from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
 from nemo_rl.time_sharing.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
-from nemo_rl.utils.record import RecordWriter, read_record
+from nemo_rl.utils.record import RecordWriter
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +53,15 @@ class SchedulerActor:
 
     def __init__(self, log_dir: str, nodes: int, gpus_per_node: int, limits: Limits | None = None) -> None:
         path = Path(log_dir) / "scheduler.jsonl"
-        past = list(read_record(path, recover=True)) if path.exists() else []
-        # A torn last line was never acted upon; damage before it means that effects are missing from the log.
-        path_lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        boot = log_end.this_boot()
+        past, complete = log_end.read_log(path, boot)
         limits = limits or Limits()
         self._log_dir = log_dir
         now = time.time()
         # In step with the machine's clock, which the agents write their records by: the records are merged by time.
         self._clock = SteadyClock(start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s)
-        self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=bool(past))
+        self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=True)
+        log_end.sign(self._record, boot)
         self._lock = threading.Lock()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()
@@ -68,11 +69,11 @@ class SchedulerActor:
         with self._serving() as core:
             # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
             if any(isinstance(entry.event, PoolOpened) for entry in past):
-                core.recover(past, time.time(), complete=path_lines <= len(past))
+                core.recover(past, time.time(), complete=complete)
                 for reply in core.hello():
                     self._notify(reply)
             else:
-                core.open(Pool(nodes, gpus_per_node), limits, time.time())
+                core.open(Pool(nodes, gpus_per_node), limits, time.time(), complete=complete)
         self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
         self._timer.start()
 
@@ -130,11 +131,13 @@ class SchedulerActor:
     def stop(self) -> None:
         """Ends the timers and closes the log; call it through `stop_scheduler`, which also ends the actor."""
         with self._lock:
+            if self._stopped.is_set():
+                return
             self._stopped.set()
         self._timer.join(timeout=_STOP_S)
         self._reapers.shutdown(wait=True, cancel_futures=True)
         with self._lock:
-            self._record.close()
+            log_end.close(self._record)
 
     @contextmanager
     def _serving(self) -> Iterator[Scheduler]:

@@ -31,6 +31,20 @@ class SchedulerStarted:
     term: int
 
 
+@event_kind("ts_log_signed")
+@dataclass(frozen=True, slots=True)
+class LogSigned:
+    """A process writes the log from here on; `boot` names the boot of its machine, "" if unknown."""
+
+    boot: str = ""
+
+
+@event_kind("ts_log_closed")
+@dataclass(frozen=True, slots=True)
+class LogClosed:
+    """The scheduler was stopped and wrote nothing more: as the last line of a log it shows that the end is not missing."""
+
+
 @event_kind("ts_inventory_done")
 @dataclass(frozen=True, slots=True)
 class InventoryDone:

@@ -66,18 +66,20 @@ class Scheduler:
         self._look_again: float | None = None
         self._timers_due = 0.0
 
-    def open(self, pool: Pool, limits: Limits, reading: float) -> None:
-        """Begins a new log over a pool."""
+    def open(self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True) -> None:
+        """Begins a new log over a pool; not `complete` if there was one that is lost, so that somebody may hold GPUs (see `recover`)."""
         self.clock.advance(reading)
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
-        self._emit(ev.SchedulerStarted(1))
+        if not complete:
+            self._grace_until = self.clock.now + limits.lease_s
+        self._restart(1 if complete else 2)
         self._flush()
 
     def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:
         """Goes on from a log: nothing is granted until each registered pipeline has said what it holds, or was fenced.
 
         complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches the operating system
-        before any command leaves). If it may have lost its end, nothing is granted for one lease either: a pipeline whose registration
+        before any command leaves; see `log_end`). If it may have lost its end, nothing is granted for one lease either: a pipeline whose registration
         was lost shows itself by a heartbeat and is ended. Raises InconsistentLog when the log contradicts itself.
         """
         self.clock.advance(reading)
