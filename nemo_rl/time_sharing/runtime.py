@@ -57,12 +57,23 @@ class RequestEnded(TimeoutError):
 
 
 class AgentRuntime:
-    """An agent with its threads. `closed` is set when the pipeline has left, or was fenced (`fenced` is true then)."""
+    """An agent with its threads. `closed` is set when the pipeline has left, or was fenced (`fenced` is true then), and `on_closed` called."""
 
-    def __init__(self, topology: Topology, incarnation: int, engine: Engine, link: SchedulerLink, record: Record, limits: Limits, *, version: int = 0) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        incarnation: int,
+        engine: Engine,
+        link: SchedulerLink,
+        record: Record,
+        limits: Limits,
+        *,
+        version: int = 0,
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.closed = threading.Event()
         self.fenced = False
-        self._engine, self._link, self._limits = engine, link, limits
+        self._engine, self._link, self._limits, self._on_closed = engine, link, limits, on_closed
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._granted: dict[str, Priority] = {}
@@ -177,6 +188,7 @@ class AgentRuntime:
         self.fenced = not left
         self.closed.set()
         self._changed.notify_all()
+        self._on_closed()
 
     def _perform(self, operation: Operation) -> None:
         work: dict[str, Callable[[], None]] = {
