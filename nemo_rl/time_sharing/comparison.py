@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nemo_rl.utils.record_events import event_kind
 
 LEGEND = (
-    ("total s", "from the first arrival possible (0 s) to the end of the last job, mean over runs"),
+    ("total s", "from 0 s to the end of the last job, mean over runs"),
     ("vs serial", "total of one_after_the_other over the total of this way; - where jobs are unfinished"),
     (
         "slowdown",

@@ -5,10 +5,13 @@ The page holds its data as JSON and draws it on canvases with the script in `rep
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_rl.time_sharing.comparison import LEGEND
+from nemo_rl.time_sharing.handovers import percentile
 from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
 from nemo_rl.time_sharing.report_page import PAGE
 from nemo_rl.time_sharing.timeline import Level, Timeline
@@ -19,23 +22,28 @@ _MOST_POINTS = 3000
 def write_report(timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str) -> None:
     """Writes the page. `violations` is what `history.check.check` found in the same record."""
     data = json.dumps(report_data(timeline, violations, title), separators=(",", ":")).replace("</", "<\\/")
-    Path(path).write_text(PAGE.replace("/*DATA*/null", data))
+    page = PAGE.replace("/*TITLE*/", html.escape(f"{title}: time-sharing report"))
+    Path(path).write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
 
 
 def report_data(timeline: Timeline, violations: Sequence[Violation], title: str) -> dict[str, object]:
     """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in `pipelines`."""
-    pipelines = sorted({o.pipeline for o in timeline.occupations} | {level.pipeline for level in timeline.demand})
+    pipelines = timeline.pipelines
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)
-    busy = 0.0
+    held = 0.0
     bars: list[list[float | int | str]] = []
+    # First, so that whoever has a GPU that is closed to one pipeline only is drawn over it.
+    for out in timeline.outages:
+        bars += [[first, last, round(out.start, 3), round(out.end, 3), index.get(out.pipeline, 0), out.kind, out.label] for first, last in _runs(out.gpus)]
     for o in timeline.occupations:
         gpu_seconds[index[o.pipeline]] += len(o.gpus) * (o.end - o.start)
         if o.phase in ("held", "active"):
-            busy += len(o.gpus) * (o.end - o.start)
+            held += len(o.gpus) * (o.end - o.start)
         runs = _runs(o.gpus)
         bars += [[first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label] for first, last in runs]
-    spans = sorted(round(h.end - h.start, 3) for h in timeline.handovers)
+    spans = sorted(handover.seconds for handover in timeline.handovers)
+    said = timeline.simulated
     return {
         "title": title,
         "end": timeline.end,
@@ -45,17 +53,28 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
         "bars": bars,
         "demand": _curves(timeline.demand, index),
         "share": _curves(timeline.gpus, index),
-        "handovers": spans,
+        "handovers": [round(span, 3) for span in spans],
+        "handoverP50": percentile(spans, 50),
+        "handoverP99": percentile(spans, 99),
         "gpuSeconds": [round(s) for s in gpu_seconds],
         "steps": [timeline.steps.get(name, 0) for name in pipelines],
-        "busy": busy / max(timeline.end * timeline.pool.size, 1e-9),
+        "held": held / max(timeline.end * timeline.pool.size, 1e-9),
+        "busy": None if said is None else said.gpu_busy,
+        "about": "" if said is None else said.about,
+        "runs": "" if said is None else f"{said.runs} run{'' if said.runs == 1 else 's'} from seed {said.seed}",
+        "jobTable": [] if said is None else said.jobs,
+        "wayTable": [] if said is None else said.ways,
+        "notes": [] if said is None else said.notes,
+        "legend": LEGEND,
         "invariants": INVARIANTS,
         "violations": [str(v) for v in violations[:20]],
-        "marks": [[round(t, 3), text] for t, text in timeline.marks if not text.startswith(("enqueue", "plan", "release"))],
+        "faults": [[round(t, 3), text] for t, text in timeline.faults],
     }
 
 
 def _kind(tag: str, phase: str) -> str:
+    if phase == "fenced":
+        return phase
     if tag != "GEN":
         return "init" if tag == "INIT" else "train"
     return "generate" if phase == "active" else "handover"

@@ -19,7 +19,11 @@ from nemo_rl.utils.record import Entry
 
 
 class Occupation(NamedTuple):
-    """One stretch on some GPUs, seconds: `tag` as in `Priority.tag`, `phase` of a rank or `held`; `number` counts the hold it is part of."""
+    """One stretch on some GPUs, seconds: `tag` as in `Priority.tag`, `phase` of a rank, `held` or `fenced`; `number` counts the hold it is part of.
+
+    `rank` and `step` are -1 where there is none, `plan` is the number of the plan that gave the GPUs. `kind`: `request` for a fixed cluster; for a
+    rank `initial` (its first wake), `proactive` (a later one) or `floor` (its guaranteed turn).
+    """
 
     gpus: tuple[int, ...]
     start: float
@@ -29,6 +33,22 @@ class Occupation(NamedTuple):
     phase: str
     label: str
     number: int
+    cluster: str = ACTOR_INFER
+    rank: int = -1
+    step: int = -1
+    plan: int = -1
+    kind: str = "request"
+
+
+class Outage(NamedTuple):
+    """GPUs that nobody may have (`quarantined`), or that one pipeline's rank is kept from (`cooling`), seconds."""
+
+    gpus: tuple[int, ...]
+    start: float
+    end: float
+    pipeline: str
+    kind: str
+    label: str
 
 
 class Waited(NamedTuple):
@@ -51,7 +71,10 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Everything there is to draw. `marks`: (time, what happened). `simulated` is what a simulation said at its end; None for a real run."""
+    """Everything there is to draw. `marks`: (time, what was asked, decided or given back); `faults`: (time, what went wrong).
+
+    `pipelines` are in order of their registration. `simulated` is what a simulation said at its end, None for a real run.
+    """
 
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
     end: float = 0.0
@@ -62,6 +85,9 @@ class Timeline:
     gpus: list[Level] = field(default_factory=list)
     active_gpus: list[tuple[float, int]] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
+    faults: list[tuple[float, str]] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
+    pipelines: list[str] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
     simulated: Simulated | None = None
 
@@ -73,6 +99,8 @@ class _Open:
     number: int
     label: str
     tag: str
+    step: int
+    kind: str
 
 
 class _Builder:
@@ -84,13 +112,16 @@ class _Builder:
         self.watch = HandoverWatch()
         self.counts: dict[str, int] = {}
         self.holds = 0
+        self.plans: dict[tuple[str, str, int], int] = {}
+        self.started: set[tuple[str, int]] = set()
+        self.out: dict[tuple[int, ...] | tuple[str, int], Outage] = {}
 
     def gpus_of(self, key: tuple[str, str, int]) -> tuple[int, ...]:
         pipeline, cluster, rank = key
         spec = self.clusters[pipeline][cluster]
         return spec.gpus if rank < 0 else spec.gpus[rank * spec.tp_size : (rank + 1) * spec.tp_size]
 
-    def begin(self, key: tuple[str, str, int], time: float, phase: str, tag: str, label: str) -> None:
+    def begin(self, key: tuple[str, str, int], time: float, phase: str, tag: str, label: str, *, step: int = -1, kind: str = "request") -> None:
         before = self.open.get(key)
         number = before.number if before is not None else self.holds
         if before is None:
@@ -98,16 +129,29 @@ class _Builder:
             self.count(key, time, len(self.gpus_of(key)))
         else:
             self.close(key, time, last=False)
-        self.open[key] = _Open(time, phase, number, label, tag)
+        self.open[key] = _Open(time, phase, number, label, tag, step, kind)
 
     def close(self, key: tuple[str, str, int], time: float, *, last: bool = True) -> None:
         held = self.open.pop(key, None)
         if held is None:
             return
         if time > held.start:
-            self.timeline.occupations.append(Occupation(self.gpus_of(key), held.start, time, key[0], held.tag, held.phase, held.label, held.number))
+            plan = self.plans.get(key, -1)
+            stretch = Occupation(
+                self.gpus_of(key), held.start, time, key[0], held.tag, held.phase, held.label, held.number, key[1], key[2], held.step, plan, held.kind
+            )
+            self.timeline.occupations.append(stretch)
         if last:
             self.count(key, time, -len(self.gpus_of(key)))
+
+    def begin_outage(self, key: tuple[int, ...] | tuple[str, int], outage: Outage) -> None:
+        self.end_outage(key, outage.start)
+        self.out[key] = outage
+
+    def end_outage(self, key: tuple[int, ...] | tuple[str, int], time: float) -> None:
+        outage = self.out.pop(key, None)
+        if outage is not None and min(time, outage.end) > outage.start:
+            self.timeline.outages.append(outage._replace(end=min(time, outage.end)))
 
     def count(self, key: tuple[str, str, int], time: float, change: int) -> None:
         self.counts[key[0]] = self.counts.get(key[0], 0) + change
@@ -124,7 +168,8 @@ def build_timeline(entries: Iterable[Entry]) -> Timeline:
     """The timeline of a record. What is still open at its end is closed there."""
     builder = _Builder()
     for entry in entries:
-        builder.timeline.end = max(builder.timeline.end, entry.time)
+        if not isinstance(entry.event, Simulated):
+            builder.timeline.end = max(builder.timeline.end, entry.time)
         builder.watch.take(entry.time, entry.event)
         _take(builder, entry, entry.event)
     end, builder.timeline.handovers = builder.timeline.end, builder.watch.found
@@ -132,6 +177,8 @@ def build_timeline(entries: Iterable[Entry]) -> Timeline:
         builder.close(key, end)
     for pipeline, cluster in list(builder.queue):
         builder.end_wait(pipeline, cluster, end)
+    for outage in list(builder.out):
+        builder.end_outage(outage, end)
     return builder.timeline
 
 
@@ -142,19 +189,21 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
             timeline.pool = Pool(event.nodes, event.gpus_per_node)
         case ev.Registered():
             builder.clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
+            if event.pipeline not in timeline.pipelines:
+                timeline.pipelines.append(event.pipeline)
         case ev.Requested():
             builder.queue[event.pipeline, event.cluster] = (time, event.priority)
             timeline.marks.append((time, f"enqueue {event.priority.tag} {event.pipeline}/{event.cluster}"))
         case ev.RequestDropped():
             builder.end_wait(event.pipeline, event.cluster, time)
         case ev.Claimed():
-            timeline.marks.append(
-                (time, f"plan {event.plan}: {event.pipeline}/{event.cluster if event.rank < 0 else f'rank {event.rank}'} gets {len(event.gpus)} GPUs")
-            )
+            builder.plans[event.pipeline, event.cluster, event.rank] = event.plan
+            who, count = event.cluster if event.rank < 0 else f"rank {event.rank}", len(event.gpus)
+            timeline.marks.append((time, f"plan {event.plan}: {event.pipeline}/{who} gets {count} {'GPU' if count == 1 else 'GPUs'}"))
         case ev.Granted() | ev.Repriced():
             builder.end_wait(event.pipeline, event.cluster, time)
             key = (event.pipeline, event.cluster, -1)
-            builder.begin(key, time, "held", event.priority.tag, f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}")
+            builder.begin(key, time, "held", event.priority.tag, f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}", step=event.step)
         case ev.Released():
             builder.close((event.pipeline, event.cluster, -1), time)
             timeline.marks.append((time, f"release {event.pipeline}/{event.cluster}"))
@@ -163,16 +212,46 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
         case ev.Unregistered():
             for key in [key for key in builder.open if key[0] == event.pipeline]:
                 builder.close(key, time)
+            for rank in [key for key in builder.out if key[0] == event.pipeline]:
+                builder.end_outage(rank, time)
+            builder.started = {(name, rank) for name, rank in builder.started if name != event.pipeline}
             timeline.demand.append(Level(event.pipeline, time, 0))
         case ev.DemandReported():
             timeline.demand.append(Level(event.pipeline, time, max(event.target - event.done, 0) * event.unit))
-        case ev.Fenced() | ev.SchedulerStarted() | ev.GpusQuarantined() | ev.PlanRejected() | ev.ClockJumped():
-            timeline.marks.append((time, str(event)))
         case Simulated():
             timeline.simulated = event
         case rec.StepFinished():
             name = entry.source.partition("/")[0]
             timeline.steps[name] = timeline.steps.get(name, 0) + 1
+        case _:
+            _take_fault(builder, event, time)
+
+
+def _take_fault(builder: _Builder, event: object, time: float) -> None:
+    timeline = builder.timeline
+    match event:
+        case ev.Fenced():
+            timeline.faults.append((time, f"{event.pipeline} is cut off: {event.reason}"))
+            for key in [key for key in builder.open if key[0] == event.pipeline]:
+                held = builder.open[key]
+                builder.begin(key, time, "fenced", held.tag, f"{event.pipeline}: being ended ({event.reason})", step=held.step, kind=held.kind)
+        case ev.SchedulerStarted() if event.term > 1:
+            timeline.faults.append((time, f"the scheduler starts anew (term {event.term})"))
+        case ev.GpusQuarantined():
+            label = f"quarantined: {event.reason} ({event.pipeline})"
+            timeline.faults.append((time, f"GPUs {', '.join(map(str, event.gpus))} {label}"))
+            builder.begin_outage(event.gpus, Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label))
+        case ev.GpusCleared():
+            builder.end_outage(event.gpus, time)
+        case ev.RankCooling():
+            label = f"{event.pipeline} rank {event.rank} cools off, others may have its GPUs"
+            timeline.faults.append((time, f"{event.pipeline} rank {event.rank} is taken out of service"))
+            gpus = builder.gpus_of((event.pipeline, ACTOR_INFER, event.rank))
+            builder.begin_outage((event.pipeline, event.rank), Outage(gpus, time, event.until, event.pipeline, "cooling", label))
+        case ev.PlanRejected():
+            timeline.faults.append((time, f"a plan was refused: {'; '.join(event.problems)}"))
+        case ev.ClockJumped():
+            timeline.faults.append((time, f"the clock jumped by {event.seconds:g} s"))
         case _:
             pass
 
@@ -182,5 +261,11 @@ def _take_rank(builder: _Builder, event: ev.RankMoved, time: float) -> None:
     if event.phase is Phase.ASLEEP:
         builder.close(key, time)
         return
+    rank = (event.pipeline, event.rank)
+    if event.phase is Phase.WAKING:
+        kind = "floor" if event.floor else "proactive" if rank in builder.started else "initial"
+        builder.started.add(rank)
+    else:
+        kind = builder.open[key].kind if key in builder.open else "proactive"
     version = f" v{event.version}" if event.version >= 0 else ""
-    builder.begin(key, time, event.phase.value, Priority.GENERATION.tag, f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}")
+    builder.begin(key, time, event.phase.value, Priority.GENERATION.tag, f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}", kind=kind)

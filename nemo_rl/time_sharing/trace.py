@@ -31,8 +31,9 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
         yield {"ph": "C", "pid": _SCHEDULER, "name": "active GPUs", "ts": _us(time), "args": {"GPUs": active}}
     for time, text in timeline.marks:
         kind = text.split(" ", 1)[0]
-        track = {"enqueue": 1, "plan": 2, "release": 3}.get(kind, 4)
-        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": track, "name": text, "ts": _us(time)}
+        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": {"enqueue": 1, "plan": 2, "release": 3}[kind], "name": text, "ts": _us(time)}
+    for time, text in timeline.faults:
+        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": 4, "name": text, "ts": _us(time)}
     yield from _gpu_slices(timeline)
     yield from _queue_slices(timeline)
 
@@ -85,8 +86,14 @@ def _slice(gpu: int, name: str, start: float, end: float, part: Occupation) -> d
         "cat": part.tag,
         "ts": _us(start),
         "dur": max(_us(end) - _us(start), 1),
-        "args": {"pipeline": part.pipeline, "hold": part.number, "label": part.label},
+        "args": {**_about(part), "hold": part.number, "label": part.label},
     }
+
+
+def _about(part: Occupation) -> dict[str, object]:
+    """What a slice is for: numbers that do not apply are left out."""
+    numbers = {name: value for name, value in (("rank", part.rank), ("step", part.step), ("plan", part.plan)) if value >= 0}
+    return {"pipeline": part.pipeline, "cluster": part.cluster, "kind": part.kind, **numbers}
 
 
 def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
@@ -97,10 +104,19 @@ def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
         if key not in rows:
             rows[key] = 1000 * (tags.index(wait.tag) + 1) + len(rows)
             yield from _track(_QUEUE, rows[key], f"{wait.tag} {wait.pipeline}/{wait.cluster}")
-        yield {"ph": "X", "pid": _QUEUE, "tid": rows[key], "name": f"{wait.tag} waits", "ts": _us(wait.start), "dur": max(_us(wait.end) - _us(wait.start), 1)}
+        yield {
+            "ph": "X",
+            "pid": _QUEUE,
+            "tid": rows[key],
+            "name": f"{wait.tag} waits",
+            "ts": _us(wait.start),
+            "dur": max(_us(wait.end) - _us(wait.start), 1),
+            "args": {"pipeline": wait.pipeline, "cluster": wait.cluster},
+        }
     for tag in tags:
-        changes = sorted([(w.start, 1) for w in timeline.waits if w.tag == tag] + [(w.end, -1) for w in timeline.waits if w.tag == tag])
+        # At one moment those who come count before those who go: a request that is served at once was in the queue, and nobody leaves before coming.
+        changes = sorted([(w.start, -1) for w in timeline.waits if w.tag == tag] + [(w.end, 1) for w in timeline.waits if w.tag == tag])
         depth = 0
-        for time, change in changes:
-            depth += change
+        for time, gone in changes:
+            depth -= gone
             yield {"ph": "C", "pid": _QUEUE, "name": f"{tag} depth", "ts": _us(time), "args": {"waiting": depth}}

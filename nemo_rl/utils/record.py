@@ -38,8 +38,8 @@ class RecordDamaged(RecordError):
 
     def __init__(self, path: Path, line: int, offset: int, reason: str) -> None:
         super().__init__(
-            f"{path}: line {line} (byte {offset}) {reason}; the {line - 1} lines before it are intact: read_record(path, recover=True) reads them, "
-            f"RecordWriter(path, resume=True) goes on behind them"
+            f"{path}: line {line} (byte {offset}) {reason}; the {line - 1} lines before it are intact and can be read up to there "
+            f"(--recover on a command line, recover=True in read_record)"
         )
         self.path, self.line, self.offset, self.reason = path, line, offset, reason
 
@@ -230,10 +230,11 @@ def _decode(path: Path, index: int, offset: int, line: bytes, *, recover: bool) 
     except _NewerSchema as newer:
         raise RecordTooNew(path, index + 1, newer.version) from newer
     except (ValueError, TypeError, KeyError) as error:
-        damage = RecordDamaged(path, index + 1, offset, str(error))
+        reason = f"lacks its {error}" if isinstance(error, KeyError) else str(error)
+        damage = RecordDamaged(path, index + 1, offset, reason)
         if not recover:
             raise damage from error
-        logger.warning("record=%s damaged_line=%d byte=%d reason=%s intact=%d", path, damage.line, offset, error, damage.intact)
+        logger.warning("record=%s damaged_line=%d byte=%d reason=%s intact=%d", path, damage.line, offset, reason, damage.intact)
         return None
 
 
@@ -249,7 +250,7 @@ def decode_line(line: bytes, expected_seq: int) -> Entry:
         raise ValueError("is torn: it has no end")
     rest = line[_PREFIX_BYTES:-1]
     if line[:_PREFIX_BYTES] != b'{"crc":"%08x",' % zlib.crc32(rest):
-        raise ValueError("has a wrong checksum")
+        raise ValueError(f"has a wrong checksum{_newer_by_its_own_word(line)}" if line.startswith(b'{"crc":"') else "does not begin with a checksum")
     body = json.loads(b"{" + rest)
     version = body.get("v")
     if not isinstance(version, int) or version > SCHEMA_VERSION:
@@ -257,6 +258,16 @@ def decode_line(line: bytes, expected_seq: int) -> Entry:
     if body["n"] != expected_seq:
         raise ValueError(f"is number {body['n']} where {expected_seq} was expected: lines are missing or repeated")
     return Entry(body["n"], float(body["t"]), body["src"], _decode_event(body))
+
+
+def _newer_by_its_own_word(line: bytes) -> str:
+    """A newer schema may sum otherwise, so a line that says it has one is told apart from a damaged one."""
+    try:
+        version = json.loads(line).get("v")
+    except ValueError:
+        return ""
+    newer = isinstance(version, int) and version > SCHEMA_VERSION
+    return f", and says that it has schema {version} (this nemo_rl reads up to {SCHEMA_VERSION})" if newer else ""
 
 
 def _decode_event(body: dict[str, object]) -> object:

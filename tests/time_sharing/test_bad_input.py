@@ -160,6 +160,24 @@ def test_a_corrupted_log_says_which_line_and_what_survives(tmp_path: Path, capsy
     assert "3 events" in capsys.readouterr().out
 
 
+def _resealed(line: bytes, **changes: object) -> bytes:
+    """The line with some of its fields changed (None: left out), and a checksum that fits again."""
+    body = {name: value for name, value in {**json.loads(line), **changes}.items() if name != "crc" and value is not None}
+    rest = json.dumps(body, separators=(",", ":"))[1:].encode()
+    return b'{"crc":"%08x",%b\n' % (zlib.crc32(rest), rest)
+
+
+def test_a_line_without_its_kind_and_one_of_a_newer_schema_with_another_sum_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    lines = _log(path)
+    path.write_bytes(b"".join([*lines[:3], _resealed(lines[3], kind=None)]))
+    assert main(["check", str(path)]) == 2
+    assert "line 4" in (shown := capsys.readouterr().err) and "lacks its 'kind'" in shown
+    path.write_bytes(b"".join([*lines[:3], lines[3].replace(b'"v":%d' % SCHEMA_VERSION, b'"v":99')]))
+    assert main(["check", str(path)]) == 2
+    assert "has a wrong checksum, and says that it has schema 99" in capsys.readouterr().err
+
+
 def test_a_log_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err

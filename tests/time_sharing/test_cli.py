@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.time_sharing.cli import main
+from nemo_rl.time_sharing.comparison import LEGEND
 from nemo_rl.time_sharing.scenario import ScenarioError, load_scenario, parse_scenario
 from nemo_rl.utils.record import Entry, encode_entry, read_record
 
@@ -95,7 +96,7 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
     page = output.read_text()
     assert "src=" not in page and "href=" not in page and "/*DATA*/" not in page
     data = json.loads(page.split("const D=", 1)[1].split(", $=", 1)[0])
-    assert data["pipelines"] == ["games", "math"] and data["steps"] == [14, 10] and data["violations"] == [] and data["gpus"] == 2
+    assert data["pipelines"] == ["math", "games"] and data["steps"] == [10, 14] and data["violations"] == [] and data["gpus"] == 2
 
 
 @pytest.mark.parametrize(
@@ -167,3 +168,89 @@ def test_verbose_is_understood_after_the_command(tmp_path: Path, caplog: pytest.
     scenario.write_text(json.dumps({"pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
     assert main(["simulate", str(scenario), "--only-ours", "-v"]) == 0
     assert "event=run way=time_sharing seed=0" in caplog.text
+
+
+def _data(page: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads(page.read_text().split("const D=", 1)[1].split(", $=", 1)[0])
+    return found
+
+
+def test_the_report_and_the_table_say_the_same_and_a_later_report_is_the_same_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "two.html"
+    assert main(["simulate", str(EXAMPLES / "two_jobs.yaml"), "--report", str(page)]) == 0
+    printed = capsys.readouterr().out
+    data = _data(page)
+    assert f"{data['busy']:.0%}" in printed and f"{data['handoverP50']:.2f} / {data['handoverP99']:.2f}" in printed
+    assert [line[0] for line in data["wayTable"]] == ["way", "time_sharing", "one_after_the_other", "static_split", "gap_ratio"]
+    assert [line[0] for line in data["jobTable"]] == ["job", "math", "games"] and data["title"] == "two jobs on two GPUs"
+    assert "<title>two jobs on two GPUs: time-sharing report</title>" in page.read_text()
+    before = page.read_bytes()
+    assert main(["report", str(page.with_suffix(".jsonl"))]) == 0
+    assert page.read_bytes() == before
+
+
+def test_the_columns_of_the_table_are_explained_below_it_and_in_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text(json.dumps({"pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
+    assert main(["simulate", str(scenario)]) == 0
+    printed = capsys.readouterr().out
+    documented = (EXAMPLES.parents[1] / "docs" / "time_sharing_scheduler.md").read_text()
+    for word, meaning in LEGEND:
+        assert meaning in printed and f"| {word} | {meaning} |" in documented
+    header = next(line for line in printed.splitlines() if line.startswith("way"))
+    for column in header.replace("hand-over p50 / p99 s", "hand-over").replace("slowdown mean", "slowdown").split("  ")[1:]:
+        assert not column.strip() or column.strip() == "p99" or column.strip() in dict(LEGEND)
+
+
+@pytest.fixture(scope="module")
+def faulty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("faulty") / "faults.jsonl"
+    assert main(["simulate", str(EXAMPLES / "with_faults.yaml"), "--log", str(path), "--only-ours"]) == 0
+    return path
+
+
+def test_the_report_draws_what_is_out_of_service_and_tells_each_fault(faulty_log: Path, tmp_path: Path) -> None:
+    assert main(["report", str(faulty_log), "-o", str(tmp_path / "f.html")]) == 0
+    data = _data(tmp_path / "f.html")
+    kinds = {bar[5] for bar in data["bars"]}
+    assert {"fenced", "quarantined", "cooling"} <= kinds
+    told = " ".join(text for _, text in data["faults"])
+    for words in ("is cut off", "quarantined", "is taken out of service", "the scheduler starts anew"):
+        assert words in told
+
+
+def test_queue_depths_of_the_trace_are_never_negative_and_slices_say_what_they_are_for(faulty_log: Path, tmp_path: Path) -> None:
+    assert main(["trace", str(faulty_log), "-o", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    depths = [event["args"]["waiting"] for event in events if event["name"].endswith(" depth")]
+    assert depths and min(depths) == 0
+    assert not any("gets 1 GPUs" in event["name"] for event in events) and any("gets 1 GPU" in event["name"] for event in events)
+    about = [event["args"] for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert all(slice_["pipeline"] and slice_["cluster"] and slice_["plan"] >= 1 for slice_ in about)
+    assert {slice_["kind"] for slice_ in about} >= {"request", "initial", "proactive"}
+    assert any(slice_["cluster"] == "actor_train" and slice_.get("step") == 3 for slice_ in about) and any(slice_.get("rank") == 1 for slice_ in about)
+
+
+def test_a_record_that_was_cut_off_is_judged_and_drawn_up_to_there(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(log.read_bytes()[: log.stat().st_size // 2])
+    for command in ("check", "trace", "report"):
+        assert main([command, str(torn)]) == 2
+        assert "with --recover, check, trace and report read up to there" in capsys.readouterr().err
+        assert main([command, str(torn), "--recover"]) == 0, "what its missing end would have brought is not missing"
+        assert "as a run that did not end" in capsys.readouterr().err
+    assert _data(tmp_path / "torn.html")["violations"] == [] and (tmp_path / "torn.trace.json").exists()
+
+
+@pytest.mark.parametrize("text", [b"name: two jobs\npool: {nodes: 1}\n", b"\x89PNG\r\n\x1a\n", b"no line end"])
+@pytest.mark.parametrize("more", [[], ["--recover"]])
+def test_a_file_that_is_no_record_is_told_so(text: bytes, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_bytes(text)
+    assert main(["check", str(tmp_path / "x"), *more]) == 2
+    assert "is not a record of nemo_rl" in capsys.readouterr().err
+
+
+def test_an_empty_file_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    assert main(["check", str(tmp_path / "x")]) == 2
+    assert "there is no record in it" in capsys.readouterr().err
