@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_of_damage(error), file=sys.stderr)
     except RecordError as error:
         print(error, file=sys.stderr)
+    except BrokenPipeError:
+        return 0  # whoever read the output has seen enough
     except OSError as error:
         print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
     finally:
@@ -108,7 +110,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate_arguments(simulate: argparse.ArgumentParser) -> None:
-    simulate.epilog = "Without --log and --report nothing is written. Exit status 1: a job did not finish in our way, or an invariant is broken."
+    simulate.epilog = (
+        "Without --log and --report nothing is written. Exit status 1: a job did not finish in our way, or an invariant is broken. "
+        "Example: simulate examples/time_sharing/two_jobs.yaml --report two.html writes two.html and two.jsonl."
+    )
     simulate.add_argument("scenario", type=Path, help="a scenario file; its keys are in docs/time_sharing_scenarios.md")
     simulate.add_argument("--seed", type=int, default=0, help="the first seed; equal seeds give equal runs (default: %(default)s)")
     simulate.add_argument("--runs", type=_count, default=1, help="how many seeds: seed, seed+1, ... (default: %(default)s)")

@@ -28,7 +28,7 @@ PAGE = """<!doctype html>
 <script>
 const D=/*DATA*/null, $=id=>document.getElementById(id), N=D.pipelines.length;
 const esc=t=>String(t).replace(/[&<>"]/g,c=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"})[c]);
-const HSL=[[212,62,58],[350,62,60],[140,42,44],[32,84,54],[270,45,62],[184,62,40],[318,55,68],[50,82,44],[18,40,40],[228,48,40],[84,48,36],[210,10,54]];
+const HSL=[[212,62,58],[350,62,60],[140,42,44],[32,84,54],[270,45,62],[184,62,40],[318,55,68],[50,82,44],[18,40,40],[228,48,40],[84,48,36],[296,60,32]];
 const tone=i=>i<HSL.length?HSL[i]:[(i*137.5+20)%360,i%2?34:70,i%3?52:66];
 const color=(i,k)=>{const [h,s,l]=tone(i);return k==="generate"?`hsl(${h} ${s}% ${l}%)`:k==="train"?`hsl(${h} ${s}% ${Math.max(l-24,16)}%)`:k==="init"?`hsl(${h} ${s*.3}% 46%)`:k==="fenced"?"#f3c9c9":k==="quarantined"?"#3d1f1f":k==="cooling"?"#f6f0d8":`hsl(${h} ${s}% 87%)`};
 let view=[0,D.end||1];

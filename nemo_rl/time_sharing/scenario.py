@@ -25,6 +25,8 @@ Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e7, allow_inf_nan=Fals
 Probability = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
 
+_MOST_SAMPLES = 1_000_000
+
 
 def _key(default: Any, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
     return Field(default, description=meaning, ge=ge, gt=gt, le=le)
@@ -253,6 +255,10 @@ def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
         yield "leaves_s", f"{job.leaves_s:g} s is before it arrives (arrive_s: {job.arrive_s:g}); give a later time, or null for never"
     if job.arrive_s >= scenario.horizon_s:
         yield "arrive_s", f"{job.arrive_s:g} s is not before the end of the simulation (horizon_s: {scenario.horizon_s:g})"
+    ahead = min(job.staleness + 1, job.steps)
+    if job.groups * job.samples_per_group * ahead > _MOST_SAMPLES:
+        counts = f"{job.groups} groups of {job.samples_per_group} samples, {ahead} steps at a time"
+        yield "groups", f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer groups, or less staleness"
     if job.tokens.max < job.tokens.median:
         yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
     try:

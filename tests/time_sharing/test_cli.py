@@ -204,9 +204,14 @@ def test_the_columns_of_the_table_are_explained_below_it_and_in_the_documentatio
 
 @pytest.fixture(scope="module")
 def faulty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("faulty") / "faults.jsonl"
-    assert main(["simulate", str(EXAMPLES / "with_faults.yaml"), "--log", str(path), "--only-ours"]) == 0
-    return path
+    folder = tmp_path_factory.mktemp("faulty")
+    job = {**JOB, "infer": [0, 1, 2, 3], "steps": 30, "groups": 8}
+    faults = {"agent_crashes": 60, "scheduler_crashes": 60, "operation_fails": 0.1, "reap_fails": 0.5, "restarts": 1000}
+    limits = {"lease_s": 12.0, "quarantine_s": 20.0}
+    scenario = {"pool": {"gpus_per_node": 4}, "jobs": [job, {**job, "name": "b", "train": [3]}], "faults": faults, "limits": limits}
+    (folder / "s.yaml").write_text(json.dumps(scenario))
+    assert main(["simulate", str(folder / "s.yaml"), "--log", str(folder / "faults.jsonl"), "--only-ours"]) == 0
+    return folder / "faults.jsonl"
 
 
 def test_the_report_draws_what_is_out_of_service_and_tells_each_fault(faulty_log: Path, tmp_path: Path) -> None:

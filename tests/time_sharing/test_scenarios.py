@@ -52,6 +52,11 @@ def test_every_key_and_limit_has_a_meaning() -> None:
         ({"arrive_s": 5.0, "leaves_s": 3.0}, "jobs.0.leaves_s: job 'a': 3 s is before it arrives (arrive_s: 5); give a later time, or null for never"),
         ({"arrive_s": 2e6}, "jobs.0.arrive_s: job 'a': 2e+06 s is not before the end of the simulation (horizon_s: 1e+06)"),
         ({"tokens": {"max": 3}}, "jobs.0.tokens.max: job 'a': 3 is less than the median of 256 tokens"),
+        (
+            {"groups": 100_000, "samples_per_group": 1000},
+            "jobs.0.groups: job 'a': 100000 groups of 1000 samples, 2 steps at a time, are more than the 1,000,000 samples that are simulated at once; "
+            "give fewer groups, or less staleness",
+        ),
         ({"train": [9]}, "jobs.0.train: job 'a': GPU 9 is outside the pool of 4 GPUs (0..3)"),
         ({"tp": 3}, "jobs.0.infer: job 'a': 2 GPUs cannot be divided into ranks of tp=3"),
     ],

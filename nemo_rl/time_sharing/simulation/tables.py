@@ -94,6 +94,6 @@ def _faults(scenario: Scenario, ours: Sequence[Outcome]) -> Iterator[str]:
     for outcome in ours:
         counts.update(outcome.faults)
     if counts:
-        yield f"faults in {OURS}, {len(ours)} run(s): " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        yield f"faults in {OURS}, {len(ours)} run(s): " + ", ".join(f"{kind} {count}" for kind, count in counts.items())
     elif scenario.faults != type(scenario.faults)():
         yield f"faults in {OURS}: none struck"
