@@ -26,9 +26,10 @@ class PoolOpened:
 @event_kind("ts_scheduler_started")
 @dataclass(frozen=True, slots=True)
 class SchedulerStarted:
-    """A scheduler took over the log; `term` is larger than any before it."""
+    """A scheduler took over the log; `term` is larger than any before it. Not `complete`: the log may have lost its end before."""
 
     term: int
+    complete: bool = True
 
 
 @event_kind("ts_log_signed")

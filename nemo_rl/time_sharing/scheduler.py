@@ -85,7 +85,7 @@ class Scheduler:
         self.clock.advance(reading)
         self.state.__dict__.update(replay(entries).__dict__)
         self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
-        self._restart(self.state.term + 1)
+        self._restart(self.state.term + 1, complete=complete)
         for name in self.state.pipelines:
             self._seen[name] = self.clock.now
         self._executor.resume()
@@ -193,7 +193,7 @@ class Scheduler:
         self._seqs[status.pipeline] = status.seq
         self._seen[status.pipeline] = self.clock.now
         if status.term > self.state.term:
-            self._restart(status.term + 1)
+            self._restart(status.term + 1, complete=False)
         if status.pipeline not in self._inventoried:
             # An inventory from before the last answer would undo what that answer has told.
             if status.term < self.state.term or status.seq <= self._answered.get(status.pipeline, -1):
@@ -280,8 +280,8 @@ class Scheduler:
             for command in outbox:
                 self._send_now(command)
 
-    def _restart(self, term: int) -> None:
-        self._emit(ev.SchedulerStarted(term))
+    def _restart(self, term: int, *, complete: bool) -> None:
+        self._emit(ev.SchedulerStarted(term, complete))
         self._inventoried = {name for name, p in self.state.pipelines.items() if p.fenced}
 
     def _finish_inventory(self) -> None:

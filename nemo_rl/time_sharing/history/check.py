@@ -1,19 +1,25 @@
 """Proves from a record alone that a run kept the rules of time-sharing, or shows the first place where it did not.
 
 Shares nothing with the planner, the executor or the agent but the event classes: what it knows of GPUs, queues and weights it works out again from the
-events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked after by the four modules beside this one.
+events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked after by the modules beside this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
 from nemo_rl.time_sharing.history.prompts import PromptChecks
+from nemo_rl.time_sharing.history.sense import Sense
+from nemo_rl.time_sharing.history.starvation import StarvationChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
-from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record import Entry, RecordError
+from nemo_rl.utils.record_events import RecordOpened, UnknownEvent
 
 INVARIANTS = {
     1: "no GPU is granted twice",
@@ -43,6 +49,10 @@ class Violation(NamedTuple):
         return f"invariant {self.invariant} ({INVARIANTS[self.invariant]}) broken at entry {self.seq}, {self.time:.3f} s: {self.message}"
 
 
+class NothingToCheck(RecordError):
+    """A record from which nothing can be proven: it is empty, or the scheduler's part of it has no beginning."""
+
+
 class Checks(Protocol):
     """A group of invariants: which events it wants to see, and what it finds missing at the end."""
 
@@ -50,38 +60,75 @@ class Checks(Protocol):
 
     def handlers(self) -> dict[type, Handler]: ...
 
-    def finish(self) -> None: ...
+    def tail_lost(self, entry: Entry) -> None:
+        """From this entry to the next `InventoryDone` the scheduler's books may contradict the record (see `gaps`)."""
+
+    def finish(self, clocks: Clocks, ended: bool) -> None:
+        """Judges what is open now; with `ended` it is also missing."""
 
 
 def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = True) -> list[Violation]:
     """Every violation in a record, in order; [] proves that there is none.
 
     Arguments: entries in the order in which they happened; first_only stops at the first; ended says that the run is over, so that what is still open
-    counts as missing (a record of a running or crashed run is checked with False).
+    counts as missing (a record of a running or crashed run is checked with False; what is open and overdue is found in both).
+    Raises NothingToCheck for an empty record, and for one with scheduling in it whose pool was never opened. A record without any scheduling, of one
+    training run, is checked for what it holds: its prompts, versions and waits.
     """
-    groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks()]
+    record = entries if isinstance(entries, Sequence) else list(entries)
+    _refuse_nothing(record)
+    sense, clocks = Sense(), Clocks()
+    groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks(), StarvationChecks()]
     table: dict[type, list[tuple[Checks, Handler]]] = {}
     for group in groups:
         for kind, handler in group.handlers().items():
             table.setdefault(kind, []).append((group, handler))
+    judges, latest = sense.judges(), clocks.latest
+    gaps = lost_tails(record)
     violations: list[Violation] = []
-    seq, time = 0, 0.0
-    for entry in entries:
-        seq, time = entry.seq, entry.time
-        for group, handler in table.get(type(entry.event), ()):
-            handler(entry, entry.event)
-            if group.found:
-                violations += [Violation(number, seq, time, message) for number, message in group.found]
-                group.found.clear()
-                if first_only:
-                    return violations
-    if ended:
-        for group in groups:
-            group.finish()
-            violations += [Violation(number, seq, time, message) for number, message in group.found]
+    for index, entry in enumerate(record):
+        if gaps and index == gaps[0]:
+            gaps.pop(0)
+            sense.tail_lost()
+            for group in groups:
+                group.tail_lost(entry)
+        time, kind = entry.time, type(entry.event)
+        problem = None
+        if latest.get(entry.source, time) <= time:
+            latest[entry.source] = time
+        else:
+            problem = clocks.went_back(entry.source, time)
+        judge = judges.get(kind)
+        nonsense = judge(entry.event) if judge is not None else None
+        if problem is not None or nonsense is not None:
+            violations += [Violation(10, entry.seq, time, message) for message in (problem, nonsense) if message is not None]
+        if nonsense is None:
+            for group, handler in table.get(kind, ()):
+                handler(entry, entry.event)
+                if group.found:
+                    violations += [Violation(number, entry.seq, time, message) for number, message in group.found]
+                    group.found.clear()
+        if violations and first_only:
+            break
+    if violations and first_only:
+        return violations[:1]
+    for group in groups:
+        group.finish(clocks, ended)
+        violations += [Violation(number, record[-1].seq, record[-1].time, message) for number, message in group.found]
     return violations[:1] if first_only else violations
 
 
-def pipeline_of(source: str) -> str:
-    """The pipeline that a source belongs to."""
-    return source.partition("/")[0]
+def _refuse_nothing(record: Sequence[Entry]) -> None:
+    """Raises NothingToCheck when silence would prove nothing."""
+    kinds = {type(entry.event) for entry in record}
+    if not kinds - {RecordOpened, UnknownEvent}:
+        raise NothingToCheck(
+            f"the record has {len(record)} entries and none that a check knows: nothing can be proven from it; give the record of a run "
+            f"(the scheduler's and those of its pipelines, or the one that `simulate --log` writes)"
+        )
+    scheduling = sorted(kind.__name__ for kind in kinds if kind.__module__ == ev.__name__)
+    if scheduling and ev.PoolOpened not in kinds:
+        raise NothingToCheck(
+            f"the record speaks of time-sharing ({', '.join(scheduling[:3])}) but has no ts_pool_opened, with which the scheduler's log begins: what was shared, "
+            f"and under which limits, is unknown; give the scheduler's whole log beside the records of its pipelines"
+        )

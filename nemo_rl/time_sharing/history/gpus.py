@@ -1,7 +1,8 @@
 """Invariants 1 and 10: no GPU is granted twice, and none is lost or given on while its memory is occupied.
 
 Two ledgers are kept side by side: what the scheduler's events say, and what pipelines and reapers say about memory. Each must be sound by itself, and
-the books may call a GPU free only when its memory is.
+the books may call a GPU free only when its memory is. Across a lost end of the log (see `gaps`) a lease may be one that the scheduler has forgotten, or holds
+on to although it is over; the memory ledger is judged throughout, so a GPU used twice is found there too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.types import ACTOR_INFER, ClusterSpec, Phase
 from nemo_rl.utils.record import Entry
 
@@ -19,7 +21,10 @@ class GpuChecks:
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
-        self._size = 0
+        self._gap = False
+        self._live: set[str] = set()
+        """Pipelines that are registered and not fenced, so that they say themselves what they hold."""
+        self._unsure: set[int] = set()
         self._clusters: dict[str, dict[str, ClusterSpec]] = {}
         self._leases: dict[int, str] = {}
         self._memory: dict[int, str] = {}
@@ -29,8 +34,9 @@ class GpuChecks:
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
-            ev.PoolOpened: self._opened,
+            ev.InventoryDone: self._inventory_done,
             ev.Registered: self._registered,
+            ev.Fenced: self._fenced,
             ev.Granted: self._granted,
             ev.Released: self._released,
             ev.RankMoved: self._rank,
@@ -42,8 +48,17 @@ class GpuChecks:
             ev.PlanRejected: self._rejected,
         }
 
-    def finish(self) -> None:
+    def tail_lost(self, entry: Entry) -> None:
+        self._gap = True
+        self._unsure = self._leases.keys() | self._quarantined
+        self._newest_epoch = 0
+
+    def finish(self, clocks: Clocks, ended: bool) -> None:
+        if not ended:
+            return
         for gpu, holder in sorted(self._leases.items()):
+            if gpu in self._unsure:
+                continue
             self._bad(10, f"GPU {gpu} is still held by {holder} at the end of the run")
         for gpu, holder in sorted(self._memory.items()):
             if gpu not in self._quarantined:
@@ -52,11 +67,22 @@ class GpuChecks:
     def _bad(self, invariant: int, message: str) -> None:
         self.found.append((invariant, message))
 
-    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._size = event.nodes * event.gpus_per_node
+    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
+        if not self._gap:
+            return
+        self._gap = False
+        for gpu, holder in sorted(self._memory.items()):
+            known = holder.partition("/")[0] in self._live
+            if known and self._leases.get(gpu) != holder and gpu not in self._quarantined:
+                self._bad(10, f"after taking stock GPU {gpu} is called {self._leases.get(gpu, 'free')} while {holder} occupies its memory")
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
+
+        self._live.add(event.pipeline)
+
+    def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        self._live.discard(event.pipeline)
 
     def _rejected(self, entry: Entry, event: ev.PlanRejected) -> None:
         self._bad(10, f"a plan broke the books: {'; '.join(event.problems)}")
@@ -66,38 +92,43 @@ class GpuChecks:
         return infer.gpus[rank * infer.tp_size : (rank + 1) * infer.tp_size]
 
     def _lease(self, gpus: Iterable[int], holder: str, epoch: int) -> None:
-        if epoch <= self._newest_epoch:
+        if epoch <= self._newest_epoch and not self._gap:
             self._bad(1, f"{holder} got epoch {epoch}, which is not newer than {self._newest_epoch}")
         self._newest_epoch = max(self._newest_epoch, epoch)
         self._epochs[holder] = epoch
         for gpu in gpus:
-            if gpu in self._leases:
+            if gpu in self._unsure:
+                self._unsure.remove(gpu)
+                self._quarantined.discard(gpu)
+            elif gpu in self._leases:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while {self._leases[gpu]} holds it")
             if gpu in self._quarantined:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while it is in quarantine")
-            if not 0 <= gpu < self._size:
-                self._bad(10, f"GPU {gpu} granted to {holder} is outside the pool of {self._size}")
             self._leases[gpu] = holder
 
     def _unlease(self, gpus: Iterable[int], holder: str) -> None:
         for gpu in gpus:
-            if self._leases.get(gpu) != holder:
+            mine, sure = self._leases.get(gpu) == holder, not (self._gap or gpu in self._unsure)
+            if mine:
+                del self._leases[gpu]
+                self._unsure.discard(gpu)
+            elif sure:
                 self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'nobody')} holds")
-            self._leases.pop(gpu, None)
-            if gpu in self._memory and gpu not in self._quarantined:
-                self._bad(10, f"GPU {gpu} is called free by {holder} while {self._memory[gpu]} occupies its memory")
+                self._leases.pop(gpu, None)
+            occupied = self._memory.get(gpu)
+            # What a new scheduler frees while it takes stock may be held again since, in the part that was lost; judged when it has taken stock.
+            if occupied is not None and gpu not in self._quarantined and not self._gap and (sure or occupied == holder):
+                self._bad(10, f"GPU {gpu} is called free by {holder} while {occupied} occupies its memory")
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
-        mapping = self._clusters[event.pipeline][event.cluster].gpus
-        if event.gpus != mapping:
-            self._bad(10, f"{event.pipeline}/{event.cluster} is granted GPUs {event.gpus}, it is mapped to {mapping}")
         self._lease(event.gpus, f"{event.pipeline}/{event.cluster}", event.epoch)
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
         holder = f"{event.pipeline}/{event.cluster}"
-        if self._epochs.get(holder) != event.epoch:
+        gpus = self._clusters[event.pipeline][event.cluster].gpus
+        if self._epochs.get(holder) != event.epoch and not self._gap and self._unsure.isdisjoint(gpus):
             self._bad(10, f"{holder} gives back epoch {event.epoch}, it holds {self._epochs.get(holder)}")
-        self._unlease(self._clusters[event.pipeline][event.cluster].gpus, holder)
+        self._unlease(gpus, holder)
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         holder = f"{event.pipeline}/rank {event.rank}"
@@ -108,13 +139,13 @@ class GpuChecks:
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         name = event.pipeline
+        self._live.discard(name)
         for gpu, holder in list(self._leases.items()):
             if holder.startswith(f"{name}/"):
                 self._unlease([gpu], holder)
         for gpu, holder in self._memory.items():
             if holder.startswith(f"{name}/") and gpu not in self._quarantined:
                 self._bad(10, f"{name} is unregistered while {holder} occupies memory of GPU {gpu}")
-        self._clusters.pop(name, None)
 
     def _quarantine(self, entry: Entry, event: ev.GpusQuarantined) -> None:
         self._quarantined.update(event.gpus)
@@ -130,7 +161,7 @@ class GpuChecks:
         for gpu in event.gpus:
             if gpu in self._memory:
                 self._bad(1, f"{holder} takes memory of GPU {gpu} while {self._memory[gpu]} occupies it")
-            if self._leases.get(gpu) != holder:
+            if self._leases.get(gpu) != holder and not self._gap:
                 self._bad(1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'nobody')}")
             self._memory[gpu] = holder
 

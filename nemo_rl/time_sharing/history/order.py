@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
@@ -33,6 +34,7 @@ class _Pipeline:
     rising: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
     priority: Priority | None = None
+    unsure: bool = False
 
 
 class OrderChecks:
@@ -41,9 +43,11 @@ class OrderChecks:
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
         self._pipelines: dict[str, _Pipeline] = {}
+        self._gap = False
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
+            ev.InventoryDone: self._inventory_done,
             ev.Registered: self._registered,
             ev.Fenced: self._fenced,
             ev.Granted: self._granted,
@@ -66,7 +70,20 @@ class OrderChecks:
             rec.RequestFinished: self._finished,
         }
 
-    def finish(self) -> None:
+    def tail_lost(self, entry: Entry) -> None:
+        """Which expands are under way, and what training GPUs are held for, is known again when the new scheduler says so."""
+        self._gap = True
+        for pipeline in self._pipelines.values():
+            pipeline.unsure = True
+            pipeline.rising.clear()
+            pipeline.claimed.clear()
+
+    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
+        self._gap = False
+
+    def finish(self, clocks: Clocks, ended: bool) -> None:
+        if not ended:
+            return
         for name, pipeline in self._pipelines.items():
             left = sorted(request for requests in pipeline.running.values() for request in requests)
             if left and not pipeline.fenced:
@@ -99,8 +116,8 @@ class OrderChecks:
         pipeline = self._named(event.pipeline)
         if event.cluster != ACTOR_TRAIN:
             return
-        pipeline.priority = event.priority
-        if event.priority is Priority.ACTOR_TRAINING:
+        pipeline.priority, pipeline.unsure = event.priority, False
+        if event.priority is Priority.ACTOR_TRAINING and not self._gap:
             under_way = pipeline.rising | pipeline.claimed
             if under_way:
                 self._bad(6, f"{event.pipeline} may train step {event.step} while its ranks {sorted(under_way)} are being expanded")
@@ -127,7 +144,7 @@ class OrderChecks:
         pipeline.trained_version = event.version
         if not pipeline.training_memory:
             self._bad(5, f"{entry.source} finishes step {event.step} without holding its training GPUs")
-        elif pipeline.priority is not Priority.ACTOR_TRAINING and not pipeline.fenced:
+        elif pipeline.priority is not Priority.ACTOR_TRAINING and not pipeline.fenced and not pipeline.unsure:
             self._bad(5, f"{entry.source} finishes step {event.step} while it holds its GPUs for {pipeline.priority}")
 
     def _memory_taken(self, entry: Entry, event: ev.MemoryTaken) -> None:
@@ -141,7 +158,7 @@ class OrderChecks:
             self._check_published(entry.source, pipeline)
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
-        if event.cluster == ACTOR_TRAIN:
+        if event.cluster == ACTOR_TRAIN and not self._gap:
             self._check_published(event.pipeline, self._named(event.pipeline))
 
     def _check_published(self, who: str, pipeline: _Pipeline) -> None:

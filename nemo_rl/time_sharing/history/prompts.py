@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import VersionSpan
@@ -36,9 +37,9 @@ class _Request:
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What is open in one pipeline."""
+    """What is open in one pipeline. `staleness` is None when no registration says it: there is no bound to hold it to then."""
 
-    staleness: int = 0
+    staleness: int | None = None
     groups: dict[str, _Group] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     prompts: set[str] = field(default_factory=set)
@@ -77,7 +78,12 @@ class PromptChecks:
             rec.SyncFinished: self._synced,
         }
 
-    def finish(self) -> None:
+    def tail_lost(self, entry: Entry) -> None:
+        """Everything here is in the pipelines' own records, which are whole."""
+
+    def finish(self, clocks: Clocks, ended: bool) -> None:
+        if not ended:
+            return
         for name, pipeline in self._pipelines.items():
             if not pipeline.gone:
                 for group in pipeline.groups:
@@ -102,7 +108,7 @@ class PromptChecks:
         pipeline.trained_in_step.clear()
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
-        pipeline = self._pipelines[event.pipeline]
+        pipeline = self._pipelines.setdefault(event.pipeline, _Pipeline())
         # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for them.
         pipeline.gone = event.reason != "left"
 
@@ -137,7 +143,7 @@ class PromptChecks:
         if group.prompt in pipeline.prompts:
             self._bad(2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}")
         pipeline.prompts.add(group.prompt)
-        if group.oldest is not None and group.oldest < event.step - pipeline.staleness:
+        if group.oldest is not None and pipeline.staleness is not None and group.oldest < event.step - pipeline.staleness:
             self._bad(
                 4, f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the bound is {pipeline.staleness} versions back"
             )
