@@ -129,6 +129,6 @@ def _refuse_nothing(record: Sequence[Entry]) -> None:
     scheduling = sorted(kind.__name__ for kind in kinds if kind.__module__ == ev.__name__)
     if scheduling and ev.PoolOpened not in kinds:
         raise NothingToCheck(
-            f"the record speaks of time-sharing ({', '.join(scheduling[:3])}) but has no ts_pool_opened, with which the scheduler's log begins: what was shared, "
-            f"and under which limits, is unknown; give the scheduler's whole log beside the records of its pipelines"
+            f"the record speaks of time-sharing ({', '.join(scheduling[:3])}) but has no ts_pool_opened, with which a scheduler's log begins: "
+            f"what was shared, and under which limits, is unknown; give the scheduler's whole log beside the records of its pipelines"
         )

@@ -1,8 +1,8 @@
 """Where the scheduler's log lost its end and a new scheduler went on without it (its `SchedulerStarted` says `complete=False`).
 
-Between the last entry that such a log still has and the `InventoryDone` of the new scheduler, its books and the rest of the record may contradict each other without
-any mistake: events that were lost may be in another copy, or missing. What stays whole are the pipelines' own records, so these are judged throughout:
-memory of a GPU taken twice, prompts, versions, requests to shards. The scheduler's books are judged again from what it says after the gap.
+Between the last entry that such a log still has and the `InventoryDone` of the new scheduler, its books may contradict the rest of the record without any mistake:
+events that were lost may be in another copy, or missing. What stays whole are the pipelines' own records, so these are judged throughout: memory of a
+GPU taken twice, prompts, versions, requests to shards. The scheduler's books are judged again from what it says after the gap.
 """
 
 from __future__ import annotations

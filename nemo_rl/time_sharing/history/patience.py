@@ -1,7 +1,7 @@
 """How long anybody may have to wait: the bound of docs/time_sharing_scheduler.md, worked out from one record.
 
-It takes the longest hold of the record for H and the registered weights for the length of turns, and does not count time that faults took from the very wait that is
-judged: a rank that cools off, GPUs in quarantine, a pipeline being ended, a scheduler that is down. Such times count once, however many faults share them.
+It takes the longest hold of the record for H and the registered weights for the length of turns, and adds the time that faults took from the very wait that is
+judged: a rank that cools off, GPUs in quarantine, a pipeline being ended, a scheduler that is down. A second counts once, however many faults share it.
 """
 
 from __future__ import annotations

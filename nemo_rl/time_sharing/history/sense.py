@@ -42,16 +42,16 @@ class Sense:
             ev.InventoryDone: self._inventory_done,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
-            **dict.fromkeys(named, lambda event: self._of(event.pipeline)),
+            **dict.fromkeys(named, self._named),
             **dict.fromkeys(clustered, self._cluster),
             ev.Granted: self._granted,
             ev.Claimed: self._claimed,
             ev.ClaimDropped: self._placed,
-            ev.RankMoved: lambda event: self._of(event.pipeline) or self._rank(event.pipeline, event.rank),
-            ev.RankCooling: lambda event: self._of(event.pipeline) or self._rank(event.pipeline, event.rank),
+            ev.RankMoved: self._ranked,
+            ev.RankCooling: self._ranked,
             ev.CommandSent: self._command,
-            ev.GpusQuarantined: lambda event: self._inside(event.gpus),
-            ev.GpusCleared: lambda event: self._inside(event.gpus),
+            ev.GpusQuarantined: self._gpus,
+            ev.GpusCleared: self._gpus,
         }
 
     def tail_lost(self) -> None:
@@ -93,6 +93,15 @@ class Sense:
             self._unsure.add(pipeline)
             return None
         return f"pipeline {pipeline!r} is not registered"
+
+    def _named(self, event: ev.DemandReported | ev.Leaving | ev.Fenced) -> str | None:
+        return self._of(event.pipeline)
+
+    def _ranked(self, event: ev.RankMoved | ev.RankCooling) -> str | None:
+        return self._of(event.pipeline) or self._rank(event.pipeline, event.rank)
+
+    def _gpus(self, event: ev.GpusQuarantined | ev.GpusCleared) -> str | None:
+        return self._inside(event.gpus)
 
     def _inside(self, gpus: Iterable[int]) -> str | None:
         outside = sorted(gpu for gpu in gpus if not 0 <= gpu < self._size)

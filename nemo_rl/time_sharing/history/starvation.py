@@ -1,8 +1,7 @@
 """Invariant 9: nobody starves. Also, of invariant 10, that a grant is what was asked for.
 
-Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that are behind it in the aged queue, not counting
-those of pipelines that it waits for itself (rule 10): to stand in their way would be to wait for oneself. By time: it is served within
-the bound that follows from the longest hold in this record (`patience`). Requests that were open when the log lost its end are not judged.
+Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that are behind it in the aged queue, not
+counting those of pipelines that it waits for itself (rule 10): to stand in their way would be to wait for oneself. By time: it is served within the bound that follows from the longest hold in this record (`patience`). Requests that were open when the log lost its end are not judged.
 """
 
 from __future__ import annotations
@@ -208,7 +207,7 @@ class StarvationChecks:
         return bool(held) and cluster not in held
 
     def _waits_for(self, name: str, other: str) -> bool:
-        """Whether a request of `name` waits for `other`, directly or through others: for who holds what it wants, or may want next, and for who is ahead of it."""
+        """Whether a request of `name` waits for `other`, directly or through others: for holders of what it (next) wants, and for who is ahead of it."""
         seen, left = {name}, [name]
         while left:
             following = self._waited_for(left.pop()) - seen
