@@ -10,39 +10,25 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing import planner
+from nemo_rl.time_sharing import elastic, planner
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.board import Board
 from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.simulation.engines import Generation
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.state import SchedulerState
-from nemo_rl.time_sharing.types import GivenBack, Outcome, Phase
+from nemo_rl.time_sharing.types import GivenBack, Outcome, Phase, Priority, Verb
+from nemo_rl.utils import record_events as rec
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Defect(NamedTuple):
+    """The invariant that it breaks, what it is, how to plant it, and whether all plans of a run with it are sound to the validator."""
+
     invariant: int
     name: str
     plant: Patch
-
-
-def executor_grants_gpus_of_sleeping_ranks(patch: pytest.MonkeyPatch) -> None:
-    def free(self: SchedulerState, gpu: int) -> bool:
-        lease = self.owner[gpu]
-        falling = lease is not None and lease.rank >= 0 and self.pipelines[lease.pipeline].awake[lease.rank].phase is Phase.SLEEPING
-        return (lease is None or falling) and gpu not in self.quarantined
-
-    def take(self: SchedulerState, gpus, lease) -> None:  # type: ignore[no-untyped-def]
-        for gpu in gpus:
-            self.owner[gpu] = lease
-
-    patch.setattr(SchedulerState, "free", free)
-    patch.setattr(SchedulerState, "take", take)
+    passes_validator: bool = True
 
 
 def agent_says_asleep_before_it_is(patch: pytest.MonkeyPatch) -> None:
@@ -53,30 +39,6 @@ def agent_says_asleep_before_it_is(patch: pytest.MonkeyPatch) -> None:
         original(self, rank, command)
 
     patch.setattr(Agent, "_sleep", sleep)
-
-
-def agent_forgets_what_it_answered(patch: pytest.MonkeyPatch) -> None:
-    def take_grant(self, command) -> None:  # type: ignore[no-untyped-def]
-        self._answers.clear()
-        original(self, command)
-        self._answers.clear()
-        if command.cluster in self.holds:
-            self._host.granted(command.cluster, command.priority, command.step)
-
-    original = Agent._take_grant
-    patch.setattr(Agent, "_take_grant", take_grant)
-
-
-def preemption_loses_a_request(patch: pytest.MonkeyPatch) -> None:
-    original = Generation.preempt
-
-    def preempt(self: Generation, rank: int) -> None:
-        before = len(self.queue)
-        original(self, rank)
-        if len(self.queue) > before:
-            self.queue.popleft()
-
-    patch.setattr(Generation, "preempt", preempt)
 
 
 def agent_routes_stale_weights(patch: pytest.MonkeyPatch) -> None:
@@ -104,26 +66,6 @@ def refresh_leaves_out_a_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "refresh", refresh)
 
 
-def _admits_ahead(patch: pytest.MonkeyPatch, steps: int) -> None:
-    original = SimulatedJob._next_step
-
-    def next_step(self, life) -> None:  # type: ignore[no-untyped-def]
-        job = self.job
-        self.job = job.model_copy(update={"staleness": job.staleness + steps})
-        original(self, life)
-        self.job = job
-
-    patch.setattr(SimulatedJob, "_next_step", next_step)
-
-
-def driver_admits_one_step_too_early(patch: pytest.MonkeyPatch) -> None:
-    _admits_ahead(patch, 1)
-
-
-def driver_admits_everything_at_once(patch: pytest.MonkeyPatch) -> None:
-    _admits_ahead(patch, 1000)
-
-
 def agent_gives_back_when_the_cache_is_built(patch: pytest.MonkeyPatch) -> None:
     original = Agent.cache_built
 
@@ -136,30 +78,8 @@ def agent_gives_back_when_the_cache_is_built(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "cache_built", cache_built)
 
 
-def agent_releases_before_it_publishes(patch: pytest.MonkeyPatch) -> None:
-    original = Agent._publish_if_refreshed
-
-    def publish_if_refreshed(self: Agent) -> None:
-        if not self._refreshing and self.published != self.cached and "actor_train" in self.holds:
-            published, self.published = self.published, self.cached
-            self.release("actor_train")
-            self.published = published
-        original(self)
-
-    original_release = Agent.release
-    patch.setattr(Agent, "_publish_if_refreshed", publish_if_refreshed)
-    patch.setattr(Agent, "release", lambda self, cluster: original_release(self, cluster) if cluster in self.holds else None)
-
-
 def planner_ignores_expands_under_way(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PipelineState, "rising", lambda self: False)
-
-
-def planner_ignores_planned_expands(patch: pytest.MonkeyPatch) -> None:
-    def rising(self: PipelineState) -> bool:
-        return any(rank.phase is Phase.WAKING for rank in self.awake.values())
-
-    patch.setattr(PipelineState, "rising", rising)
 
 
 def agent_closes_the_door_after_the_drain(patch: pytest.MonkeyPatch) -> None:
@@ -192,18 +112,6 @@ def executor_forgets_deadlines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "tick", tick)
 
 
-def scheduler_looks_at_its_timers_too_seldom(patch: pytest.MonkeyPatch) -> None:
-    def tick(self: Scheduler, reading: float) -> float:
-        timers = self._timers_due
-        due = original(self, reading)
-        if self._timers_due != timers:
-            self._timers_due = self.clock.now + 30.0
-        return due
-
-    original = Scheduler.tick
-    patch.setattr(Scheduler, "tick", tick)
-
-
 def planner_keeps_no_reservations(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Board, "reserve", lambda self, gpus, reservation: None)
 
@@ -216,19 +124,6 @@ def planner_serves_the_newest_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "queue", newest_first)
 
 
-def executor_loses_a_reaped_pipeline(patch: pytest.MonkeyPatch) -> None:
-    def after_reap(self, pipeline, pending, outcome) -> None:  # type: ignore[no-untyped-def]
-        emit = self._emit
-        if pipeline is not None and pending.rank < 0:
-            # Forgets to free what the pipeline held: the books take it back, the log does not say so.
-            self._emit = lambda event: self._state.apply(event, self._now()) if isinstance(event, ev.Unregistered) else emit(event)
-        original(self, pipeline, pending, outcome)
-        self._emit = emit
-
-    original = Executor._after_reap
-    patch.setattr(Executor, "_after_reap", after_reap)
-
-
 def agent_calls_a_failed_sleep_done(patch: pytest.MonkeyPatch) -> None:
     def answer(self, command, outcome, version=-1, detail="") -> None:  # type: ignore[no-untyped-def]
         lie = outcome is Outcome.FAILED and command.verb.value == "sleep"
@@ -238,25 +133,123 @@ def agent_calls_a_failed_sleep_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agent, "_answer", answer)
 
 
+def agent_tells_its_host_twice_of_a_grant(patch: pytest.MonkeyPatch) -> None:
+    original = Agent.command
+
+    def command(self: Agent, command) -> None:  # type: ignore[no-untyped-def]
+        repeated = command.verb is Verb.GRANT and command.command in self._answers and command.cluster in self.holds
+        original(self, command)
+        if repeated and command.priority is Priority.ACTOR_TRAINING:
+            self._host.granted(command.cluster, command.priority, command.step)
+
+    patch.setattr(Agent, "command", command)
+
+
+def agent_comes_back_one_version_behind(patch: pytest.MonkeyPatch) -> None:
+    original = Agent.__init__
+
+    def init(self, topology, incarnation, host, record, *, version=0, **options) -> None:  # type: ignore[no-untyped-def]
+        original(self, topology, incarnation, host, record, version=max(version - 1, 0), **options)
+
+    patch.setattr(Agent, "__init__", init)
+
+
+def agent_calls_a_refresh_done_that_loads_nothing(patch: pytest.MonkeyPatch) -> None:
+    def begin_refresh(self: Agent, index: int) -> None:
+        self._record.emit(rec.SyncStarted(f"skipped.{index}.{self.cached}", self.cached, (index,), "refresh"))
+        self._record.emit(rec.SyncFinished(f"skipped.{index}.{self.cached}", self.cached, "done"))
+        self.ranks[index].version = self.cached
+        self._refreshing.discard(index)
+
+    patch.setattr(Agent, "_begin_refresh", begin_refresh)
+
+
+def driver_admits_one_step_too_early(patch: pytest.MonkeyPatch) -> None:
+    """In the simulated driver, because the staleness bound is kept by admission and only a driver admits; with sound admission, tokens are too old only when
+    ranks serve old weights, which is the other defect of this invariant."""
+    original = SimulatedJob._next_step
+
+    def next_step(self, life) -> None:  # type: ignore[no-untyped-def]
+        job = self.job
+        self.job = job.model_copy(update={"staleness": job.staleness + 1})
+        original(self, life)
+        self.job = job
+
+    patch.setattr(SimulatedJob, "_next_step", next_step)
+
+
+def planner_begins_expands_while_training_is_next(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(elastic, "_trains_next", lambda pipeline: False)
+
+
+def agent_without_ranks_publishes_nothing(patch: pytest.MonkeyPatch) -> None:
+    original = Agent._publish_if_refreshed
+
+    def publish_if_refreshed(self: Agent) -> None:
+        if self._refresh_begun and not self._refreshing and all(rank.phase is not Phase.ACTIVE for rank in self.ranks):
+            self._refresh_begun, self.published = False, self.cached
+            self._host.refreshed(self.published)
+        else:
+            original(self)
+
+    patch.setattr(Agent, "_publish_if_refreshed", publish_if_refreshed)
+
+
+def agent_obeys_orders_that_are_over(patch: pytest.MonkeyPatch) -> None:
+    original = Agent._take_rank_command
+
+    def take_rank_command(self, rank, command) -> None:  # type: ignore[no-untyped-def]
+        rank.epoch, rank.newest, rank.over = 0, (0, 0), -1
+        original(self, rank, command)
+
+    patch.setattr(Agent, "_take_rank_command", take_rank_command)
+
+
+def executor_looks_at_one_command_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    original = Executor.tick
+
+    def tick(self: Executor) -> float:
+        outgoing = dict(self._outgoing)
+        for key in list(outgoing)[1:]:
+            del self._outgoing[key]
+        due = original(self)
+        first = dict(self._outgoing)
+        self._outgoing.clear()
+        self._outgoing.update({key: value for key, value in outgoing.items() if key in first or key in self._state.commands})
+        self._outgoing.update(first)
+        return due
+
+    patch.setattr(Executor, "tick", tick)
+
+
+def executor_believes_a_reaper_that_failed(patch: pytest.MonkeyPatch) -> None:
+    original = Executor._after_reap
+
+    def after_reap(self, pipeline, pending, outcome) -> None:  # type: ignore[no-untyped-def]
+        original(self, pipeline, pending, Outcome.DONE)
+
+    patch.setattr(Executor, "_after_reap", after_reap)
+
+
 DEFECTS = (
-    Defect(1, "executor grants GPUs of sleeping ranks", executor_grants_gpus_of_sleeping_ranks),
+    Defect(1, "agent obeys orders that are over", agent_obeys_orders_that_are_over),
     Defect(1, "agent says asleep before it is", agent_says_asleep_before_it_is),
-    Defect(2, "agent forgets what it answered", agent_forgets_what_it_answered),
-    Defect(2, "preemption loses a request", preemption_loses_a_request),
+    Defect(2, "agent tells its host twice of a grant", agent_tells_its_host_twice_of_a_grant),
+    Defect(2, "agent comes back one version behind", agent_comes_back_one_version_behind),
     Defect(3, "agent routes stale weights", agent_routes_stale_weights),
     Defect(3, "refresh leaves out a rank", refresh_leaves_out_a_rank),
     Defect(4, "driver admits one step too early", driver_admits_one_step_too_early),
-    Defect(4, "driver admits everything at once", driver_admits_everything_at_once),
+    Defect(4, "agent calls a refresh done that loads nothing", agent_calls_a_refresh_done_that_loads_nothing),
     Defect(5, "agent gives back when the cache is built", agent_gives_back_when_the_cache_is_built),
-    Defect(5, "agent releases before it publishes", agent_releases_before_it_publishes),
+    Defect(5, "agent without ranks publishes nothing", agent_without_ranks_publishes_nothing),
     Defect(6, "planner ignores expands under way", planner_ignores_expands_under_way),
-    Defect(6, "planner ignores planned expands", planner_ignores_planned_expands),
+    Defect(6, "planner begins expands while training is next", planner_begins_expands_while_training_is_next),
     Defect(7, "agent closes the door after the drain", agent_closes_the_door_after_the_drain),
     Defect(7, "agent sleeps without a drain", agent_sleeps_without_a_drain),
     Defect(8, "executor forgets deadlines", executor_forgets_deadlines),
-    Defect(8, "scheduler looks at its timers too seldom", scheduler_looks_at_its_timers_too_seldom),
+    Defect(8, "executor looks at one command at a time", executor_looks_at_one_command_at_a_time),
     Defect(9, "planner keeps no reservations", planner_keeps_no_reservations),
     Defect(9, "planner serves the newest first", planner_serves_the_newest_first),
-    Defect(10, "executor loses a reaped pipeline", executor_loses_a_reaped_pipeline),
+    Defect(10, "executor believes a reaper that failed", executor_believes_a_reaper_that_failed),
     Defect(10, "agent calls a failed sleep done", agent_calls_a_failed_sleep_done),
 )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.events import PlanRejected
+from nemo_rl.time_sharing.history.check import INVARIANTS, check
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.time_sharing.types import Command
+from nemo_rl.utils.record import Entry, MemoryRecord
 
 SEEDS = 200
 END_S = 3000.0
@@ -38,22 +42,69 @@ def remember(records: list[MemoryRecord], clock: Callable[[], float]) -> MemoryR
     return records[0]
 
 
-def first_seed_that_bites(invariant: int) -> int | None:
+class Bite(NamedTuple):
+    """The first violation of the invariant that a planted defect breaks, and whether any plan of that run was refused."""
+
+    seed: int
+    entry: int
+    message: str
+    refused: bool
+
+
+def first_bite(invariant: int) -> Bite | None:
     for seed in range(SEEDS):
-        records: list[MemoryRecord] = []
-        world = World(random_scenario(seed).model_copy(update={"horizon_s": END_S}), seed, partial(remember, records))
-        try:
-            world.run()
-        except Exception:  # a defect may also break the simulation itself; only what the checker says counts here
-            logging.getLogger(__name__).debug("seed %d stopped the simulation", seed, exc_info=True)
-        if any(violation.invariant == invariant for violation in check(records[0].entries)):
-            return seed
+        entries, crashed = simulate(seed)
+        for violation in check(entries, ended=not crashed):
+            if violation.invariant == invariant:
+                return Bite(seed, violation.seq, violation.message, any(isinstance(entry.event, PlanRejected) for entry in entries))
     return None
 
 
+def simulate(seed: int) -> tuple[list[Entry], bool]:
+    """The record of one random scenario, and whether the simulation itself broke: its record ends in the middle then, which proves nothing."""
+    records: list[MemoryRecord] = []
+    world = World(random_scenario(seed).model_copy(update={"horizon_s": END_S}), seed, partial(remember, records))
+    try:
+        world.run()
+    except Exception:  # whatever a defect breaks in the simulation, only what the checker says of the record counts
+        logging.getLogger(__name__).debug("seed %d stopped the simulation", seed, exc_info=True)
+        return records[0].entries, True
+    return records[0].entries, False
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name.replace(" ", "_"))
-def test_a_planted_defect_is_found(defect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("invariant", INVARIANTS)
+def test_both_planted_defects_of_an_invariant_are_found_each_in_its_own_way(
+    invariant: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL)
-    defect.plant(monkeypatch)
-    assert first_seed_that_bites(defect.invariant) is not None
+    bites = []
+    for defect in (defect for defect in DEFECTS if defect.invariant == invariant):
+        with monkeypatch.context() as patch:
+            defect.plant(patch)
+            bite = first_bite(invariant)
+        assert bite is not None, f"{defect.name} is not found within {SEEDS} scenarios"
+        assert bite.refused != defect.passes_validator, f"{defect.name}: plans are {'' if bite.refused else 'not '}refused in seed {bite.seed}"
+        bites.append(bite)
+    assert len({(bite.seed, bite.entry) for bite in bites}) == 2, bites
+
+
+def test_two_defects_are_planted_for_each_invariant_and_most_pass_the_validator() -> None:
+    assert Counter(defect.invariant for defect in DEFECTS) == dict.fromkeys(INVARIANTS, 2)
+    assert sum(defect.passes_validator for defect in DEFECTS) >= 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_simulation_that_stops_in_the_middle_breaks_no_invariant(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, sent = World._send_command, [0]
+
+    def send(self: World, command: Command) -> None:
+        sent[0] += 1
+        if sent[0] == 300:
+            raise RuntimeError("planted, and no defect of anybody")
+        original(self, command)
+
+    monkeypatch.setattr(World, "_send_command", send)
+    entries, crashed = simulate(seed)
+    assert crashed
+    assert check(entries, ended=False) == []

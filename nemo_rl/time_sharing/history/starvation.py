@@ -1,7 +1,8 @@
 """Invariant 9: nobody starves. Also, of invariant 10, that a grant is what was asked for.
 
 Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that are behind it in the aged queue, not
-counting those of pipelines that it waits for itself (rule 10): to stand in their way would be to wait for oneself. By time: it is served within the bound that follows from the longest hold in this record (`patience`). Requests that were open when the log lost its end are not judged.
+counting those of pipelines that it waits for itself (rule 10): to stand in their way would be to wait for oneself. By time: it is served within the bound
+that follows from the longest hold in this record (`patience`). Requests that were open when the log lost its end are not judged.
 """
 
 from __future__ import annotations
