@@ -1,6 +1,7 @@
-"""Defects to plant: two per invariant, patched into the planner, the executor or the agent process, so that the checker can show that it bites.
+"""Defects to plant: two per invariant, patched into the planner, the executor or the agent, so that the checker can show that it bites.
 
-All of them pass the plan validator, because they sit in what happens to a plan, or in plans that are sound and unfair.
+All plans of the runs in which they are found pass the plan validator: the defects sit in what happens to a plan, or make plans that are sound and wrong in time. One
+sits in the simulated driver, because the duty is a driver's alone; it says why.
 """
 
 from __future__ import annotations
@@ -182,11 +183,11 @@ def planner_begins_expands_while_training_is_next(patch: pytest.MonkeyPatch) -> 
     patch.setattr(elastic, "_trains_next", lambda pipeline: False)
 
 
-def agent_without_ranks_publishes_nothing(patch: pytest.MonkeyPatch) -> None:
+def agent_publishes_nothing_while_a_rank_falls_asleep(patch: pytest.MonkeyPatch) -> None:
     original = Agent._publish_if_refreshed
 
     def publish_if_refreshed(self: Agent) -> None:
-        if self._refresh_begun and not self._refreshing and all(rank.phase is not Phase.ACTIVE for rank in self.ranks):
+        if self._refresh_begun and not self._refreshing and any(rank.phase is Phase.SLEEPING for rank in self.ranks):
             self._refresh_begun, self.published = False, self.cached
             self._host.refreshed(self.published)
         else:
@@ -241,7 +242,7 @@ DEFECTS = (
     Defect(4, "driver admits one step too early", driver_admits_one_step_too_early),
     Defect(4, "agent calls a refresh done that loads nothing", agent_calls_a_refresh_done_that_loads_nothing),
     Defect(5, "agent gives back when the cache is built", agent_gives_back_when_the_cache_is_built),
-    Defect(5, "agent without ranks publishes nothing", agent_without_ranks_publishes_nothing),
+    Defect(5, "agent publishes nothing while a rank falls asleep", agent_publishes_nothing_while_a_rank_falls_asleep),
     Defect(6, "planner ignores expands under way", planner_ignores_expands_under_way),
     Defect(6, "planner begins expands while training is next", planner_begins_expands_while_training_is_next),
     Defect(7, "agent closes the door after the drain", agent_closes_the_door_after_the_drain),

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.state import InconsistentLog, replay
@@ -29,6 +30,7 @@ class CutWorld(World):
     """Crashes its scheduler once, at `crash_s`, and loses the last `lose` entries of its log."""
 
     crash_s, lose = 0.0, 0
+    lost: tuple[Entry, ...] = ()
 
     def run(self, *, max_events: int | None = None) -> None:
         self.loop.at(self.crash_s, self._crash_and_lose)
@@ -36,6 +38,7 @@ class CutWorld(World):
 
     def _crash_and_lose(self) -> None:
         keep = max(len(self._log.entries) - self.lose, 2)
+        self.lost = tuple(self._log.entries[keep:])
         del self._log.entries[keep:]
         self._log_is_complete = False
         self._strike_scheduler()
@@ -67,6 +70,34 @@ def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float,
     world.run()
     assert occupied_twice(records[0].entries) == []
     assert {job.outcome for job in world.jobs.values()} == {"done"}, f"at {world.loop.now:.0f} s"
+    assert check(records[0].entries) == [], "with what was lost, as in another copy of the log"
+    assert check(without_what_was_lost(world, records[0].entries)) == []
+
+
+def without_what_was_lost(world: CutWorld, entries: list[Entry]) -> list[Entry]:
+    """The record as its files have it: the pipelines' whole, the scheduler's without the end that it lost."""
+    lost = {id(entry.event) for entry in world.lost}
+    return [entry for entry in entries if id(entry.event) not in lost]
+
+
+@pytest.mark.parametrize("crash_s", [12.0, 20.0, 31.0])
+def test_a_gpu_used_twice_is_found_in_a_record_whose_log_lost_its_end(crash_s: float) -> None:
+    records: list[MemoryRecord] = []
+    world = CutWorld(scenario(), 1, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
+    world.crash_s, world.lose = crash_s, 20
+    world.run()
+    entries = records[0].entries
+    restart = next(i for i, entry in enumerate(entries) if isinstance(entry.event, ev.SchedulerStarted) and not entry.event.complete)
+    taken: dict[int, str] = {}
+    for entry in entries[:restart]:
+        if isinstance(entry.event, ev.MemoryTaken):
+            taken |= dict.fromkeys(entry.event.gpus, entry.source)
+        elif isinstance(entry.event, ev.MemoryFreed):
+            taken = {gpu: source for gpu, source in taken.items() if gpu not in entry.event.gpus}
+    gpu, source = next(iter(taken.items()))
+    other = "b/driver" if source != "b/driver" else "a/driver"
+    entries.insert(restart + 1, Entry(restart, entries[restart].time, other, ev.MemoryTaken("rank 9", (gpu,))))
+    assert any(violation.invariant == 1 and f"GPU {gpu}" in violation.message for violation in check(entries))
 
 
 @given(data=st.data())

@@ -188,20 +188,22 @@ class StarvationChecks:
         if event.plan != self._plan:
             self._plan = event.plan
             self._contended = any(name in self._pipelines and self._holds_and_waits(name, cluster) for name, cluster in self._requests)
-        self._fixed_owner.update(dict.fromkeys(event.gpus, event.pipeline))
         mine = self._requests.get((event.pipeline, event.cluster))
-        if mine is None:
-            return
-        mine.claimed = True
-        taken = frozenset(event.gpus)
+        if mine is not None:
+            mine.claimed = True
+            self._count_overtaken(event.pipeline, mine.key, frozenset(event.gpus))
+        # Only now: what it gets is no reason to let it past.
+        self._fixed_owner.update(dict.fromkeys(event.gpus, event.pipeline))
+
+    def _count_overtaken(self, by: str, key: float, taken: frozenset[int]) -> None:
         for (name, cluster), other in self._requests.items():
-            if other.claimed or not other.judged or other.key >= mine.key or name == event.pipeline or other.gpus.isdisjoint(taken):
+            if other.claimed or not other.judged or other.key >= key or name == by or other.gpus.isdisjoint(taken):
                 continue
-            if self._contended and self._waits_for(name, event.pipeline):
+            if self._contended and self._waits_for(name, by):
                 continue
             other.overtaken += 1
             if other.overtaken > self._patience.limit("max_backfills"):
-                self._bad(9, f"{name} waits for {cluster} and is overtaken for the {other.overtaken}th time, by {event.pipeline}")
+                self._bad(9, f"{name} waits for {cluster} and is overtaken for the {other.overtaken}th time, by {by}")
 
     def _holds_and_waits(self, name: str, cluster: str) -> bool:
         held = self._pipelines[name].held
