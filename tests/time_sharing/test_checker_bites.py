@@ -100,7 +100,7 @@ def test_a_simulation_that_stops_in_the_middle_breaks_no_invariant(seed: int, mo
 
     def send(self: World, command: Command) -> None:
         sent[0] += 1
-        if sent[0] == 300:
+        if sent[0] == 60:
             raise RuntimeError("planted, and no defect of anybody")
         original(self, command)
 
