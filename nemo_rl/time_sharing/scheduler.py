@@ -72,7 +72,7 @@ class Scheduler:
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
         if not complete:
             self._grace_until = self.clock.now + limits.lease_s
-        self._restart(1 if complete else 2)
+        self._restart(1 if complete else 2, complete=complete)
         self._flush()
 
     def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:

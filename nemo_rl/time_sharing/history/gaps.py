@@ -20,7 +20,8 @@ def lost_tails(entries: Sequence[Entry]) -> list[int]:
     for index, entry in enumerate(entries):
         if type(entry.event) is ev.SchedulerStarted and not entry.event.complete:
             before = index
-            while before > 0 and entries[before - 1].source != SCHEDULER:
+            # A log of which nothing is left begins anew with the pool.
+            while before > 0 and (entries[before - 1].source != SCHEDULER or type(entries[before - 1].event) is ev.PoolOpened):
                 before -= 1
             begins.append(before)
     return begins
