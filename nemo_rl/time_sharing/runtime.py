@@ -98,7 +98,6 @@ class AgentRuntime:
         """
         with self._changed:
             self._granted.pop(cluster, None)
-            self._ended.pop(cluster, None)
             self._agent.want(cluster, priority, step, time.time())
             if not self._wait(lambda: self._granted.get(cluster) is priority or cluster in self._ended, timeout_s):
                 self._agent.withdraw(cluster)

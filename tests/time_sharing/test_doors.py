@@ -260,6 +260,18 @@ def test_a_log_with_what_no_plan_can_use_is_recovered_from_and_others_are_served
     assert is_served(again, "good")
 
 
+def test_what_no_plan_can_use_is_gone_before_a_recovered_scheduler_plans() -> None:
+    bench = Bench(2)
+    bench.register("odd", [0], [0, 1])
+    _request(bench.record)
+    _weight(bench.record)
+    again = Bench(2)
+    again.scheduler.recover(bench.record.entries, bench.now)
+    assert not again.state.pipelines["odd"].wants and again.state.pipelines["heavy"].fenced
+    again.scheduler.status(Status("odd", 0, 1, term=again.state.term), again.now)
+    assert not again.state.recovering, "nobody waits for the end of a fenced pipeline"
+
+
 # Bounded holds and waits.
 
 

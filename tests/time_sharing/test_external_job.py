@@ -138,6 +138,9 @@ def test_after_the_release_nothing_is_held_and_nothing_can_be_acquired(bench: Be
     for _ in range(2):
         bench.job.release(60.0)
     assert bench.job.held() == [] and "job" not in bench.scheduler.core.state.pipelines and not bench.asked
+    bench.job.set_routable(0, True)
+    bench.job.drain(0)
+    assert bench.job.held() == [] and not bench.asked, "a rank that came up meanwhile is nobody's to yield"
     with pytest.raises(ProtocolError, match="job: was released; register it again, under an incarnation above 0"):
         bench.job.acquire(1, 60.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def test_the_end_of_a_log_that_was_cut_anywhere_is_not_believed_under_another_bo
         path.write_bytes(b"".join(lines[:kept]))
         assert not log_end.read_log(path, "here/3").complete
         assert log_end.read_log(path, "here/2").complete
+
+
+def test_a_signature_is_on_the_disk_before_anything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    on_disk: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(path.read_bytes()))
+    with RecordWriter(path, source="scheduler") as record:
+        log_end.sign(record, "here/1")
+        assert len(on_disk) == 1 and b'"boot":"here/1"' in on_disk[0]
 
 
 def test_a_log_from_before_logs_were_signed_may_have_lost_its_end(tmp_path: Path) -> None:
