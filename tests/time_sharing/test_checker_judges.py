@@ -199,13 +199,14 @@ def test_clusters_held_one_into_the_other_count_as_long_as_each_may_be_held() ->
 
 def test_pipelines_may_hold_what_a_log_that_is_lost_as_a_whole_had_given_them() -> None:
     held = ev.MemoryTaken("rank 0", (0,))
-    begun_anew = [(5.0, ev.PoolOpened(1, 4, LIMITS)), (5.0, ev.SchedulerStarted(2, complete=False)), (6.0, A), (7.0, ev.InventoryDone(2))]
+    signed = [(5.0, rec.RecordOpened("scheduler")), (5.0, ev.LogSigned("here/2"))]
+    begun_anew = [*signed, (5.0, ev.PoolOpened(1, 4, LIMITS)), (5.0, ev.SchedulerStarted(2, complete=False)), (6.0, A), (7.0, ev.InventoryDone(2))]
     lines: list[tuple[float, object, str]] = [(1.0, held, "a/driver"), *((time, event, "scheduler") for time, event in begun_anew)]
     entries = [Entry(i, time, source, event) for i, (time, event, source) in enumerate(lines)]
     assert [violation.message for violation in check(entries, ended=False)] == ["after taking stock GPU 0 is called free while a/rank 0 occupies its memory"]
-    entries[4:4] = [Entry(4, 6.5, "a/driver", ev.MemoryFreed("rank 0", (0,)))]
+    entries[6:6] = [Entry(6, 6.5, "a/driver", ev.MemoryFreed("rank 0", (0,)))]
     assert check(entries, ended=False) == []
-    entries[3] = Entry(3, 5.0, "b/driver", held)
+    entries[5] = Entry(5, 5.0, "b/driver", held)
     assert broken(check(entries, ended=False)) >= {1}
 
 

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.types import SCHEDULER
 from nemo_rl.utils.record import Entry
+from nemo_rl.utils.record_events import RecordOpened
+
+_BEGINNING = frozenset({RecordOpened, ev.LogSigned, ev.PoolOpened})
+"""What a new scheduler writes before it says that it has started; a log of which nothing is left begins anew with the pool."""
 
 
 def lost_tails(entries: Sequence[Entry]) -> list[int]:
@@ -20,8 +24,7 @@ def lost_tails(entries: Sequence[Entry]) -> list[int]:
     for index, entry in enumerate(entries):
         if type(entry.event) is ev.SchedulerStarted and not entry.event.complete:
             before = index
-            # A log of which nothing is left begins anew with the pool.
-            while before > 0 and (entries[before - 1].source != SCHEDULER or type(entries[before - 1].event) is ev.PoolOpened):
+            while before > 0 and (entries[before - 1].source != SCHEDULER or type(entries[before - 1].event) in _BEGINNING):
                 before -= 1
             begins.append(before)
     return begins
