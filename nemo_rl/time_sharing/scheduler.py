@@ -137,10 +137,7 @@ class Scheduler:
                 self._executor.fence(pipeline, f"incarnation {incarnation} takes its place")
                 self._flush()
             raise StillRegistered(f"incarnation {known.incarnation} is still registered; try again shortly, with a larger incarnation", pipeline=pipeline)
-        last = self.state.incarnations.get(pipeline, -1)
-        if not is_whole(incarnation) or incarnation <= last:
-            kind = IncarnationUsed if is_whole(incarnation) else RegistrationError
-            raise kind(f"incarnation={shown(incarnation)} must be a whole number that was never used; the next free one is {last + 1}", pipeline=pipeline)
+        self._check_incarnation(pipeline, incarnation)
         spec = topology.spec
         self._emit(ev.Registered(pipeline, incarnation, namespace, spec.clusters, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch))
         self._seen[pipeline] = self.clock.now
@@ -149,6 +146,12 @@ class Scheduler:
         self._record.flush()
         self._flush()
         return topology
+
+    def _check_incarnation(self, pipeline: str, incarnation: int) -> None:
+        last = self.state.incarnations.get(pipeline, -1)
+        if not is_whole(incarnation) or incarnation <= last:
+            kind = IncarnationUsed if is_whole(incarnation) else RegistrationError
+            raise kind(f"incarnation={shown(incarnation)} must be a whole number that was never used; the next free one is {last + 1}", pipeline=pipeline)
 
     def drain(self, pipeline: str, reading: float) -> None:
         """Gives a pipeline nothing more, sends its ranks to sleep and lets it go once it holds nothing; as if it had asked to leave itself.

@@ -6,7 +6,7 @@ from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Limits, Outcome, Status, Verb
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Demand, Limits, Outcome, Priority, Status, Verb, Want
 from nemo_rl.utils.record import MemoryRecord
 
 
@@ -57,3 +57,10 @@ class Bench:
 
     def phases(self, name: str) -> dict[int, str]:
         return {rank: awake.phase.value for rank, awake in self.state.pipelines[name].awake.items()}
+
+    def serves(self, name: str) -> bool:
+        """Whether a new pipeline of this name gets GPU 0 to train on and a rank, over a plan and over time."""
+        self.register(name, [0], [0, 1])
+        self.status(name, demand=Demand(100, 0, 1, 1), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
+        self.settle(5.0)
+        return ACTOR_TRAIN in self.state.pipelines[name].held and self.phases(name) == {1: "active"}

@@ -11,10 +11,7 @@ import pytest
 from bench import Bench
 
 from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.state import replay
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import BadShare, IncarnationUsed, Pool, RegistrationError, StillRegistered, register
+from nemo_rl.time_sharing.topology import BadShare, Pool, RegistrationError, register
 from nemo_rl.time_sharing.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
@@ -45,15 +42,6 @@ def talk(bench: Bench, name: str, **fields: Any) -> Reply:
     return reply
 
 
-def is_served(bench: Bench, name: str) -> bool:
-    """Whether a new pipeline gets training GPUs and ranks, over a plan and over time."""
-    bench.register(name, [0], [0, 1])
-    bench.status(name, demand=Demand(100, 0, 1, 1), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
-    bench.settle(5.0)
-    pipeline = bench.state.pipelines[name]
-    return ACTOR_TRAIN in pipeline.held and bench.phases(name) == {1: "active"}
-
-
 # Requests.
 
 
@@ -73,7 +61,7 @@ def test_a_request_that_can_never_be_granted_is_refused_for_its_pipeline_alone(w
     reply = talk(bench, "odd", wants=(want,))
     assert reply.registered and [ended.request for ended in reply.ended] == [1] and "cannot be requested" in reply.ended[0].reason
     assert not bench.state.pipelines["odd"].wants
-    assert is_served(bench, "good")
+    assert bench.serves("good")
     assert not any(isinstance(entry.event, ev.PlanRejected) for entry in bench.record.entries)
     # It may go on with a request that can be granted.
     epoch = bench.state.pipelines["good"].held[ACTOR_TRAIN].epoch
@@ -88,7 +76,7 @@ def test_an_inference_cluster_that_an_agent_says_it_holds_is_not_adopted() -> No
     again = Bench(2)
     again.scheduler.recover(bench.record.entries, bench.now)
     again.status("a", holds=(Held(ACTOR_INFER, 1 << 40, Priority.INITIALIZATION),))
-    assert not again.state.pipelines["a"].held and is_served(again, "good")
+    assert not again.state.pipelines["a"].held and again.serves("good")
 
 
 # Numbers.
@@ -101,7 +89,7 @@ def test_a_demand_that_is_no_count_is_left_out_and_nobody_else_notices(field: st
     bench.register("odd", [0], [0, 1])
     reply = talk(bench, "odd", demand=Demand(100, 0, 1, 1)._replace(**{field: value}))
     assert reply.registered and len(reply.refused) == 1 and f"demand {field}=" in reply.refused[0]
-    assert is_served(bench, "good")
+    assert bench.serves("good")
     again = Bench(2)
     again.scheduler.recover(bench.record.entries, bench.now)
     assert not again.state.pipelines["odd"].fenced
@@ -197,7 +185,7 @@ def test_a_status_of_the_wrong_shape_is_not_taken_and_is_no_heartbeat(fields: di
         bench.settle(1.0)
         bench.scheduler.status(replace(status, seq=status.seq + 1), bench.now)
     assert "odd" not in bench.state.pipelines, "it says nothing that can be understood, so it is silent"
-    assert is_served(bench, "good")
+    assert bench.serves("good")
 
 
 @pytest.mark.parametrize("name", [None, [], 3])
@@ -257,7 +245,7 @@ def test_a_log_with_what_no_plan_can_use_is_recovered_from_and_others_are_served
     again.status("odd")
     again.settle(10.0)
     assert not again.state.recovering and "heavy" not in again.state.pipelines
-    assert is_served(again, "good")
+    assert again.serves("good")
 
 
 def test_what_no_plan_can_use_is_gone_before_a_recovered_scheduler_plans() -> None:
@@ -323,92 +311,3 @@ def test_a_new_scheduler_still_knows_which_requests_have_expired() -> None:
     again.seqs = bench.seqs
     again.scheduler.recover(bench.record.entries, bench.now)
     assert [ended.request for ended in talk(again, "late", wants=(want,)).ended] == [1]
-
-
-# Incarnations.
-
-
-def test_an_incarnation_is_used_once_also_by_a_scheduler_that_follows() -> None:
-    bench = Bench(2)
-    bench.register("a", [0], [0, 1], incarnation=3)
-    bench.status("a", leaving=True)
-    assert not bench.state.pipelines
-    again = Bench(2)
-    again.scheduler.recover(bench.record.entries, bench.now)
-    for scheduler in (bench, again):
-        for used in (0, 3):
-            with pytest.raises(IncarnationUsed, match=rf"incarnation={used} .* the next free one is 4"):
-                scheduler.register("a", [0], [0, 1], incarnation=used)
-        scheduler.register("a", [0], [0, 1], incarnation=4)
-
-
-def test_a_pipeline_whose_processes_could_not_be_ended_does_not_come_back_under_its_old_incarnation() -> None:
-    """Once the reaping of the second life was taken for that of the first one's quarantine, and the pipeline stayed fenced for ever."""
-    bench = Bench(2)
-    bench.state.limits = Limits(lease_s=1e6, reap_s=5.0, quarantine_s=50.0, plan_interval_s=0.0)
-    bench.register("a", [0], [0, 1])
-    bench.status("a", wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
-    bench.failing.add(("a", Verb.REAP))
-    bench.scheduler.unregister("a", bench.now)
-    bench.settle(1.0)
-    assert bench.state.quarantined == {0} and "a" not in bench.state.pipelines
-    with pytest.raises(IncarnationUsed, match="the next free one is 1"):
-        bench.register("a", [0], [0, 1])
-    bench.register("a", [0], [0, 1], incarnation=1)
-    bench.scheduler.unregister("a", bench.now)
-    bench.settle(1.0)
-    bench.failing.clear()
-    bench.settle(120.0)
-    assert "a" not in bench.state.pipelines and not bench.state.quarantined
-    assert is_served(bench, "good")
-
-
-def test_a_log_in_which_an_incarnation_was_used_twice_does_not_keep_its_pipeline_for_ever() -> None:
-    bench = Bench(2)
-    bench.register("a", [0], [0, 1])
-    record = bench.record
-    record.emit(ev.Fenced("a", 0, "silent"))
-    record.emit(ev.Unregistered("a", 0, "could not be ended"))
-    record.emit(ev.GpusQuarantined((0,), "a", 0, -1, 1e6, "their processes could not be ended"))
-    record.emit(ev.Registered("a", 0, "ns", (ClusterSpec(ACTOR_INFER, 1, (0, 1)),)))
-    record.emit(ev.Fenced("a", 0, "silent"))
-    again = Bench(2)
-    again.scheduler.recover(record.entries, bench.now)
-    again.settle(5.0)
-    assert "a" not in again.state.pipelines and not again.state.quarantined
-
-
-def test_a_registration_that_comes_too_early_is_told_to_wait() -> None:
-    bench = Bench(2)
-    bench.register("a", [0], [0, 1])
-    bench.silent.add("a")
-    with pytest.raises(StillRegistered):
-        bench.register("a", [0], [0, 1], incarnation=1)
-    bench.settle(5.0)
-    bench.register("a", [0], [0, 1], incarnation=1)
-
-
-def test_what_is_noted_of_a_pipeline_goes_with_it_and_its_late_messages_still_change_nothing() -> None:
-    bench = Bench(2)
-    for number in range(20):
-        name = f"job{number}"
-        bench.register(name, [0], [0, 1])
-        bench.status(name, demand=Demand(10, 0, 1, 1))
-        bench.scheduler.unregister(name, bench.now) if number % 2 else bench.status(name, leaving=True)
-        bench.settle(2.0)
-    assert not bench.state.pipelines
-    scheduler: Any = bench.scheduler
-    assert not any((scheduler._seen, scheduler._seqs, scheduler._answered, scheduler._inventoried))
-    before = len(bench.record.entries)
-    for command in list(bench.sent):
-        scheduler.answer(Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE), bench.now)
-        assert not scheduler.status(Status(command.pipeline, command.incarnation, 99), bench.now).registered
-    assert len(bench.record.entries) == before
-
-
-def test_the_fold_of_a_log_knows_the_incarnations() -> None:
-    record = MemoryRecord()
-    scheduler = Scheduler(record, lambda command: None, SteadyClock())
-    scheduler.open(Pool(1, 2), Limits(), 0.0)
-    scheduler.register("a", "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0]}, 0.0, incarnation=7)
-    assert replay(record.entries).incarnations == {"a": 7}
