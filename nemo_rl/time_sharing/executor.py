@@ -97,8 +97,9 @@ class Executor:
             due = min(due, pending.deadline, outgoing.resend_at)
         return due
 
-    def fence(self, name: str, reason: str) -> None:
-        """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified."""
+    def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:
+        """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do `contested` ones that it occupies though
+        the books have given them to others."""
         pipeline = self._state.pipelines[name]
         for pending in [c for c in self._state.commands.values() if c.pipeline == name]:
             self._end(pending, "fenced")
@@ -106,6 +107,9 @@ class Executor:
             self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "fenced"))
         logger.warning("event=fenced pipeline=%s incarnation=%d reason=%s", name, pipeline.incarnation, reason)
         self._emit(ev.Fenced(name, pipeline.incarnation, reason))
+        if contested:
+            until = self._now() + self._state.limits.quarantine_s
+            self._emit(ev.GpusQuarantined(contested, name, pipeline.incarnation, -1, until, "it occupies what the log has given to others"))
         self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
 
     def end_unknown(self, name: str, incarnation: int) -> None:
@@ -203,14 +207,14 @@ class Executor:
     def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
         done = outcome is Outcome.DONE
         whose = (pending.pipeline, pending.incarnation, pending.rank)
-        quarantined = next((q for q in self._state.quarantines if (q.pipeline, q.incarnation, q.rank) == whose), None)
-        if quarantined is not None:
+        quarantines = [q for q in self._state.quarantines if (q.pipeline, q.incarnation, q.rank) == whose]
+        for quarantined in quarantines:
             if done:
                 self._emit(ev.GpusCleared(quarantined.gpus))
                 self.settle_claims_on(quarantined.gpus)
             else:
                 self._quarantine(quarantined.gpus, pending)
-        if pipeline is None or pipeline.incarnation != pending.incarnation or (quarantined is not None and not (pipeline.fenced and pending.rank < 0)):
+        if pipeline is None or pipeline.incarnation != pending.incarnation or (quarantines and not (pipeline.fenced and pending.rank < 0)):
             return
         if pending.rank >= 0:
             gpus = pipeline.topology.ranks[pending.rank]

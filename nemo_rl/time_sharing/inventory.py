@@ -32,7 +32,7 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
             emit(ev.Released(name, held.cluster, known.epoch, -1))
         gpus = pipeline.topology.clusters[held.cluster].gpus
         if not _clear(state, emit, gpus):
-            executor.fence(name, f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others")
+            executor.fence(name, f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others", contested=_unbooked(state, status))
             return
         emit(ev.Granted(name, held.cluster, held.epoch, gpus, held.priority, -1, pipeline.last_request, state.time + state.limits.max_hold_s))
     holds = {held.cluster for held in status.holds}
@@ -40,6 +40,15 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
         if cluster not in holds and cluster not in granting:
             emit(ev.Released(name, cluster, known.epoch, -1))
     _ranks(state, executor, emit, status, pipeline)
+
+
+def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
+    """GPUs that a pipeline says it occupies and that are not its own by the books."""
+    topology = state.pipelines[status.pipeline].topology
+    said = {gpu for held in status.holds if held.cluster in topology.clusters for gpu in topology.clusters[held.cluster].gpus}
+    said |= {gpu for rank, _ in status.awake if 0 <= rank < len(topology.ranks) for gpu in topology.ranks[rank]}
+    booked = {gpu for gpu in said if (lease := state.owner[gpu]) is not None and lease.pipeline == status.pipeline}
+    return tuple(sorted(said - booked))
 
 
 def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Callable[[object], None]) -> None:
@@ -72,7 +81,8 @@ def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], N
             # The books know an earlier lease of this rank: it has ended, and a later one begun, in the part of the log that is lost.
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
         if not _clear(state, emit, pipeline.topology.ranks[rank]):
-            executor.fence(name, f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others")
+            reason = f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others"
+            executor.fence(name, reason, contested=_unbooked(state, status))
             return
         emit(ev.RankMoved(name, rank, Phase.WAKING, epoch))
         executor.begin_shrink(name, rank)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.state import InconsistentLog, replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
@@ -72,6 +73,19 @@ def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float,
     assert {job.outcome for job in world.jobs.values()} == {"done"}, f"at {world.loop.now:.0f} s"
     assert check(records[0].entries) == [], "with what was lost, as in another copy of the log"
     assert check(without_what_was_lost(world, records[0].entries)) == []
+
+
+def test_what_occupies_gpus_that_the_log_gave_to_others_keeps_them_until_it_is_ended() -> None:
+    """Its processes cannot be ended at first, so that its registration goes and they stay."""
+    records: list[MemoryRecord] = []
+    world = CutWorld(random_scenario(842708), 842708, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
+    world.crash_s, world.lose = 41.19352491456709, 27
+    world.run()
+    entries = records[0].entries
+    fenced = next(entry.event for entry in entries if isinstance(entry.event, ev.Fenced))
+    assert "which the log has given to others" in fenced.reason
+    assert any(isinstance(entry.event, ev.Unregistered) and entry.event.reason == "could not be ended" for entry in entries)
+    assert occupied_twice(entries) == []
 
 
 def without_what_was_lost(world: CutWorld, entries: list[Entry]) -> list[Entry]:
