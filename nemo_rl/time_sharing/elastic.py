@@ -226,7 +226,7 @@ def _options(board: Board, name: str, standing: _Standing, bar: _Bar) -> list[tu
             if counts[holder] <= useful[holder] and (served[holder] < bar.now or less_one[holder] < bar.after):
                 continue
         if _rank_state(board, gpus, name) == RANK:
-            donors = _donors(board, gpus)
+            donors = _holders(board, gpus)
             if donors is not None:
                 found.append((max(-served.get(donor, math.inf) for donor, _ in donors), rank, donors))
     return found
@@ -234,6 +234,12 @@ def _options(board: Board, name: str, standing: _Standing, bar: _Bar) -> list[tu
 
 def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
     """The awake ranks on these GPUs, or None when one of them must not be disturbed now."""
+    donors = _holders(board, gpus)
+    return None if donors is None or _in_turn(board, donors) else donors
+
+
+def _holders(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
+    """The awake ranks on these GPUs, or None when one of them is on its way up or down."""
     donors: list[tuple[str, int]] = []
     for gpu in gpus:
         if board.kind[gpu] != RANK:
@@ -247,7 +253,7 @@ def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None
         if board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE:
             return None
         donors.append(pair)
-    return None if _in_turn(board, donors) else donors
+    return donors
 
 
 def _in_turn(board: Board, donors: list[tuple[str, int]]) -> bool:
@@ -268,7 +274,7 @@ def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
 def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], taker: str, bar: _Bar) -> bool:
     """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives.
 
-    A turn is looked at again, since the giver may have given what it had too many earlier in the same plan.
+    Turns are looked at last, when earlier moves of the same plan count: what a giver had too many it may have given by now.
     """
     for donor, rank in donors:
         if donor == taker or (donor, rank) in board.shrunk:
