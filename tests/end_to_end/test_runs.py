@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,11 @@ class Command:
 
     def finish(self, *overrides: str) -> None:
         """Runs to the end, which must be a good one."""
-        assert self.start(*overrides).wait(timeout=600) == 0, self.output()
+        self.ends_well(self.start(*overrides))
+
+    def ends_well(self, process: Any) -> None:
+        """Waits for the end of a started run, which must be a good one."""
+        assert process.wait(timeout=600) == 0, self.output()
 
     def output(self) -> str:
         """What all runs in this folder have written."""
@@ -139,6 +143,26 @@ def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:
     assert (whole.folder / "logs" / "exp_000" / "report.html").exists()
 
 
+OWN_SLOTS = ("cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+# With generation beside training and with slots of its own: a storage knows nothing of where engines are.
+ON_THE_DATA_PLANE = {"simple": OWN_SLOTS, "mooncake_cpu": ()}
+
+
+@pytest.fixture(scope="module")
+def data_plane_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Command, Any]]]:
+    """A run under way on each storage; what the tests do beside them is what happens to other users of a machine."""
+    runs: dict[str, tuple[Command, Any]] = {}
+    for backend, placement in ON_THE_DATA_PLANE.items():
+        command = Command(tiny_model, tmp_path_factory.mktemp(backend))
+        sizes = ("data_plane.global_segment_size=268435456", "data_plane.local_buffer_size=67108864")
+        runs[backend] = command, command.start("grpo.max_num_steps=2", "data_plane.enabled=true", f"data_plane.backend={backend}", *sizes, *placement)
+    yield runs
+    for _, process in runs.values():
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("data_plane_runs")
 def test_a_run_that_is_killed_and_interrupted_ends_as_if_it_had_not_been(whole: Command, tmp_path: Path) -> None:
     command = Command(whole.model, tmp_path)
     process = command.start()
@@ -171,17 +195,14 @@ def test_replayed_rollouts_train_the_same_weights_without_an_engine(whole: Comma
     assert command.metrics() == whole.metrics()
 
 
-OWN_SLOTS = ("cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
-
-
-# With generation beside training and with slots of its own: a storage knows nothing of where engines are.
-@pytest.mark.parametrize(("backend", "placement"), [("simple", OWN_SLOTS), ("mooncake_cpu", ())], ids=["simple-own_slots", "mooncake_cpu-colocated"])
-def test_a_run_on_the_data_plane_wherever_its_engines_are_trains_the_same(backend: str, placement: Sequence[str], whole: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", list(ON_THE_DATA_PLANE))
+def test_a_run_on_the_data_plane_wherever_its_engines_are_trains_the_same(
+    backend: str, whole: Command, data_plane_runs: dict[str, tuple[Command, Any]]
+) -> None:
     if backend == "mooncake_cpu":
         require_mooncake()
-    command = Command(whole.model, tmp_path)
-    sizes = ["data_plane.global_segment_size=268435456", "data_plane.local_buffer_size=67108864"]
-    command.finish("grpo.max_num_steps=2", "data_plane.enabled=true", f"data_plane.backend={backend}", *sizes, *placement)
+    command, process = data_plane_runs[backend]
+    command.ends_well(process)
     assert_equal_weights(command.weights(2), whole.weights(2))
     assert {step: metrics for step, metrics in whole.metrics().items() if step <= 2} == command.metrics()
     assert not command.left()

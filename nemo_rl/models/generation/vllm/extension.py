@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use, release_cached_memory
-from nemo_rl.models.generation.vllm.lifeline import follow_owner
+from nemo_rl.models.generation.vllm.lifeline import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
 from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
 
@@ -96,6 +96,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     def __new__(cls, *_: Any, **__: Any) -> Any:
         """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its actor."""
         follow_owner()
+        end_without_last_collection()
         return super().__new__(cls)
 
     def nrl_describe(self) -> dict[str, Any]:
