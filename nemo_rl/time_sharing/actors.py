@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.time_sharing import log_end
-from nemo_rl.time_sharing.events import MemoryFreed, PoolOpened
+from nemo_rl.time_sharing.events import EVERYTHING, MemoryFreed, PoolOpened
 from nemo_rl.time_sharing.ray_reaper import actors_in, agent_namespace, end_actors, led_by_rank_actors
 from nemo_rl.time_sharing.runtime import forward
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
 from nemo_rl.time_sharing.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
-from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record import Record, RecordWriter
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,18 @@ class SchedulerActor:
             self._core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:
+        """Records what the ended processes occupy no more: what is quarantined because of them, and what the books give them."""
+        record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
+        for quarantine in state.quarantines:
+            pipeline, incarnation, rank = quarantine.whose
+            if (pipeline, incarnation) == (command.pipeline, command.incarnation) and command.rank in (-1, rank):
+                record.emit(MemoryFreed(EVERYTHING, quarantine.gpus))
+        self._note_booked_memory_free(command, record)
+
+    def _note_booked_memory_free(self, command: Command, record: Record) -> None:
         pipeline = self._core.state.pipelines.get(command.pipeline)
         if pipeline is None or pipeline.incarnation != command.incarnation:
             return
-        record = self._record.bind(f"{command.pipeline}/reaper")
         ranks = [command.rank] if command.rank >= 0 else sorted(pipeline.awake)
         for rank in ranks:
             record.emit(MemoryFreed(f"rank {rank}", pipeline.topology.ranks[rank]))

@@ -132,3 +132,8 @@ class Quarantine:
     incarnation: int
     rank: int
     until: float
+
+    @property
+    def whose(self) -> tuple[str, int, int]:
+        """The pipeline, its incarnation and the rank (-1: all of it) whose processes are to be ended."""
+        return self.pipeline, self.incarnation, self.rank

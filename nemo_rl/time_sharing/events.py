@@ -272,9 +272,15 @@ class GpusQuarantined:
 @event_kind("ts_gpus_cleared")
 @dataclass(frozen=True, slots=True)
 class GpusCleared:
-    """Quarantined GPUs were verified free and are back in the pool."""
+    """A quarantine is over: its pipeline occupies these GPUs no more. They are back in the pool if no other quarantine keeps them.
+
+    Without a `pipeline` (older logs) every quarantine of exactly these GPUs is over.
+    """
 
     gpus: tuple[int, ...]
+    pipeline: str = ""
+    incarnation: int = 0
+    rank: int = -1
 
 
 @event_kind("ts_clock_jumped")
@@ -294,10 +300,16 @@ class MemoryTaken:
     gpus: tuple[int, ...]
 
 
+EVERYTHING = "everything"
+
+
 @event_kind("ts_memory_freed")
 @dataclass(frozen=True, slots=True)
 class MemoryFreed:
-    """Written by the pipeline's side, or by the daemon that ended its processes: the memory is verified free."""
+    """Written by the pipeline's side, or by the daemon that ended its processes: the memory is verified free.
+
+    The daemon, which does not know what had occupied quarantined GPUs, writes EVERYTHING as `what`: whatever it was, of this pipeline.
+    """
 
     what: str
     gpus: tuple[int, ...]

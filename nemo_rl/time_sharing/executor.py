@@ -121,8 +121,7 @@ class Executor:
         """Tries again to end what occupies quarantined GPUs whose time has come."""
         now = self._now()
         for quarantine in self._state.quarantines:
-            whose = (Verb.REAP, quarantine.pipeline, quarantine.incarnation, quarantine.rank)
-            busy = any((c.verb, c.pipeline, c.incarnation, c.rank) == whose for c in self._state.commands.values())
+            busy = any((c.verb, (c.pipeline, c.incarnation, c.rank)) == (Verb.REAP, quarantine.whose) for c in self._state.commands.values())
             if now >= quarantine.until and not busy:
                 self._raw_command(quarantine.pipeline, quarantine.incarnation, Verb.REAP, quarantine.rank, 0, "", quarantine.gpus, self._state.limits.reap_s)
 
@@ -206,11 +205,13 @@ class Executor:
 
     def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
         done = outcome is Outcome.DONE
-        whose = (pending.pipeline, pending.incarnation, pending.rank)
-        quarantines = [q for q in self._state.quarantines if (q.pipeline, q.incarnation, q.rank) == whose]
+        whose = (pending.pipeline, pending.incarnation)
+        # The end of a whole pipeline is the end of each of its ranks.
+        ranks = {q.rank for q in self._state.quarantines} if done and pending.rank < 0 else {pending.rank}
+        quarantines = [q for q in self._state.quarantines if (q.pipeline, q.incarnation) == whose and q.rank in ranks]
         for quarantined in quarantines:
             if done:
-                self._emit(ev.GpusCleared(quarantined.gpus))
+                self._emit(ev.GpusCleared(quarantined.gpus, *quarantined.whose))
                 self.settle_claims_on(quarantined.gpus)
             else:
                 self._quarantine(quarantined.gpus, pending)

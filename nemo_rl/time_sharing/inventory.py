@@ -48,7 +48,12 @@ def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
     said = {gpu for held in status.holds if held.cluster in topology.clusters for gpu in topology.clusters[held.cluster].gpus}
     said |= {gpu for rank, _ in status.awake if 0 <= rank < len(topology.ranks) for gpu in topology.ranks[rank]}
     booked = {gpu for gpu in said if (lease := state.owner[gpu]) is not None and lease.pipeline == status.pipeline}
-    return tuple(sorted(said - booked))
+    return tuple(sorted(said - booked - {gpu for q in state.quarantines if q.pipeline == status.pipeline for gpu in q.gpus}))
+
+
+def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
+    """Whether the books know that the rank's processes are still there: they could not be ended so far, and it is tried again."""
+    return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
 
 
 def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Callable[[object], None]) -> None:
@@ -75,7 +80,7 @@ def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], N
     awake = dict(status.awake)
     for rank, epoch in awake.items():
         known = pipeline.awake.get(rank)
-        if not 0 <= rank < len(pipeline.topology.ranks) or (known is not None and known.epoch >= epoch):
+        if not 0 <= rank < len(pipeline.topology.ranks) or (known is not None and known.epoch >= epoch) or _being_ended(state, status, rank):
             continue
         if known is not None:
             # The books know an earlier lease of this rank: it has ended, and a later one begun, in the part of the log that is lost.

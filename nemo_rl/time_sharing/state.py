@@ -299,14 +299,16 @@ def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> N
 
 
 def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
-    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus]
-    state.quarantines.append(Quarantine(event.gpus, event.pipeline, event.incarnation, event.rank, event.until))
+    made = Quarantine(event.gpus, event.pipeline, event.incarnation, event.rank, event.until)
+    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (made.gpus, made.whose)]
+    state.quarantines.append(made)
     state.quarantined.update(event.gpus)
 
 
 def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
-    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus]
-    state.quarantined.difference_update(event.gpus)
+    whose = (event.pipeline, event.incarnation, event.rank)
+    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus or (event.pipeline and q.whose != whose)]
+    state.quarantined.intersection_update(gpu for q in state.quarantines for gpu in q.gpus)
 
 
 _FOLDS: dict[type, Callable[..., None]] = {

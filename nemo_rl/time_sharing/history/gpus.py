@@ -15,6 +15,9 @@ from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.types import ACTOR_INFER, ClusterSpec, Phase
 from nemo_rl.utils.record import Entry
 
+_Quarantine = tuple[tuple[int, ...], str, int, int]
+"""GPUs, and the pipeline, incarnation and rank whose processes are to be ended."""
+
 
 class GpuChecks:
     """Watches leases, memory and quarantine."""
@@ -28,7 +31,7 @@ class GpuChecks:
         self._clusters: dict[str, dict[str, ClusterSpec]] = {}
         self._leases: dict[int, str] = {}
         self._memory: dict[int, str] = {}
-        self._quarantined: set[int] = set()
+        self._quarantined: dict[int, set[_Quarantine]] = {}
         self._epochs: dict[str, int] = {}
         self._newest_epoch = 0
 
@@ -50,7 +53,7 @@ class GpuChecks:
 
     def tail_lost(self, entry: Entry) -> None:
         self._gap = True
-        self._unsure = self._leases.keys() | self._quarantined
+        self._unsure = self._leases.keys() | self._quarantined.keys()
         self._newest_epoch = 0
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
@@ -99,7 +102,7 @@ class GpuChecks:
         for gpu in gpus:
             if gpu in self._unsure:
                 self._unsure.remove(gpu)
-                self._quarantined.discard(gpu)
+                self._quarantined.pop(gpu, None)
             elif gpu in self._leases:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while {self._leases[gpu]} holds it")
             if gpu in self._quarantined:
@@ -148,12 +151,16 @@ class GpuChecks:
                 self._bad(10, f"{name} is unregistered while {holder} occupies memory of GPU {gpu}")
 
     def _quarantine(self, entry: Entry, event: ev.GpusQuarantined) -> None:
-        self._quarantined.update(event.gpus)
+        for gpu in event.gpus:
+            self._quarantined.setdefault(gpu, set()).add((event.gpus, event.pipeline, event.incarnation, event.rank))
 
     def _cleared(self, entry: Entry, event: ev.GpusCleared) -> None:
+        over = (event.gpus, event.pipeline, event.incarnation, event.rank)
         for gpu in event.gpus:
-            self._quarantined.discard(gpu)
-            if gpu in self._memory:
+            left = {q for q in self._quarantined.pop(gpu, ()) if q != over and (event.pipeline or q[0] != event.gpus)}
+            if left:
+                self._quarantined[gpu] = left
+            elif gpu in self._memory:
                 self._bad(10, f"GPU {gpu} leaves quarantine while {self._memory[gpu]} occupies its memory")
 
     def _taken(self, entry: Entry, event: ev.MemoryTaken) -> None:
@@ -166,8 +173,13 @@ class GpuChecks:
             self._memory[gpu] = holder
 
     def _freed(self, entry: Entry, event: ev.MemoryFreed) -> None:
-        holder = f"{entry.source.partition('/')[0]}/{event.what}"
+        name = entry.source.partition("/")[0]
+        holder = f"{name}/{event.what}"
         for gpu in event.gpus:
+            if event.what == ev.EVERYTHING and entry.source.endswith("/reaper"):
+                if self._memory.get(gpu, "").startswith(f"{name}/"):
+                    del self._memory[gpu]
+                continue
             # A reaper makes sure of everything that the books give a dead pipeline, whether it had come to use it or not.
             if self._memory.get(gpu) != holder and not (entry.source.endswith("/reaper") and gpu not in self._memory):
                 self._bad(10, f"{holder} frees memory of GPU {gpu}, which {self._memory.get(gpu, 'nobody')} occupies")

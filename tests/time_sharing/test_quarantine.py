@@ -1,0 +1,102 @@
+"""GPUs whose processes cannot be ended: kept from everybody until each quarantine is over, and no reason to end more than what is stuck."""
+
+from __future__ import annotations
+
+from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.state import SchedulerState
+from nemo_rl.time_sharing.types import ACTOR_INFER, Demand, Limits, Phase, Verb
+from nemo_rl.utils.record import Entry
+from tests.time_sharing.bench import Bench
+from tests.time_sharing.test_checker_judges import LIMITS, broken, record, registered
+
+STUCK_RANK = ev.GpusQuarantined((0,), "a", 0, 0, 9.0, "x")
+CONTESTED = ev.GpusQuarantined((0, 1), "a", 0, -1, 9.0, "x")
+OTHERS = ev.GpusQuarantined((0,), "b", 0, -1, 9.0, "x")
+
+
+def state_after(*events: object) -> SchedulerState:
+    state = SchedulerState()
+    for event in (ev.PoolOpened(1, 2, LIMITS), *events):
+        state.apply(event, 1.0)
+    return state
+
+
+def test_a_gpu_comes_back_when_the_last_of_its_quarantines_is_over() -> None:
+    state = state_after(STUCK_RANK, CONTESTED, ev.GpusCleared((0, 1), "a", 0, -1))
+    assert state.quarantined == {0} and [q.gpus for q in state.quarantines] == [(0,)]
+    assert state_after(STUCK_RANK, CONTESTED, ev.GpusCleared((0, 1), "a", 0, -1), ev.GpusCleared((0,), "a", 0, 0)).quarantined == set()
+    state = state_after(STUCK_RANK, OTHERS, ev.GpusCleared((0,), "b", 0, -1))
+    assert [q.pipeline for q in state.quarantines] == ["a"], "the processes of both are to be ended"
+
+
+def test_a_log_from_before_quarantines_had_owners_reads_as_it_did() -> None:
+    assert state_after(STUCK_RANK, OTHERS, ev.GpusCleared((0,))).quarantines == []
+
+
+def stuck_rank() -> Bench:
+    """One pipeline with two ranks, one of which can neither be sent to sleep nor ended."""
+    bench = Bench(2)
+    bench.state.limits = Limits(lease_s=1e6, reap_s=5.0, quarantine_s=50.0, plan_interval_s=0.0)
+    bench.register("a", [0], [0, 1])
+    bench.status("a", demand=Demand(100, 0, 1, 1))
+    bench.settle(5.0)
+    assert bench.phases("a") == {0: "active", 1: "active"}
+    bench.failing |= {("a", Verb.DRAIN), ("a", Verb.REAP)}
+    bench.status("a", demand=Demand(100, 0, 1, 1), awake=awake(bench), serving=(0, 1), broken=(1,))
+    bench.settle(2.0)
+    assert bench.state.quarantined == {1} and bench.phases("a") == {0: "active"}
+    return bench
+
+
+def awake(bench: Bench) -> tuple[tuple[int, int], ...]:
+    return tuple((rank, lease.epoch) for rank, lease in sorted(bench.state.pipelines["a"].awake.items()))
+
+
+def test_a_rank_that_cannot_be_ended_costs_its_pipeline_nothing_more_when_the_scheduler_is_restarted() -> None:
+    bench = stuck_rank()
+    (epoch,) = {entry.event.epoch for entry in bench.record.entries if isinstance(entry.event, ev.RankMoved) and entry.event.rank == 1}
+    again = Bench(2)
+    again.now = bench.now
+    again.scheduler.recover(bench.record.entries, bench.now)
+    again.failing = bench.failing
+    again.settle()
+    # Its agent cannot know better than that the rank is awake.
+    again.status("a", demand=Demand(100, 0, 1, 1), awake=(*awake(again), (1, epoch)), serving=(0,))
+    again.settle(2.0)
+    assert not again.state.recovering and not again.state.pipelines["a"].fenced
+    assert again.state.quarantined == {1} and again.phases("a") == {0: "active"}
+    again.failing.clear()
+    again.settle(120.0)
+    assert not again.state.quarantined and again.phases("a") == {0: "active", 1: "active"}
+
+
+def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
+    bench = stuck_rank()
+    bench.failing.clear()
+    bench.scheduler.unregister("a", bench.now)
+    bench.settle(1.0)
+    assert "a" not in bench.state.pipelines and not bench.state.quarantined
+
+
+# What the checker says of it.
+
+
+def judged(*events: object) -> set[int]:
+    wakes = [ev.RankMoved("a", 0, Phase.WAKING, 1), ev.RankMoved("a", 0, Phase.FAILED, 1)]
+    taken = [(1.0, ev.MemoryTaken("rank 0", (0,)), "a/driver")]
+    lines = [(2.0, event, "a/reaper" if isinstance(event, ev.MemoryFreed) else "scheduler") for event in events]
+    others = registered("b", infer=(0,))
+    entries: list[Entry] = record((0.5, registered("a")), (0.6, others), (1.0, wakes[0]), *taken, (1.5, wakes[1]), *lines)
+    return broken(check(entries, ended=False))
+
+
+def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
+    freed, asleep = ev.MemoryFreed(ev.EVERYTHING, (0,)), ev.RankMoved("a", 0, Phase.ASLEEP, 1)
+    first, second = ev.GpusCleared((0, 1), "a", 0, -1), ev.GpusCleared((0,), "a", 0, 0)
+    given_on = [ev.Claimed(1, "b", ACTOR_INFER, 0, -1, (0,)), ev.RankMoved("b", 0, Phase.WAKING, 2)]
+    kept = (STUCK_RANK, asleep, CONTESTED)
+    assert judged(*kept, freed, first, second, *given_on) == set()
+    assert judged(*kept, freed, first, *given_on) == {1}, "the second quarantine is not over"
+    assert judged(*kept, first, second) == {10}, "the memory is still occupied"
+    assert judged(*kept, first) == set()
