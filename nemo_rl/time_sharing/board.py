@@ -6,6 +6,7 @@ It starts from a snapshot and records each decision, so that later decisions of 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class Board:
         self.claimed = snapshot.claimed
         self.quarantined = snapshot.quarantined
         self.reserved: dict[int, list[Reservation]] = {}
+        self.passings: Counter[str] = Counter()
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
         self.initialising: set[str] = set()
@@ -121,6 +123,11 @@ class Board:
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
         for gpu in gpus:
             self.reserved.setdefault(gpu, []).append(reservation)
+
+    def may_be_passed(self, reservation: Reservation) -> bool:
+        """Whether a later request may yet be let past, counting those that this plan has let past already; a hungry pipeline never."""
+        queued = reservation.queued
+        return queued is not None and queued.passed + self.passings[reservation.label] < self.limits.max_backfills
 
     def estimate(self, pipeline: PipelineState, priority: Priority) -> float | None:
         """How long this pipeline's holds of this kind have lasted, seconds; None before the first has ended."""

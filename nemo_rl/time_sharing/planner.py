@@ -134,6 +134,7 @@ def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState,
     for name, rank in sorted(found.victims):
         board.shrink(result, name, rank, ("for_grant", board.ranks_of(name)[rank], item.cluster, item.name))
     board.claim_fixed(item.name, gpus)
+    board.passings.update(found.passed.keys())
     why: Reason = ("evicts", _names(found.victims)) if found.victims else ("free",)
     if found.passed:
         why = ("backfill", board.now + (board.estimate(pipeline, want.priority) or 0.0))
@@ -151,10 +152,10 @@ def _obstacles(board: Board, name: str, pipeline: PipelineState, gpus: tuple[int
             if reservation.name == name or board.holds.waits_for(reservation.waiter, name):
                 continue
             board.holds.wait_for(name, reservation.waiter)
-            if reservation.queued is None or reservation.queued.passed >= board.limits.max_backfills:
-                found.block(("reserved", gpu, reservation.label), reservation.free_at)
-            else:
+            if board.may_be_passed(reservation):
                 found.passed[reservation.label] = reservation.free_at
+            else:
+                found.block(("reserved", gpu, reservation.label), reservation.free_at)
         if kind in (FREE, FREEING):
             continue
         lease = board.owner[gpu]

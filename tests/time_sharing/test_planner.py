@@ -93,6 +93,21 @@ def test_a_request_is_let_past_only_so_often() -> None:
     assert fleet.plan(100.0).grants == []
 
 
+def test_requests_that_are_let_past_in_one_plan_count_together() -> None:
+    fleet = Fleet(5)
+    fleet.add("wide", [0, 1, 2, 3], [0, 1, 2, 3, 4])
+    fleet.add("holder", [3], [0, 1, 2, 3, 4])
+    fleet.hold("holder", at=95.0)
+    fleet.state.pipelines["holder"].hold_estimates[Priority.ACTOR_TRAINING] = 60.0
+    fleet.want("wide", Priority.INITIALIZATION, at=10.0)
+    for number, name in enumerate(("first", "second", "third")):
+        fleet.add(name, [number], [0, 1, 2, 3, 4])
+        fleet.state.pipelines[name].hold_estimates[Priority.ACTOR_TRAINING] = 5.0
+        fleet.want(name, at=11.0 + number)
+    fleet.state.pipelines["wide"].wants[ACTOR_TRAIN].passed = fleet.state.limits.max_backfills - 2
+    assert [(g.pipeline, g.passed) for g in fleet.plan(100.0).grants] == [("first", ("wide#1",)), ("second", ("wide#1",))]
+
+
 def test_old_requests_of_low_priority_come_before_young_ones_of_high_priority() -> None:
     fleet = Fleet(2, aging_s=60.0)
     fleet.add("old", [0], [0, 1])
