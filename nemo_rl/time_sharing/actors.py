@@ -21,11 +21,13 @@ from nemo_rl.time_sharing import log_end
 from nemo_rl.time_sharing.events import EVERYTHING, MemoryFreed, PoolOpened
 from nemo_rl.time_sharing.ray_reaper import actors_in, agent_namespace, end_actors, led_by_rank_actors
 from nemo_rl.time_sharing.runtime import forward
+from nemo_rl.time_sharing.saved_state import StateSaved, saved
 from nemo_rl.time_sharing.scheduler import Scheduler
+from nemo_rl.time_sharing.segments import SEGMENT_LINES, SegmentedLog, newest_segment
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, Topology, register
 from nemo_rl.time_sharing.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
-from nemo_rl.utils.record import Record, RecordWriter
+from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +53,24 @@ def agent_actor_name(incarnation: int) -> str:
 class SchedulerActor:
     """The scheduler behind one lock, with a thread for its timers and one pool for ending processes."""
 
-    def __init__(self, log_dir: str, nodes: int, gpus_per_node: int, limits: Limits | None = None) -> None:
-        path = Path(log_dir) / "scheduler.jsonl"
+    def __init__(self, log_dir: str, nodes: int, gpus_per_node: int, limits: Limits | None = None, segment_lines: int = SEGMENT_LINES) -> None:
+        path, newest = newest_segment(Path(log_dir) / "scheduler.jsonl")
         boot = log_end.this_boot()
         past, complete = log_end.read_log(path, boot)
+        complete = complete and newest
         limits = limits or Limits()
         self._log_dir = log_dir
         now = time.time()
         # In step with the machine's clock, which the agents write their records by: the records are merged by time.
         self._clock = SteadyClock(start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s)
-        self._record = RecordWriter(path, source="scheduler", clock=lambda: self._clock.now, resume=True)
-        log_end.sign(self._record, boot)
+        self._record = SegmentedLog(path, boot, clock=lambda: self._clock.now, segment_lines=segment_lines)
         self._lock = threading.Lock()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
         with self._serving() as core:
             # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
-            if any(isinstance(entry.event, PoolOpened) for entry in past):
+            if any(isinstance(entry.event, (PoolOpened, StateSaved)) for entry in past):
                 core.recover(past, time.time(), complete=complete)
                 for reply in core.hello():
                     self._notify(reply)
@@ -137,7 +139,7 @@ class SchedulerActor:
         self._timer.join(timeout=_STOP_S)
         self._reapers.shutdown(wait=True, cancel_futures=True)
         with self._lock:
-            log_end.close(self._record)
+            self._record.finish()
 
     @contextmanager
     def _serving(self) -> Iterator[Scheduler]:
@@ -153,6 +155,8 @@ class SchedulerActor:
                 with self._lock:
                     if not self._stopped.is_set():
                         pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
+                        if self._record.due:
+                            self._record.begin_segment(saved(self._core.state))
         # Without its timer the scheduler answers but keeps no deadline: Ray starts it anew, and it goes on from its log.
         except BaseException:
             logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
@@ -214,10 +218,11 @@ def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -
     getattr(agent, method).remote(message)
 
 
-def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None) -> Any:
+def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None, *, segment_lines: int = SEGMENT_LINES) -> Any:
     """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until `stop_scheduler`.
 
-    log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with. Returns the actor's handle.
+    log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with. segment_lines: after how many
+    lines the log goes on in a new file, which bounds how long a restart takes (see `segments`). Returns the actor's handle.
     Raises SchedulerInUse when one runs already over another pool or log.
     """
     import ray
@@ -237,7 +242,7 @@ def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = Non
             # Its log is on this node, also for the scheduler that Ray starts after it.
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
-        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits)
+        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits, segment_lines)
     )
     served_dir, served_pool = ray.get(scheduler.serves.remote(), timeout=_START_S)
     if (served_dir, served_pool) != (str(log_dir), pool):

@@ -21,6 +21,7 @@ from nemo_rl.time_sharing.history.check import INVARIANTS, check
 from nemo_rl.time_sharing.report import write_report
 from nemo_rl.time_sharing.scenario import Scenario, ScenarioError, load_scenario
 from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
+from nemo_rl.time_sharing.segments import segments_of
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.soak import run_many
@@ -243,9 +244,10 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
 
 
 def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
-    """The entries of all records given, and whether all of them are whole. Every process of a real run writes a record of its own; a simulation one."""
+    """The entries of all records given, with the later segments of a scheduler's log, and whether all of them are whole."""
     whole = True
-    for log in chosen.log if chosen.recover else ():
+    logs = list(dict.fromkeys(path for log in chosen.log for path in segments_of(log) or [log]))
+    for log in logs if chosen.recover else ():
         try:
             for _ in read_record(log):
                 pass
@@ -254,7 +256,6 @@ def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
                 raise
             whole = False
             print(f"{log}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to there, as a run that did not end", file=sys.stderr)
-    logs: list[Path] = chosen.log
     entries = list(merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover))
     if not entries:
         raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.books import AwakeRank, Claim, HeldCluster, Lease, PendingCommand, PipelineState, Quarantine, QueuedWant
+from nemo_rl.time_sharing.saved_state import StateSaved
 from nemo_rl.time_sharing.topology import Pool, Topology
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Demand, Limits, Phase, PipelineSpec, Want, limits_from
 from nemo_rl.time_sharing.wellformed import demand_problem
@@ -76,6 +78,15 @@ class SchedulerState:
         for gpu in gpus:
             self.owner[gpu] = None
 
+    def add_claim(self, claim: Claim) -> None:
+        for gpu in claim.gpus:
+            if gpu in self.claimed:
+                raise InconsistentLog(f"GPU {gpu} is claimed by {self.claimed[gpu].key} and cannot be claimed by {claim.key}")
+            self.claimed[gpu] = claim
+        self.claims[claim.key] = claim
+        if claim.rank >= 0:
+            self.pipeline(claim.pipeline).claimed_ranks.add(claim.rank)
+
     def drop_claim(self, key: tuple[str, str, int]) -> None:
         claim = self.claims.pop(key, None)
         if claim is None:
@@ -111,6 +122,29 @@ def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None
     state.limits = limits_from(event.limits)
     state.owner = [None] * state.pool.size
     state.trainers = [0] * state.pool.size
+
+
+def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
+    state.__dict__.update(SchedulerState().__dict__)
+    _pool_opened(state, ev.PoolOpened(event.nodes, event.gpus_per_node, event.limits), at)
+    state.time, state.term, state.epoch, state.plan, state.recovering = at, event.term, event.epoch, event.plan, event.recovering
+    state.incarnations = dict(event.incarnations)
+    for kept in event.pipelines:
+        name, pipeline = kept.spec.pipeline, kept.restored()
+        state.pipelines[name] = pipeline
+        for cluster, held in pipeline.held.items():
+            state.take(held.gpus, Lease(name, cluster, -1, held.epoch))
+        for rank, awake in pipeline.awake.items():
+            state.take(pipeline.topology.ranks[rank], Lease(name, ACTOR_INFER, rank, awake.epoch))
+        for gpu in pipeline.topology.training_gpus:
+            state.trainers[gpu] += 1
+    for pipeline in state.pipelines.values():
+        _order_wakes(state, pipeline)
+    for claim in event.claims:
+        state.add_claim(replace(claim))
+    state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
+    state.quarantined = {gpu for quarantine in state.quarantines for gpu in quarantine.gpus}
+    state.commands = {command.command: replace(command) for command in event.commands}
 
 
 def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
@@ -178,15 +212,9 @@ def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float)
 def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
     claim = Claim(event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.floor)
     state.plan = max(state.plan, event.plan)
-    for gpu in event.gpus:
-        if gpu in state.claimed:
-            raise InconsistentLog(f"GPU {gpu} is claimed by {state.claimed[gpu].key} and cannot be claimed by {claim.key}")
-        state.claimed[gpu] = claim
-    state.claims[claim.key] = claim
-    pipeline = state.pipeline(event.pipeline)
+    state.add_claim(claim)
     if claim.rank >= 0:
-        pipeline.claimed_ranks.add(claim.rank)
-        state.note_hunger(pipeline, at)
+        state.note_hunger(state.pipeline(event.pipeline), at)
     for passed in event.passed:
         name, _, request = passed.rpartition("#")
         for queued in state.pipeline(name).wants.values():
@@ -312,6 +340,7 @@ def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
 
 
 _FOLDS: dict[type, Callable[..., None]] = {
+    StateSaved: _state_saved,
     ev.PoolOpened: _pool_opened,
     ev.SchedulerStarted: _started,
     ev.InventoryDone: _inventory_done,

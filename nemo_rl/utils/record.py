@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
-from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, shape_of
+from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, plain, shape_of
 
 logger = logging.getLogger(__name__)
 
 _ENVELOPE = ("crc", "v", "n", "t", "src", "kind")
 _PREFIX_BYTES = len('{"crc":"00000000",')
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=plain).encode
 
 
 class RecordError(Exception):
@@ -130,6 +130,11 @@ class RecordWriter:
         self._file: BinaryIO = self.path.open("ab", buffering=1 << 16)
         self.emit(RecordOpened(source, resumed=existing))
         self.flush()
+
+    @property
+    def lines(self) -> int:
+        """How many lines the file has."""
+        return self._next
 
     def emit(self, event: object) -> None:
         self._write(self.source, self._clock, event)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -41,7 +41,8 @@ class EventShape:
 def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
     """Registers a frozen dataclass as the event `kind`.
 
-    Fields may be str, int, float, bool, enums of those, NamedTuples, `tuple[X, ...]`, `Mapping[str, X]` and `X | None`.
+    Fields may be str, int, float, bool, enums of those, NamedTuples, other dataclasses, `tuple[X, ...]`, `set[X]`, `X | None` and
+    `Mapping[K, X]` with K a str, int or enum.
     Raises EventDefinitionError when the kind is taken by another class or a field cannot be carried.
     """
 
@@ -90,9 +91,12 @@ def _decoder(hint: object, where: str) -> Decoder:
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         element = _decoder(arguments[0], where)
         return lambda value: tuple(element(v) for v in _as(list, value))
+    if origin is set:
+        element = _decoder(arguments[0], where)
+        return lambda value: {element(v) for v in _as(list, value)}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        member = _decoder(arguments[1], where)
-        return lambda value: {str(k): member(v) for k, v in _as(dict, value).items()}
+        key, member = _key_decoder(arguments[0], where), _decoder(arguments[1], where)
+        return lambda value: {key(k): member(v) for k, v in _as(dict, value).items()}
     if isinstance(hint, type):
         return _plain_decoder(hint, where)
     raise EventDefinitionError(f"{where}: type {hint} cannot be written to a run record")
@@ -112,7 +116,36 @@ def _plain_decoder(hint: type, where: str) -> Decoder:
         members = [_decoder(hints[name], f"{where}.{name}") for name in hint._fields]
         build: Callable[..., object] = hint
         return lambda value: build(*(decode(v) for decode, v in zip(members, _as(list, value), strict=True)))
+    if is_dataclass(hint):
+        return _dataclass_decoder(hint, where)
     raise EventDefinitionError(f"{where}: type {hint.__name__} cannot be written to a run record")
+
+
+def _dataclass_decoder(hint: type, where: str) -> Decoder:
+    hints = typing.get_type_hints(hint)
+    members = {member.name: _decoder(hints[member.name], f"{where}.{member.name}") for member in fields(hint)}
+    return lambda value: hint(**{name: members[name](inner) for name, inner in _as(dict, value).items()})
+
+
+def _key_decoder(hint: object, where: str) -> Callable[[str], object]:
+    """JSON writes every key as a text."""
+    if hint is str:
+        return str
+    if hint is int:
+        return int
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        named = {str(member.value): member for member in hint}
+        return lambda key: named[key]
+    raise EventDefinitionError(f"{where}: keys of type {hint} cannot be written to a run record")
+
+
+def plain(value: object) -> object:
+    """What JSON has no form for, in the form in which a line carries it. Raises TypeError for what a line cannot carry."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {member.name: getattr(value, member.name) for member in fields(value)}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} cannot be written to a run record")
 
 
 def _as_int(value: object) -> int:

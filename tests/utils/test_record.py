@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,45 @@ def write(path: Path, events: list[object] = EVENTS) -> list[Entry]:
         for event in events:
             writer.emit(event)
     return list(read_record(path))
+
+
+class Colour(IntEnum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Part:
+    number: int
+    names: set[str]
+
+
+@event_kind("test_nested")
+@dataclass(frozen=True)
+class Nested:
+    parts: tuple[Part, ...]
+    by_number: Mapping[int, Part]
+    by_colour: Mapping[Colour, float]
+
+
+def test_an_event_of_nested_values_comes_back_with_its_types(tmp_path: Path) -> None:
+    part = Part(3, {"b", "a"})
+    event = Nested((part,), {7: part}, {Colour.BLUE: 0.5})
+    (_, entry) = write(tmp_path / "record.jsonl", [event])
+    assert entry.event == event
+    assert [type(key) for key in (*entry.event.by_number, *entry.event.by_colour)] == [int, Colour]
+
+
+def test_values_that_a_line_cannot_carry_are_refused() -> None:
+    @event_kind("test_keys")
+    @dataclass(frozen=True)
+    class Keys:
+        by_pair: Mapping[tuple[int, int], str]
+
+    with pytest.raises(EventDefinitionError, match="keys of type"):
+        encode_entry(Entry(0, 0.0, "p", Keys({})))
+    with pytest.raises(TypeError, match="object cannot be written"):
+        encode_entry(Entry(0, 0.0, "p", RecordOpened(object())))  # type: ignore[arg-type]
 
 
 def test_what_is_written_comes_back_with_its_types(tmp_path: Path) -> None:

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.events import MemoryFreed
+from nemo_rl.time_sharing.saved_state import saved
 from nemo_rl.time_sharing.scenario import Scenario
 from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.loop import Loop, Wire
+from nemo_rl.time_sharing.state import replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Outcome, Phase, Reply, Status, Verb
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, SCHEDULER, Answer, Command, Outcome, Phase, Reply, Status, Verb
 from nemo_rl.time_sharing.validator import Validator, validate
-from nemo_rl.utils.record import Entry, Record
+from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
 
@@ -289,6 +291,9 @@ class World:
     def _restart_scheduler(self) -> None:
         self._clock = SteadyClock(start=max(self._clock.now, self.loop.now), max_step_s=self.limits.max_tick_s)
         past = list(self._log.entries)
+        # Every second time the log has just gone on in a new segment.
+        if len(past) % 2:
+            past = [_saved_state_of(past)]
         self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
         for reply in self._scheduler.hello():
@@ -320,3 +325,8 @@ class World:
     def _strike_clock(self) -> bool:
         self._jump += self.rng.choice(_JUMPS)
         return True
+
+
+def _saved_state_of(past: list[Entry]) -> Entry:
+    """What a segment of the log that begins behind `past` begins with, read back."""
+    return decode_line(encode_entry(Entry(0, past[-1].time, SCHEDULER, saved(replay(past)))), 0)

@@ -1,0 +1,85 @@
+"""How long a scheduler that is started anew takes until it knows its state: from a log in segments, against the same log in one file.
+
+    python benchmarks/scheduler_restart.py [--lines 500000]
+
+The log is what the schedulers of random simulated scenarios with faults write. Both times are of the same code in the same process; the last line is
+the ratio, one file over segments. It grows with the log, since only the newest segment is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl.time_sharing import log_end
+from nemo_rl.time_sharing.saved_state import saved
+from nemo_rl.time_sharing.segments import SEGMENT_LINES, SegmentedLog, newest_segment, segments_of
+from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
+from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.time_sharing.state import SchedulerState, replay
+from nemo_rl.time_sharing.types import SCHEDULER
+from nemo_rl.utils.record import Entry, MemoryRecord
+
+BOOT = "benchmark/1"
+
+
+def history() -> Iterator[Entry]:
+    """What scheduler after scheduler writes, without end."""
+    seed = 0
+    while True:
+        records: list[MemoryRecord] = []
+        World(random_scenario(seed), seed, lambda clock: records.append(MemoryRecord(clock=clock)) or records[-1]).run()
+        yield from (entry for entry in records[0].entries if entry.source == SCHEDULER)
+        seed += 1
+
+
+def write(folder: Path, lines: int, segment_lines: int) -> float:
+    """Writes the log; the longest time that beginning a segment took, seconds."""
+    now, state, longest = 0.0, SchedulerState(), 0.0
+    log = SegmentedLog(folder / "scheduler.jsonl", BOOT, clock=lambda: now, segment_lines=segment_lines)
+    for _, entry in zip(range(lines), history(), strict=False):
+        now = entry.time
+        log.emit(entry.event)
+        state.apply(entry.event, now)
+        if log.due:
+            began = time.perf_counter()
+            log.begin_segment(saved(state))
+            longest = max(longest, time.perf_counter() - began)
+    log.finish()
+    return longest
+
+
+def restart(folder: Path) -> tuple[float, int]:
+    """Seconds until the state is known and the log can be written on, and the lines that were read."""
+    began = time.perf_counter()
+    path, _ = newest_segment(folder / "scheduler.jsonl")
+    past = log_end.read_log(path, BOOT)
+    replay(past.entries)
+    SegmentedLog(path, BOOT, clock=lambda: 0.0).close()
+    return time.perf_counter() - began, len(past.entries)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--lines", type=int, default=500_000, help="events in the log (default: %(default)s)")
+    lines = parser.parse_args().lines
+    logging.disable()
+    seconds: dict[str, float] = {}
+    for name, segment_lines in (("one file", lines * 2), ("segments", SEGMENT_LINES)):
+        with tempfile.TemporaryDirectory() as folder:
+            longest = write(Path(folder), lines, segment_lines)
+            files = segments_of(Path(folder) / "scheduler.jsonl")
+            size = sum(path.stat().st_size for path in files) / 1e6
+            seconds[name], read = restart(Path(folder))
+        print(
+            f"{name:<9} {lines} events, {size:.0f} MB in {len(files)} files; {read} lines read in {seconds[name]:.2f} s; a segment is begun in {longest * 1e3:.0f} ms"
+        )
+    print(f"restart from one file over restart from segments: {seconds['one file'] / seconds['segments']:.1f}")
+
+
+if __name__ == "__main__":
+    main()
