@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.time_sharing import actors
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.state import SchedulerState
-from nemo_rl.time_sharing.types import ACTOR_INFER, Demand, Limits, Phase, Verb
-from nemo_rl.utils.record import Entry
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Limits, Phase, Priority, Status, Verb, Want
+from nemo_rl.utils.record import Entry, RecordWriter, merge_records
 from tests.time_sharing.bench import Bench
 from tests.time_sharing.test_checker_judges import LIMITS, broken, record, registered
 
@@ -100,3 +106,28 @@ def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
     assert judged(*kept, freed, first, *given_on) == {1}, "the second quarantine is not over"
     assert judged(*kept, first, second) == {10}, "the memory is still occupied"
     assert judged(*kept, first) == set()
+
+
+def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipeline_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([False, *[True] * 9])
+    monkeypatch.setattr(actors, "_tell_agent", lambda *_: None)
+    monkeypatch.setattr(actors, "end_actors", lambda *_, **__: next(ends))
+    scheduler = actors.SchedulerActor(str(tmp_path), 1, 2, Limits(quarantine_s=0.2, plan_interval_s=0.0))
+    try:
+        scheduler.register("a", "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}, {})
+        scheduler.status(Status("a", 0, 1, wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),)))
+        with RecordWriter(tmp_path / "a.jsonl", source="a/driver") as agent:
+            agent.emit(ev.MemoryTaken(ACTOR_TRAIN, (0,)))
+        scheduler.unregister("a")
+        deadline = time.monotonic() + 30
+        while not (cleared := "ts_gpus_cleared" in (tmp_path / "scheduler.jsonl").read_text()):
+            assert time.monotonic() < deadline
+            scheduler._record.flush()
+            time.sleep(0.05)
+    finally:
+        scheduler.stop()
+    entries = list(merge_records([tmp_path / "scheduler.jsonl", tmp_path / "a.jsonl"]))
+    assert cleared and any(entry.event == ev.Unregistered("a", 0, "could not be ended") for entry in entries)
+    assert check(entries) == []
+    # Without the daemon's word the checker could not know that they are free.
+    assert {violation.invariant for violation in check([entry for entry in entries if not isinstance(entry.event, ev.MemoryFreed)])} == {10}
