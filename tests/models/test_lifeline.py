@@ -50,3 +50,25 @@ def test_the_engines_own_errors_are_found_in_the_log(tmp_path: object, stream: s
     with open(answer) as file:
         # Both streams share one file here, as nothing else does: each line is found once per stream.
         assert list(dict.fromkeys(file.read().splitlines())) == ["  File model.py, line 3", "RuntimeError: head_dim=16 is not supported"]
+
+
+_ENDING = """
+import gc, sys
+from nemo_rl.models.generation.vllm.lifeline import end_without_last_collection
+end_without_last_collection()
+class Cycle:
+    def __del__(self):
+        print("collected", flush=True)
+gc.disable()
+cycle = Cycle()
+cycle.itself = cycle
+del cycle
+print("up", flush=True)
+raise RuntimeError("the engine failed")
+"""
+
+
+def test_an_engine_ends_without_a_last_collection_and_with_its_error_and_exit_code() -> None:
+    ended = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "up\n")
+    assert ended.stderr.endswith("RuntimeError: the engine failed\n")
