@@ -66,6 +66,7 @@ class StateSaved:
     epoch: int
     plan: int
     recovering: bool
+    unsure: bool
     pipelines: tuple[SavedPipeline, ...]
     incarnations: Mapping[str, int]
     claims: tuple[Claim, ...]
@@ -83,6 +84,7 @@ def saved(state: SchedulerState) -> StateSaved:
         epoch=state.epoch,
         plan=state.plan,
         recovering=state.recovering,
+        unsure=state.unsure,
         pipelines=tuple(SavedPipeline.of(pipeline) for pipeline in state.pipelines.values()),
         incarnations=dict(state.incarnations),
         claims=tuple(copy.copy(claim) for claim in state.claims.values()),

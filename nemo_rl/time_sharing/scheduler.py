@@ -80,10 +80,12 @@ class Scheduler:
 
         complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches the operating system
         before any command leaves; see `log_end`). If it may have lost its end, nothing is granted for one lease either: a pipeline whose registration
-        was lost shows itself by a heartbeat and is ended. Raises InconsistentLog when the log contradicts itself.
+        was lost shows itself by a heartbeat and is ended; so too if the scheduler before went on without the end and died before it had waited.
+        Raises InconsistentLog when the log contradicts itself.
         """
         self.clock.advance(reading)
         self.state.__dict__.update(replay(entries).__dict__)
+        complete = complete and not self.state.unsure
         self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
         self._restart(self.state.term + 1, complete=complete)
         for name in self.state.pipelines:

@@ -39,6 +39,8 @@ class SchedulerState:
         self.epoch = 0
         self.plan = 0
         self.recovering = False
+        # A scheduler went on without the end of its log and has not taken stock since; the next one is no wiser.
+        self.unsure = False
         self.time = 0.0
         self.pipelines: dict[str, PipelineState] = {}
         # Kept for names that are gone, too: what a late reaper or message says of an incarnation must never be taken for another's.
@@ -127,7 +129,8 @@ def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None
 def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
     state.__dict__.update(SchedulerState().__dict__)
     _pool_opened(state, ev.PoolOpened(event.nodes, event.gpus_per_node, event.limits), at)
-    state.time, state.term, state.epoch, state.plan, state.recovering = at, event.term, event.epoch, event.plan, event.recovering
+    state.time, state.term, state.epoch, state.plan = at, event.term, event.epoch, event.plan
+    state.recovering, state.unsure = event.recovering, event.unsure
     state.incarnations = dict(event.incarnations)
     for kept in event.pipelines:
         name, pipeline = kept.spec.pipeline, kept.restored()
@@ -150,10 +153,11 @@ def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
 def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
     state.term = event.term
     state.recovering = event.term > 1
+    state.unsure = state.unsure or not event.complete
 
 
 def _inventory_done(state: SchedulerState, event: ev.InventoryDone, at: float) -> None:
-    state.recovering = False
+    state.recovering = state.unsure = False
 
 
 def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:

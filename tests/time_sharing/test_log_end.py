@@ -144,6 +144,13 @@ def test_a_scheduler_whose_machine_was_lost_waits_a_lease_for_those_its_log_may_
     assert actor.describe()["recovering"], "somebody may hold GPUs that the log does not say"
 
 
+def test_a_scheduler_that_is_killed_while_it_waits_does_not_spare_the_next_one_the_wait(start: Callable[[str], SchedulerActor]) -> None:
+    start("here/1")
+    assert start("here/2").describe()["recovering"]
+    actor = start("here/2")
+    assert actor.describe()["term"] == 3 and actor.describe()["recovering"], "it knows no more than the one before"
+
+
 def test_a_scheduler_that_was_stopped_goes_on_at_once_on_any_boot(start: Callable[[str], SchedulerActor]) -> None:
     first = start("here/1")
     first.register("a", "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]}, {})
