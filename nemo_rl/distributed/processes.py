@@ -8,10 +8,10 @@ from contextlib import suppress
 import psutil
 
 
-def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> bool:
-    """Kills processes and waits; whether all of them are gone within `timeout_s`."""
+def kill_and_wait(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Kills processes and waits; those that are not gone within `timeout_s`."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return not alive
+    return list(alive)

@@ -19,7 +19,7 @@ from typing import Any
 
 from nemo_rl.time_sharing import log_end
 from nemo_rl.time_sharing.events import EVERYTHING, MemoryFreed, PoolOpened
-from nemo_rl.time_sharing.ray_reaper import actors_in, agent_namespace, end_actors, led_by_rank_actors
+from nemo_rl.time_sharing.ray_reaper import Reaper, actors_in, agent_namespace
 from nemo_rl.time_sharing.runtime import forward
 from nemo_rl.time_sharing.saved_state import StateSaved, saved
 from nemo_rl.time_sharing.scheduler import Scheduler
@@ -65,6 +65,8 @@ class SchedulerActor:
         self._clock = SteadyClock(start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s)
         self._record = SegmentedLog(path, boot, clock=lambda: self._clock.now, segment_lines=segment_lines)
         self._lock = threading.Lock()
+        self._reaper = Reaper()
+        self._reaping: set[str] = set()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
@@ -164,7 +166,10 @@ class SchedulerActor:
 
     def _send(self, command: Command) -> None:
         if command.verb is Verb.REAP:
-            self._reapers.submit(self._reap, command)
+            # Sent again while it is under way, it would find less than there is: Ray forgets an actor before its processes are gone.
+            if command.command not in self._reaping:
+                self._reaping.add(command.command)
+                self._reapers.submit(self._reap, command)
         else:
             _tell_agent(command.pipeline, command.incarnation, "command", command)
 
@@ -173,8 +178,12 @@ class SchedulerActor:
 
     def _reap(self, command: Command) -> None:
         """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
-        only_rank = command.rank >= 0 and led_by_rank_actors(command.pipeline, command.incarnation)
-        gone = end_actors(command.pipeline, command.incarnation, command.rank, timeout_s=max(self._core.state.limits.reap_s / 2, 1.0))
+        try:
+            only_rank = command.rank >= 0 and self._reaper.ends_single_ranks(command.pipeline, command.incarnation)
+            timeout_s = max(self._core.state.limits.reap_s / 2, 1.0)
+            gone = self._reaper.end(command.pipeline, command.incarnation, command.rank, timeout_s=timeout_s)
+        finally:
+            self._reaping.discard(command.command)
         if gone and only_rank:
             _tell_agent(command.pipeline, command.incarnation, "rank_ended", command.rank)
         with self._lock:

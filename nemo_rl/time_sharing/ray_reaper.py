@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -31,36 +32,62 @@ def rank_actor_name(rank: int, incarnation: int) -> str:
     return f"rank_{rank}.{incarnation}"
 
 
-def led_by_rank_actors(pipeline: str, incarnation: int) -> bool:
-    """Whether the engines of a pipeline are actors of their own, so that one rank can be ended without the others."""
-    return any(name.startswith("rank_") and name.endswith(f".{incarnation}") for name in actors_in(agent_namespace(pipeline)))
+class Left(NamedTuple):
+    """A process that was to be killed and is not known to be gone. `started`: seconds since the epoch, 0 if unknown; its number may be another's later."""
+
+    node: str
+    pid: int
+    started: float
 
 
-def end_actors(pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
-    """Ends the named actors of one incarnation, or the one that leads a rank; returns whether all their processes are gone within timeout_s.
+class Reaper:
+    """Ends the processes of pipelines, and remembers those that were not gone: Ray has forgotten them when it is tried again.
 
-    A pipeline without rank actors runs its engines in its own processes: nothing less than ending all of them frees a rank's memory.
+    A scheduler that is started anew remembers none: what it has not seen itself is what Ray still knows.
     """
-    import ray
 
-    namespace, deadline = agent_namespace(pipeline), time.monotonic() + timeout_s
-    wanted = {name for name in actors_in(namespace) if name.endswith(f".{incarnation}")}
-    if rank >= 0 and led_by_rank_actors(pipeline, incarnation):
-        wanted &= {rank_actor_name(rank, incarnation)}
-    handles = []
-    for name in wanted:
-        try:
-            handles.append(ray.get_actor(name, namespace=namespace))
-        except ValueError:
-            continue
-    gone = _end_on_their_nodes([handle._actor_id.hex() for handle in handles], timeout_s)
-    for handle in handles:
-        ray.kill(handle, no_restart=True)
-    while wanted & actors_in(namespace):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return gone
+    def __init__(self) -> None:
+        self._left: dict[tuple[str, int, int], set[Left]] = {}
+        self._led_by_ranks: set[tuple[str, int]] = set()
+
+    def ends_single_ranks(self, pipeline: str, incarnation: int) -> bool:
+        """Whether the engines of a pipeline are, or were, actors of their own, so that one rank can be ended without the others."""
+        if any(name.startswith("rank_") and name.endswith(f".{incarnation}") for name in actors_in(agent_namespace(pipeline))):
+            self._led_by_ranks.add((pipeline, incarnation))
+        return (pipeline, incarnation) in self._led_by_ranks
+
+    def end(self, pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
+        """Ends the named actors of one incarnation, or the one that leads a rank; returns whether all their processes are gone within timeout_s.
+
+        A pipeline without rank actors runs its engines in its own processes: nothing less than ending all of them frees a rank's memory.
+        """
+        import ray
+
+        namespace, deadline = agent_namespace(pipeline), time.monotonic() + timeout_s
+        wanted = {name for name in actors_in(namespace) if name.endswith(f".{incarnation}")}
+        earlier = [key for key in list(self._left) if key[:2] == (pipeline, incarnation)]
+        if rank >= 0 and self.ends_single_ranks(pipeline, incarnation):
+            wanted &= {rank_actor_name(rank, incarnation)}
+            earlier = [key for key in earlier if key[2] == rank]
+        handles = []
+        for name in wanted:
+            try:
+                handles.append(ray.get_actor(name, namespace=namespace))
+            except ValueError:
+                continue
+        to_end = {left for key in earlier for left in self._left[key]} | _processes_of([handle._actor_id.hex() for handle in handles])
+        left = _end_on_their_nodes(to_end, timeout_s)
+        for key in earlier:
+            self._left.pop(key, None)
+        if left:
+            self._left[pipeline, incarnation, rank] = left
+        for handle in handles:
+            ray.kill(handle, no_restart=True)
+        while wanted & actors_in(namespace):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return not left
 
 
 def actors_in(namespace: str) -> set[str]:
@@ -70,42 +97,57 @@ def actors_in(namespace: str) -> set[str]:
     return {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
 
 
-def _end_on_their_nodes(actor_ids: Sequence[str], timeout_s: float) -> bool:
-    import ray
+def _processes_of(actor_ids: Sequence[str]) -> set[Left]:
     from ray._private.state import actors
+
+    entries: list[dict[str, Any]] = [actors(actor_id) for actor_id in actor_ids]
+    return {Left(entry["Address"]["NodeID"], entry["Pid"], 0.0) for entry in entries if entry and entry["Pid"] and entry["State"] != "DEAD"}
+
+
+def _end_on_their_nodes(processes: Set[Left], timeout_s: float) -> set[Left]:
+    """Ends processes where they are; those that are not known to be gone."""
+    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    by_node: dict[str, list[int]] = {}
-    for actor_id in actor_ids:
-        entry: dict[str, Any] = actors(actor_id)
-        if entry and entry["Pid"] and entry["State"] != "DEAD":
-            by_node.setdefault(entry["Address"]["NodeID"], []).append(entry["Pid"])
+    if not processes:
+        return set()
+    # A node that is gone has taken its processes along.
+    nodes = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
+    by_node = {node: [(left.pid, left.started) for left in processes if left.node == node] for node in nodes & {left.node for left in processes}}
     here = ray.get_runtime_context().get_node_id()
-    elsewhere = [
-        ray.remote(end_processes)
+    elsewhere = {
+        node: ray.remote(end_processes)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(pids, timeout_s)
-        for node, pids in by_node.items()
+        .remote(numbers, timeout_s)
+        for node, numbers in by_node.items()
         if node != here
-    ]
-    gone = end_processes(by_node.get(here, []), timeout_s)
-    try:
-        return all([gone, *ray.get(elsewhere, timeout=timeout_s)])
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        # A node that cannot be asked cannot show that its memory is free.
-        logger.warning("event=processes_not_ended nodes=%s error=%r", sorted(by_node), error)
-        return False
-
-
-def end_processes(pids: Sequence[int], timeout_s: float) -> bool:
-    """Kills Ray workers of this node by their process numbers, with all their children, and waits; returns whether all of them are gone."""
-    family: list[psutil.Process] = []
-    for pid in pids:
+    }
+    left = {Left(here, *number) for number in end_processes(by_node.get(here, []), timeout_s)}
+    for node, answer in elsewhere.items():
         try:
+            left |= {Left(node, *number) for number in ray.get(answer, timeout=timeout_s)}
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            # A node that cannot be asked cannot show that its memory is free.
+            logger.warning("event=processes_not_ended node=%s error=%r", node, error)
+            left |= {Left(node, *number) for number in by_node[node]}
+    return left
+
+
+def end_processes(numbers: Sequence[tuple[int, float]], timeout_s: float) -> list[tuple[int, float]]:
+    """Kills processes of this node with all their children, and waits; returns those that are not gone.
+
+    numbers: (process number, when it was started), 0 for a Ray worker of which that is not known.
+    """
+    family: list[psutil.Process] = []
+    for pid, started in numbers:
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            # A number may have been given to another process since Ray noted it.
-            if pid != os.getpid() and " ".join(process.cmdline()).startswith(_TITLE):
+            # A number may have been given to another process since it was noted.
+            same = process.create_time() == started if started else " ".join(process.cmdline()).startswith(_TITLE)
+            if pid != os.getpid() and same:
                 family += [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
-    return kill_and_wait(family, timeout_s)
+    left = []
+    for process in kill_and_wait(family, timeout_s):
+        with suppress(psutil.NoSuchProcess):
+            left.append((process.pid, process.create_time()))
+    return left

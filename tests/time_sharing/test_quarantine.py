@@ -111,7 +111,8 @@ def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
 def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipeline_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([False, *[True] * 9])
     monkeypatch.setattr(actors, "_tell_agent", lambda *_: None)
-    monkeypatch.setattr(actors, "end_actors", lambda *_, **__: next(ends))
+    monkeypatch.setattr(actors.Reaper, "ends_single_ranks", lambda *_: False)
+    monkeypatch.setattr(actors.Reaper, "end", lambda *_, **__: next(ends))
     scheduler = actors.SchedulerActor(str(tmp_path), 1, 2, Limits(quarantine_s=0.2, plan_interval_s=0.0))
     try:
         scheduler.register("a", "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}, {})

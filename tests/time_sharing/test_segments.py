@@ -161,7 +161,8 @@ def test_a_later_segment_alone_is_refused(folder: Path, capsys: pytest.CaptureFi
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts schedulers over one folder; the ones before are killed, not stopped."""
     monkeypatch.setattr(actors, "_tell_agent", lambda *_: None)
-    monkeypatch.setattr(actors, "end_actors", lambda *_, **__: True)
+    monkeypatch.setattr(actors.Reaper, "ends_single_ranks", lambda *_: False)
+    monkeypatch.setattr(actors.Reaper, "end", lambda *_, **__: True)
     made: list[SchedulerActor] = []
 
     def start() -> SchedulerActor:
