@@ -63,7 +63,8 @@ class SchedulerActor:
         now = time.time()
         # In step with the machine's clock, which the agents write their records by: the records are merged by time.
         self._clock = SteadyClock(start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s)
-        self._record = SegmentedLog(path, boot, clock=lambda: self._clock.now, segment_lines=segment_lines)
+        # Signed as whole only when it says that it is not: a scheduler that is killed before would be followed by one that believes the signature.
+        self._record = SegmentedLog(path, boot if complete else "", clock=lambda: self._clock.now, segment_lines=segment_lines)
         self._lock = threading.Lock()
         self._reaper = Reaper()
         self._reaping: set[str] = set()
@@ -78,6 +79,8 @@ class SchedulerActor:
                     self._notify(reply)
             else:
                 core.open(Pool(nodes, gpus_per_node), limits, time.time(), complete=complete)
+        if not complete:
+            self._record.sign(boot)
         self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
         self._timer.start()
 

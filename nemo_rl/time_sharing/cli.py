@@ -17,11 +17,11 @@ from pathlib import Path
 
 from nemo_rl.time_sharing import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.comparison import LEGEND, Simulated
-from nemo_rl.time_sharing.history.check import INVARIANTS, check
+from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.report import write_report
 from nemo_rl.time_sharing.scenario import Scenario, ScenarioError, load_scenario
 from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
-from nemo_rl.time_sharing.segments import segments_of
+from nemo_rl.time_sharing.segments import missing_segment, segments_of
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.soak import run_many
@@ -245,21 +245,40 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
 
 def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
     """The entries of all records given, with the later segments of a scheduler's log, and whether all of them are whole."""
-    whole = True
-    logs = list(dict.fromkeys(path for log in chosen.log for path in segments_of(log) or [log]))
-    for log in logs if chosen.recover else ():
-        try:
-            for _ in read_record(log):
-                pass
-        except RecordDamaged as damage:
-            if not damage.intact:
-                raise
-            whole = False
-            print(f"{log}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to there, as a run that did not end", file=sys.stderr)
+    given = [_segments(log) for log in chosen.log]
+    damaged = [_first_damaged(segments) if chosen.recover else None for segments in given]
+    whole = all(damage is None for damage in damaged)
+    # What comes behind damage would be read without what it rests on.
+    kept = (segments if damage is None else segments[: segments.index(damage) + 1] for segments, damage in zip(given, damaged, strict=True))
+    logs = list(dict.fromkeys(path for segments in kept for path in segments))
     entries = list(merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover))
     if not entries:
         raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")
     return entries, whole
+
+
+def _segments(log: Path) -> list[Path]:
+    """The record and, if it is the first segment of a scheduler's log, those after it. Raises UsageError where one between them is missing."""
+    segments = segments_of(log) or [log]
+    missing = missing_segment(segments)
+    if missing is not None:
+        raise UsageError(f"{missing}: is missing, and segments behind it are there ({segments[-1].name}); give those that are whole, each by its name")
+    return segments
+
+
+def _first_damaged(segments: Sequence[Path]) -> Path | None:
+    """The first of them that is not whole; says how far it is read. Raises RecordDamaged where nothing of it can be."""
+    for path in segments:
+        try:
+            for _ in read_record(path):
+                pass
+        except RecordDamaged as damage:
+            if not damage.intact:
+                raise
+            left_out = ", without the segments after it" if path != segments[-1] else ""
+            print(f"{path}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to there{left_out}, as a run that did not end", file=sys.stderr)
+            return path
+    return None
 
 
 def _of_damage(damage: RecordDamaged) -> str:
@@ -282,7 +301,9 @@ def _check(chosen: argparse.Namespace) -> int:
 
 def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
-    count = write_trace(_read(chosen)[0], output)
+    entries = _read(chosen)[0]
+    refuse_nothing(entries)
+    count = write_trace(entries, output)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
     return 0
 
@@ -290,6 +311,7 @@ def _trace(chosen: argparse.Namespace) -> int:
 def _report(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".html")
     entries, whole = _read(chosen)
+    refuse_nothing(entries)
     timeline = build_timeline(entries)
     title = timeline.simulated.scenario if timeline.simulated is not None else chosen.log[0].stem
     write_report(timeline, check(entries, ended=whole), output, title=title)

@@ -101,7 +101,7 @@ class Executor:
         """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do `contested` ones that it occupies though
         the books have given them to others."""
         pipeline = self._state.pipelines[name]
-        for pending in [c for c in self._state.commands.values() if c.pipeline == name]:
+        for pending in [c for c in self._state.commands.values() if (c.pipeline, c.incarnation) == (name, pipeline.incarnation)]:
             self._end(pending, "fenced")
         for claim in [c for c in self._state.claims.values() if c.pipeline == name]:
             self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "fenced"))
@@ -135,7 +135,7 @@ class Executor:
         # The log may end between a phase and the command that belongs to it.
         for name, pipeline in self._state.pipelines.items():
             if pipeline.fenced:
-                if not any(c.pipeline == name for c in self._state.commands.values()):
+                if not any((c.pipeline, c.incarnation) == (name, pipeline.incarnation) for c in self._state.commands.values()):
                     self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
                 continue
             for rank, awake in list(pipeline.awake.items()):
@@ -215,13 +215,16 @@ class Executor:
                 self.settle_claims_on(quarantined.gpus)
             else:
                 self._quarantine(quarantined.gpus, pending)
-        if pipeline is None or pipeline.incarnation != pending.incarnation or (quarantines and not (pipeline.fenced and pending.rank < 0)):
+        if pipeline is None or pipeline.incarnation != pending.incarnation:
             return
         if pending.rank >= 0:
-            gpus = pipeline.topology.ranks[pending.rank]
-            if not done:
-                self._quarantine(gpus, pending)
-            self._asleep(pipeline, pending.rank, pending.epoch)
+            failed = pipeline.awake.get(pending.rank)
+            if failed is not None and failed.phase is Phase.FAILED:
+                if not done and not quarantines:
+                    self._quarantine(pipeline.topology.ranks[pending.rank], pending)
+                self._asleep(pipeline, pending.rank, failed.epoch)
+            return
+        if not pipeline.fenced:
             return
         gpus = tuple(sorted({g for held in pipeline.held.values() for g in held.gpus} | {g for r in pipeline.awake for g in pipeline.topology.ranks[r]}))
         if not done and gpus:

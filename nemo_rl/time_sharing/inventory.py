@@ -48,7 +48,7 @@ def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
     said = {gpu for held in status.holds if held.cluster in topology.clusters for gpu in topology.clusters[held.cluster].gpus}
     said |= {gpu for rank, _ in status.awake if 0 <= rank < len(topology.ranks) for gpu in topology.ranks[rank]}
     booked = {gpu for gpu in said if (lease := state.owner[gpu]) is not None and lease.pipeline == status.pipeline}
-    return tuple(sorted(said - booked - {gpu for q in state.quarantines if q.pipeline == status.pipeline for gpu in q.gpus}))
+    return tuple(sorted(said - booked))
 
 
 def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:

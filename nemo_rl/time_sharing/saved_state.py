@@ -66,12 +66,12 @@ class StateSaved:
     epoch: int
     plan: int
     recovering: bool
-    unsure: bool
     pipelines: tuple[SavedPipeline, ...]
     incarnations: Mapping[str, int]
     claims: tuple[Claim, ...]
     quarantines: tuple[Quarantine, ...]
     commands: tuple[PendingCommand, ...]
+    unsure: bool = False
 
 
 def saved(state: SchedulerState) -> StateSaved:

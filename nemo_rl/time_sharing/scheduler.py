@@ -27,6 +27,8 @@ from nemo_rl.utils.record import Entry, Record
 logger = logging.getLogger(__name__)
 
 PlanRule = Callable[[Snapshot, float], Plan]
+_LOST_TERMS = 1000
+"""Room for the schedulers of which a log that has lost its end says nothing: agents would take a command of the same term and number for one they know."""
 _REPLAN = frozenset({ev.Requested, ev.RequestDropped, ev.Released, ev.ClaimDropped, ev.Leaving, ev.Fenced, ev.Unregistered, ev.GpusCleared, ev.InventoryDone})
 
 
@@ -72,7 +74,7 @@ class Scheduler:
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
         if not complete:
             self._grace_until = self.clock.now + limits.lease_s
-        self._restart(1 if complete else 2, complete=complete)
+        self._restart(1 if complete else _LOST_TERMS, complete=complete)
         self._flush()
 
     def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:
@@ -87,7 +89,7 @@ class Scheduler:
         self.state.__dict__.update(replay(entries).__dict__)
         complete = complete and not self.state.unsure
         self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
-        self._restart(self.state.term + 1, complete=complete)
+        self._restart(self.state.term + (1 if complete else _LOST_TERMS), complete=complete)
         for name in self.state.pipelines:
             self._seen[name] = self.clock.now
         self._executor.resume()
@@ -184,7 +186,9 @@ class Scheduler:
         """
         self._advance(reading)
         pipeline = self.state.pipelines.get(status.pipeline) if isinstance(status.pipeline, str) else None
-        if pipeline is None and self.state.recovering and not status_problem(status) and (status.holds or status.awake):
+        occupies = self.state.recovering and not status_problem(status) and (status.holds or status.awake)
+        if occupies and (pipeline is None or pipeline.incarnation < status.incarnation):
+            # Its registration, or that of this incarnation, is in what the log has lost.
             self._executor.end_unknown(status.pipeline, status.incarnation)
             self._flush()
         if pipeline is None or pipeline.fenced or pipeline.incarnation != status.incarnation:
@@ -198,7 +202,7 @@ class Scheduler:
         self._seqs[status.pipeline] = status.seq
         self._seen[status.pipeline] = self.clock.now
         if status.term > self.state.term:
-            self._restart(status.term + 1, complete=False)
+            self._restart(status.term + _LOST_TERMS, complete=False)
         if status.pipeline not in self._inventoried:
             # An inventory from before the last answer would undo what that answer has told.
             if status.term < self.state.term or status.seq <= self._answered.get(status.pipeline, -1):
@@ -292,7 +296,8 @@ class Scheduler:
     def _finish_inventory(self) -> None:
         if not self.state.recovering:
             return
-        unknown = any(command.pipeline not in self.state.pipelines for command in self.state.commands.values())
+        known = {name: pipeline.incarnation for name, pipeline in self.state.pipelines.items()}
+        unknown = any(command.incarnation > known.get(command.pipeline, -1) for command in self.state.commands.values())
         if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
             self._emit(ev.InventoryDone(self.state.term))
             self._executor.settle_claims()

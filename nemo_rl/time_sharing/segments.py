@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from nemo_rl.time_sharing import log_end
@@ -25,6 +25,8 @@ SEGMENT_LINES = 50_000
 """About ten megabytes, read in two seconds."""
 
 _NUMBERED = re.compile(r"\.(\d{6})$")
+_DAMAGED = ".damaged"
+_SHORTEST = 16
 _BEGINNING_LINES = 3  # the file's opening, its writer's signature, the state
 
 
@@ -34,21 +36,39 @@ def segments_of(first: Path) -> list[Path]:
     return [*([first] if first.exists() else []), *sorted(later, key=_number)]
 
 
+def missing_segment(segments: Sequence[Path]) -> Path | None:
+    """The first that is missing between the segments of a log, and was not set aside; None if none is, whatever is missing before them."""
+    for before, after in pairwise(segments):
+        for number in range(_number(before) + 1, _number(after)):
+            path = _numbered(_first_of(after), number)
+            if not path.with_name(path.name + _DAMAGED).exists():
+                return path
+    return None
+
+
 def newest_segment(first: Path) -> tuple[Path, bool]:
     """The segment to go on with, and whether that is the newest. One whose beginning is damaged is set aside, as `*.damaged`, for the one before it."""
-    newest = True
     for path in reversed(segments_of(first)):
         if path == first or any(isinstance(entry.event, StateSaved) for entry in islice(read_record(path, recover=True), _BEGINNING_LINES)):
-            return path, newest
+            return path, _number(path) >= _newest_damaged(first)
         logger.error("event=segment_damaged path=%s", path)
-        path.rename(path.with_name(f"{path.name}.damaged"))
-        newest = False
-    return first, newest
+        path.rename(path.with_name(path.name + _DAMAGED))
+    return first, _newest_damaged(first) == 0
+
+
+def _newest_damaged(first: Path) -> int:
+    """The number of the newest segment that was set aside; 0 if there is none."""
+    aside = [path.with_name(path.name.removesuffix(_DAMAGED)) for path in first.parent.glob(f"*{first.suffix}{_DAMAGED}")]
+    return max((_number(path) for path in aside if _first_of(path) == first), default=0)
 
 
 def _number(path: Path) -> int:
     numbered = _NUMBERED.search(path.stem)
     return int(numbered[1]) if numbered else 0
+
+
+def _numbered(first: Path, number: int) -> Path:
+    return first.with_name(f"{first.stem}.{number:06d}{first.suffix}")
 
 
 def _first_of(path: Path) -> Path:
@@ -58,12 +78,17 @@ def _first_of(path: Path) -> Path:
 class SegmentedLog:
     """The scheduler's record (see `utils.record.Record`): goes on with the segment at `path`, signed for `boot`, and begins others when it is told to.
 
-    It is `due` when its segment has `segment_lines` lines; whoever knows the state then calls `begin_segment`, between two events.
+    It is `due` when its segment has `segment_lines` lines, and at once behind one that was set aside; whoever knows the state then calls `begin_segment`,
+    between two events. Raises ValueError for segments of less than 16 lines.
     """
 
     def __init__(self, path: Path, boot: str, *, clock: Callable[[], float], segment_lines: int = SEGMENT_LINES) -> None:
+        if segment_lines < _SHORTEST:
+            raise ValueError(f"segment_lines={segment_lines}: a segment has at least {_SHORTEST} lines, its beginning among them")
         self._boot, self._clock, self._segment_lines = boot, clock, segment_lines
-        self._path, self._due_lines = path, segment_lines
+        aside = _newest_damaged(_first_of(path))
+        self._path, self._number = path, max(_number(path), aside)
+        self._due_lines = 0 if aside > _number(path) else segment_lines
         self._writer = self._open(path)
 
     @property
@@ -80,10 +105,15 @@ class SegmentedLog:
     def flush(self) -> None:
         self._writer.flush()
 
+    def sign(self, boot: str) -> None:
+        """Signs for another boot from here on; see `log_end.sign`."""
+        self._boot = boot
+        log_end.sign(self._writer, boot)
+
     def begin_segment(self, state: StateSaved) -> None:
         """Goes on in a new file that begins with `state`. Where none can be written, goes on in the present one and is due again later."""
         first = _first_of(self._path)
-        path = first.with_name(f"{first.stem}.{_number(self._path) + 1:06d}{first.suffix}")
+        path = _numbered(first, self._number + 1)
         try:
             self._writer.flush(durable=True)
             writer = self._written(path, state)
@@ -93,7 +123,7 @@ class SegmentedLog:
             return
         # From here on a successor goes on with the new segment, so this scheduler must too.
         self._writer, finished = writer, self._writer
-        self._path, self._due_lines = path, self._segment_lines
+        self._path, self._number, self._due_lines = path, self._number + 1, self._segment_lines
         finished.close()
         logger.info("event=segment_begun path=%s", path)
 

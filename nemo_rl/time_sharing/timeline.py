@@ -103,6 +103,10 @@ class _Open:
     kind: str
 
 
+_OutageKey = tuple[tuple[int, ...], str, int, int] | tuple[str, int]
+"""A quarantine (GPUs, pipeline, incarnation, rank), or a rank that cools off (pipeline, rank)."""
+
+
 class _Builder:
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -114,7 +118,7 @@ class _Builder:
         self.holds = 0
         self.plans: dict[tuple[str, str, int], int] = {}
         self.started: set[tuple[str, int]] = set()
-        self.out: dict[tuple[int, ...] | tuple[str, int], Outage] = {}
+        self.out: dict[_OutageKey, Outage] = {}
 
     def gpus_of(self, key: tuple[str, str, int]) -> tuple[int, ...]:
         pipeline, cluster, rank = key
@@ -144,11 +148,11 @@ class _Builder:
         if last:
             self.count(key, time, -len(self.gpus_of(key)))
 
-    def begin_outage(self, key: tuple[int, ...] | tuple[str, int], outage: Outage) -> None:
+    def begin_outage(self, key: _OutageKey, outage: Outage) -> None:
         self.end_outage(key, outage.start)
         self.out[key] = outage
 
-    def end_outage(self, key: tuple[int, ...] | tuple[str, int], time: float) -> None:
+    def end_outage(self, key: _OutageKey, time: float) -> None:
         outage = self.out.pop(key, None)
         if outage is not None and min(time, outage.end) > outage.start:
             self.timeline.outages.append(outage._replace(end=min(time, outage.end)))
@@ -240,9 +244,14 @@ def _take_fault(builder: _Builder, event: object, time: float) -> None:
         case ev.GpusQuarantined():
             label = f"quarantined: {event.reason} ({event.pipeline})"
             timeline.faults.append((time, f"GPUs {', '.join(map(str, event.gpus))} {label}"))
-            builder.begin_outage(event.gpus, Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label))
+            builder.begin_outage(
+                (event.gpus, event.pipeline, event.incarnation, event.rank), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label)
+            )
         case ev.GpusCleared():
-            builder.end_outage(event.gpus, time)
+            for key in [
+                key for key in builder.out if key[0] == event.gpus and (not event.pipeline or key[1:] == (event.pipeline, event.incarnation, event.rank))
+            ]:
+                builder.end_outage(key, time)
         case ev.RankCooling():
             label = f"{event.pipeline} rank {event.rank} cools off, others may have its GPUs"
             timeline.faults.append((time, f"{event.pipeline} rank {event.rank} is taken out of service"))

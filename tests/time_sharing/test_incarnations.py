@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,27 @@ def test_a_pipeline_whose_processes_could_not_be_ended_does_not_come_back_under_
     bench.settle(120.0)
     assert "a" not in bench.state.pipelines and not bench.state.quarantined
     assert bench.serves("good")
+
+
+def test_a_life_whose_registration_the_log_has_lost_is_ended_before_its_gpus_are_given_on() -> None:
+    bench = Bench(2)
+    bench.register("a", [0], [0, 1])
+    bench.record.entries[0] = replace(bench.record.entries[0], event=ev.PoolOpened(1, 2, {"lease_s": 10.0, "plan_interval_s": 0.0}))
+    again = Bench(2)
+    again.scheduler.recover(bench.record.entries, bench.now, complete=False)
+    again.scheduler.status(Status("a", 1, 1, awake=((0, 7),)), again.now)
+    (reap,) = again.inbox
+    assert (reap.verb, reap.incarnation) == (Verb.REAP, 1)
+    again.silent.add("a")
+    for second in range(1, 15):
+        again.scheduler.tick(float(second))
+    assert again.state.pipelines["a"].fenced and again.state.recovering, "nothing is granted while it is being ended"
+    again.now = 15.0
+    again.settle()
+    again.settle(10.0)
+    assert not again.state.recovering and "a" not in again.state.pipelines
+    terms = [entry.event.term for entry in again.record.entries if isinstance(entry.event, ev.SchedulerStarted)]
+    assert terms[-1] > 100, "what agents answer from memory is of other terms"
 
 
 def test_a_log_in_which_an_incarnation_was_used_twice_does_not_keep_its_pipeline_for_ever() -> None:

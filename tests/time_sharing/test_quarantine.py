@@ -77,6 +77,33 @@ def test_a_rank_that_cannot_be_ended_costs_its_pipeline_nothing_more_when_the_sc
     assert not again.state.quarantined and again.phases("a") == {0: "active", 1: "active"}
 
 
+def test_a_rank_whose_quarantine_is_the_last_line_of_the_log_gives_its_gpu_back_when_it_is_ended() -> None:
+    bench = stuck_rank()
+    last = next(i for i, entry in enumerate(bench.record.entries) if isinstance(entry.event, ev.GpusQuarantined))
+    again = Bench(2)
+    again.now = bench.record.entries[last].time
+    again.scheduler.recover(bench.record.entries[: last + 1], again.now)
+    assert again.phases("a")[1] == "failed"
+    again.settle()
+    again.status("a", demand=Demand(100, 0, 1, 1), awake=awake(again), serving=(0,))
+    again.settle(120.0)
+    assert not again.state.quarantined and again.phases("a") == {0: "active", 1: "active"}
+
+
+def test_what_a_later_life_occupies_is_kept_while_an_earlier_one_is_being_ended() -> None:
+    bench = Bench(2)
+    bench.register("a", [0], [0, 1], incarnation=1)
+    for event in (ev.GpusQuarantined((0, 1), "a", 0, -1, 1e6, "x"), ev.SchedulerStarted(2, complete=False)):
+        bench.record.emit(event)
+    again = Bench(2)
+    again.failing.add(("a", Verb.REAP))
+    again.scheduler.recover(bench.record.entries, 0.0)
+    # In the part that is lost the quarantine had ended, and its second life had got both.
+    again.status("a", awake=((0, 1 << 40), (1, 1 << 41)))
+    again.settle(5.0)
+    assert "a" not in again.state.pipelines and {q.whose for q in again.state.quarantines} == {("a", 0, -1), ("a", 1, -1)}
+
+
 def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
     bench = stuck_rank()
     bench.failing.clear()

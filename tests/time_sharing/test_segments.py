@@ -17,7 +17,8 @@ from nemo_rl.time_sharing.actors import SchedulerActor
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.saved_state import StateSaved, saved
-from nemo_rl.time_sharing.segments import SegmentedLog, newest_segment, segments_of
+from nemo_rl.time_sharing.scheduler import Scheduler
+from nemo_rl.time_sharing.segments import SegmentedLog, missing_segment, newest_segment, segments_of
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.state import SchedulerState, replay
@@ -101,7 +102,7 @@ def test_a_log_goes_on_where_no_segment_can_be_begun(tmp_path: Path, monkeypatch
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    log = SegmentedLog(tmp_path / "scheduler.jsonl", BOOT, clock=lambda: 1.0, segment_lines=3)
+    log = SegmentedLog(tmp_path / "scheduler.jsonl", BOOT, clock=lambda: 1.0, segment_lines=16)
     if fails == "sync":
         monkeypatch.setattr(os, "fsync", full)
     while not log.due:
@@ -149,9 +150,29 @@ def test_the_command_line_reads_the_segments_that_belong_to_a_log(tmp_path: Path
     assert main(["check", str(first)]) == 1, "what is open in the last but one is missing"
 
 
-def test_a_later_segment_alone_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(folder / "scheduler.000002.jsonl")]) == 2
-    assert "give the scheduler's whole log" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["check", "trace", "report"])
+def test_a_log_without_its_first_segment_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    (folder / "scheduler.jsonl").unlink()
+    assert main([command, str(folder / "scheduler.jsonl")]) == 2
+    assert main([command, str(folder / "scheduler.000002.jsonl")]) == 2
+    assert capsys.readouterr().err.count("give the scheduler's whole log") == 2
+
+
+def test_a_log_with_a_hole_is_refused_unless_that_segment_was_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hole = folder / "scheduler.000002.jsonl"
+    aside = hole.rename(folder / "scheduler.000002.jsonl.damaged")
+    assert missing_segment(segments_of(folder / "scheduler.jsonl")) is None
+    aside.unlink()
+    assert main(["check", str(folder / "scheduler.jsonl")]) == 2
+    assert "scheduler.000002.jsonl: is missing" in capsys.readouterr().err
+
+
+def test_with_recover_nothing_is_read_behind_a_damaged_segment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = folder / "scheduler.000002.jsonl"
+    damaged.write_bytes(damaged.read_bytes()[:-900])
+    assert main(["check", str(folder / "scheduler.jsonl")]) == 2
+    assert main(["check", "--recover", str(folder / "scheduler.jsonl")]) == 0
+    assert "read up to there, without the segments after it" in capsys.readouterr().err
 
 
 # The actor.
@@ -211,4 +232,33 @@ def test_a_scheduler_whose_newest_segment_is_damaged_goes_on_from_the_one_before
     assert again.describe()["recovering"] and "p0" in again.describe()["pipelines"]
     again.stop()
     begun = [entry.event for entry in merge_records(segments_of(first)) if isinstance(entry.event, ev.SchedulerStarted)]
-    assert [(event.term, event.complete) for event in begun] == [(1, True), (2, False)]
+    assert [(event.term, event.complete) for event in begun] == [(1, True), (1001, False)], "agents may know commands of term 2"
+    assert not main(["check", "--running", str(first)])
+
+
+def test_that_a_segment_was_set_aside_is_known_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    """Its scheduler may be killed before it has written anything."""
+    first, _ = tmp_path / "scheduler.jsonl", write(tmp_path, history(3)[:1100], 250)
+    (tmp_path / "scheduler.000004.jsonl").write_bytes(b"damaged")
+    before = tmp_path / "scheduler.000003.jsonl"
+    assert [newest_segment(first) for _ in range(2)] == [(before, False)] * 2
+    log = SegmentedLog(before, BOOT, clock=lambda: 1e6)
+    assert log.due
+    log.begin_segment(saved(replay(read_record(before))))
+    assert not log.due
+    newest = tmp_path / "scheduler.000005.jsonl"
+    assert newest_segment(first) == (newest, True)
+
+
+def test_the_signature_of_a_scheduler_that_has_not_said_yet_that_its_log_lost_its_end_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, history(3)[:100], 1000)
+    monkeypatch.setattr(log_end, "this_boot", lambda: "here/2")
+    monkeypatch.setattr(Scheduler, "recover", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        SchedulerActor(str(tmp_path), 1, 4)
+    assert not log_end.read_log(tmp_path / "scheduler.jsonl", "here/2").complete
+
+
+def test_a_length_of_segments_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="segment_lines=3: a segment has at least 16 lines"):
+        SegmentedLog(tmp_path / "scheduler.jsonl", BOOT, clock=lambda: 0.0, segment_lines=3)

@@ -76,7 +76,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     training run, is checked for what it holds: its prompts, versions and waits.
     """
     record = entries if isinstance(entries, Sequence) else list(entries)
-    _refuse_nothing(record)
+    refuse_nothing(record)
     sense, clocks = Sense(), Clocks()
     groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks(), StarvationChecks()]
     table: dict[type, list[tuple[Checks, Handler]]] = {}
@@ -118,7 +118,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     return violations[:1] if first_only else violations
 
 
-def _refuse_nothing(record: Sequence[Entry]) -> None:
+def refuse_nothing(record: Sequence[Entry]) -> None:
     """Raises NothingToCheck when silence would prove nothing."""
     kinds = {type(entry.event) for entry in record}
     if not kinds - {RecordOpened, UnknownEvent}:
