@@ -66,7 +66,7 @@ class SchedulerActor:
         # Signed as whole only when it says that it is not: a scheduler that is killed before would be followed by one that believes the signature.
         self._record = SegmentedLog(path, boot if complete else "", clock=lambda: self._clock.now, segment_lines=segment_lines)
         self._lock = threading.Lock()
-        self._reaper = Reaper()
+        self._reaper = Reaper(Path(log_dir) / "scheduler.left")
         self._reaping: set[str] = set()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()

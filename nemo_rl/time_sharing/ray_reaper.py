@@ -6,11 +6,14 @@ or was stopped, keeps its memory. So each process is killed by its number on its
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -43,12 +46,13 @@ class Left(NamedTuple):
 class Reaper:
     """Ends the processes of pipelines, and remembers those that were not gone: Ray has forgotten them when it is tried again.
 
-    A scheduler that is started anew remembers none: what it has not seen itself is what Ray still knows.
+    memory: a file that keeps them for a reaper that is started anew, made when there is something to keep.
     """
 
-    def __init__(self) -> None:
-        self._left: dict[tuple[str, int, int], set[Left]] = {}
-        self._led_by_ranks: set[tuple[str, int]] = set()
+    def __init__(self, memory: Path | None = None) -> None:
+        self._memory, self._lock = memory, threading.Lock()
+        self._left = _recalled(memory) if memory is not None and memory.exists() else {}
+        self._led_by_ranks = {key[:2] for key in self._left if key[2] >= 0}
 
     def ends_single_ranks(self, pipeline: str, incarnation: int) -> bool:
         """Whether the engines of a pipeline are, or were, actors of their own, so that one rank can be ended without the others."""
@@ -77,10 +81,7 @@ class Reaper:
                 continue
         to_end = {left for key in earlier for left in self._left[key]} | _processes_of([handle._actor_id.hex() for handle in handles])
         left = _end_on_their_nodes(to_end, timeout_s)
-        for key in earlier:
-            self._left.pop(key, None)
-        if left:
-            self._left[pipeline, incarnation, rank] = left
+        self._remember(earlier, (pipeline, incarnation, rank), left)
         for handle in handles:
             ray.kill(handle, no_restart=True)
         while wanted & actors_in(namespace):
@@ -88,6 +89,27 @@ class Reaper:
                 return False
             time.sleep(0.05)
         return not left
+
+    def _remember(self, earlier: Sequence[tuple[str, int, int]], whose: tuple[str, int, int], left: set[Left]) -> None:
+        """In the place of what was left earlier; on the disk before Ray is told to forget them."""
+        with self._lock:
+            for key in earlier:
+                self._left.pop(key, None)
+            if left:
+                self._left[whose] = left
+            if self._memory is not None and (left or earlier):
+                draft = self._memory.with_suffix(".new")
+                draft.write_text(json.dumps([[*key, sorted(processes)] for key, processes in self._left.items()]))
+                draft.rename(self._memory)
+
+
+def _recalled(memory: Path) -> dict[tuple[str, int, int], set[Left]]:
+    try:
+        return {(name, life, rank): {Left(*left) for left in processes} for name, life, rank, processes in json.loads(memory.read_text())}
+    except (ValueError, TypeError) as error:
+        # Only a machine that was lost leaves half a file, and it has taken the processes along.
+        logger.error("event=left_processes_unreadable path=%s reason=%s", memory, error)
+        return {}
 
 
 def actors_in(namespace: str) -> set[str]:
@@ -106,11 +128,11 @@ def _processes_of(actor_ids: Sequence[str]) -> set[Left]:
 
 def _end_on_their_nodes(processes: Set[Left], timeout_s: float) -> set[Left]:
     """Ends processes where they are; those that are not known to be gone."""
+    if not processes:
+        return set()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    if not processes:
-        return set()
     # A node that is gone has taken its processes along.
     nodes = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
     by_node = {node: [(left.pid, left.started) for left in processes if left.node == node] for node in nodes & {left.node for left in processes}}

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,7 @@ class _Ray(ModuleType):
         self.named.remove(handle._actor_id.hex())
 
 
-def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", _Ray("agent.0", "rank_0.0", "rank_1.0", "agent.1"))
     stuck = {"rank_0.0"}
     ended: list[set[str]] = []
@@ -95,11 +96,22 @@ def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(mon
     # Each actor is a process on a node of its own name.
     monkeypatch.setattr(ray_reaper, "_processes_of", lambda ids: {ray_reaper.Left(name, 7, 0.0) for name in ids})
     monkeypatch.setattr(ray_reaper, "_end_on_their_nodes", end)
-    reaper = ray_reaper.Reaper()
+    reaper = ray_reaper.Reaper(tmp_path / "left")
+    assert reaper.end("a", 0, 2, timeout_s=1.0) and not (tmp_path / "left").exists()
+    ended.clear()
     assert [reaper.end("a", 0, 0, timeout_s=1.0) for _ in range(2)] == [False, False]
     assert reaper.end("a", 0, 1, timeout_s=1.0), "another rank's processes are none of it"
     assert not reaper.end("a", 0, 0, timeout_s=1.0), "also when no rank actor is left that Ray knows, the agent is none of it"
+    reaper = ray_reaper.Reaper(tmp_path / "left")  # of a scheduler that was started anew
     assert not reaper.end("a", 0, -1, timeout_s=1.0)
     stuck.clear()
-    assert reaper.end("a", 0, -1, timeout_s=1.0) and reaper.end("a", 0, -1, timeout_s=1.0)
+    assert reaper.end("a", 0, -1, timeout_s=1.0) and ray_reaper.Reaper(tmp_path / "left").end("a", 0, -1, timeout_s=1.0)
     assert ended == [{"rank_0.0"}, {"rank_0.0"}, {"rank_1.0"}, {"rank_0.0"}, {"rank_0.0", "agent.0"}, {"rank_0.0"}, set()]
+
+
+@pytest.mark.parametrize("text", ["", "[[", '[["a", 0]]', '[["a", 0, 0, [[1]]]]', "\0\0"])
+def test_a_memory_that_cannot_be_read_keeps_no_scheduler_from_starting(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", _Ray())
+    monkeypatch.setattr(ray_reaper, "_processes_of", lambda ids: set())
+    (tmp_path / "left").write_text(text)
+    assert ray_reaper.Reaper(tmp_path / "left").end("a", 0, 0, timeout_s=1.0)
