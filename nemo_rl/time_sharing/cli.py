@@ -311,10 +311,11 @@ def _trace(chosen: argparse.Namespace) -> int:
 def _report(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".html")
     entries, whole = _read(chosen)
-    refuse_nothing(entries)
+    # First, as it refuses what no picture can be made of.
+    violations = check(entries, ended=whole)
     timeline = build_timeline(entries)
     title = timeline.simulated.scenario if timeline.simulated is not None else chosen.log[0].stem
-    write_report(timeline, check(entries, ended=whole), output, title=title)
+    write_report(timeline, violations, output, title=title)
     print(f"{output}: {len(entries)} events")
     return 0
 

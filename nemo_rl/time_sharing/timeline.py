@@ -244,13 +244,11 @@ def _take_fault(builder: _Builder, event: object, time: float) -> None:
         case ev.GpusQuarantined():
             label = f"quarantined: {event.reason} ({event.pipeline})"
             timeline.faults.append((time, f"GPUs {', '.join(map(str, event.gpus))} {label}"))
-            builder.begin_outage(
-                (event.gpus, event.pipeline, event.incarnation, event.rank), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label)
-            )
+            whose = (event.pipeline, event.incarnation, event.rank)
+            builder.begin_outage((event.gpus, *whose), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label))
         case ev.GpusCleared():
-            for key in [
-                key for key in builder.out if key[0] == event.gpus and (not event.pipeline or key[1:] == (event.pipeline, event.incarnation, event.rank))
-            ]:
+            whose = (event.pipeline, event.incarnation, event.rank)
+            for key in [key for key in builder.out if key[0] == event.gpus and (not event.pipeline or key[1:] == whose)]:
                 builder.end_outage(key, time)
         case ev.RankCooling():
             label = f"{event.pipeline} rank {event.rank} cools off, others may have its GPUs"

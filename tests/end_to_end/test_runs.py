@@ -177,7 +177,7 @@ def test_a_run_that_is_killed_and_interrupted_ends_as_if_it_had_not_been(whole: 
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == 130, command.output()
     assert "interrupted: ending workers" in command.output()
-    wait_until_gone(command.left(), timeout_s=60.0)
+    wait_until_gone(command.left())
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(command.checkpoint(4) / "policy" / "weights")
