@@ -1,12 +1,14 @@
-"""Asynchronous against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and samples per second.
+"""Asynchronous against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and samples per
+second.
 
-    python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--first-seed 42] [--steps 40]
-    python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--work DIR]
+    python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--first-seed 42]
+    [--steps 40] python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--work
+    DIR]
 
-`accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps. `throughput`
-trains random weights on responses whose lengths have a long tail (a response ends at one of many stop tokens, so lengths
-are geometric): synchronously with both phases on all GPUs in turn, and asynchronously with half of them for each, for every
-staleness bound of `--ages`.
+`accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps.
+`throughput` trains random weights on responses whose lengths have a long tail (a response ends at one of many stop
+tokens, so lengths are geometric): synchronously with both phases on all GPUs in turn, and asynchronously with half of
+them for each, for every staleness bound of `--ages`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def run(config: Path, log_dir: Path, overrides: list[str]) -> tuple[Any, float]:
     with (log_dir / "output.txt").open("w") as output:
         done = subprocess.run(line, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, check=False)
     if done.returncode:
-        raise SystemExit(f"{config.name} ended with {done.returncode}:\n" + (log_dir / "output.txt").read_text()[-4000:])
+        raise SystemExit(
+            f"{config.name} ended with {done.returncode}:\n" + (log_dir / "output.txt").read_text()[-4000:]
+        )
     return read_metrics(log_dir), time.perf_counter() - started
 
 
@@ -59,11 +63,20 @@ def accuracy(args: argparse.Namespace) -> None:
     results: dict[str, list[float]] = {"sync": [], "async": []}
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name, config in (("sync", SYNC), ("async", ASYNC)):
-            overrides = [f"policy.model_name={args.model}", f"grpo.max_num_steps={args.steps}", f"grpo.seed={seed}", "logger.monitor_gpus=false"]
+            overrides = [
+                f"policy.model_name={args.model}",
+                f"grpo.max_num_steps={args.steps}",
+                f"grpo.seed={seed}",
+                "logger.monitor_gpus=false",
+            ]
             metrics, seconds = run(CONFIGS / config, Path(args.work) / f"{name}_{seed}", overrides)
             steps, values = metrics.scalars("validation/accuracy")
             results[name].append(values[-1])
-            print(f"seed {seed} {name:5s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), {seconds:.0f} s", flush=True)
+            print(
+                f"seed {seed} {name:5s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), "
+                f"{seconds:.0f} s",
+                flush=True,
+            )
     print(f"\n{'':6s} {'mean':>7s} {'lowest':>7s} {'highest':>7s}")
     for name, values in results.items():
         print(f"{name:6s} {statistics.mean(values):7.3f} {min(values):7.3f} {max(values):7.3f}")
@@ -76,7 +89,9 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age:
     length = args.prompt_tokens + args.new_tokens
     vocabulary = _VOCABULARY.get(args.shape, 151936)
     ends = max(1, round(vocabulary / args.mean_tokens))
-    colocated = {"enabled": False, "resources": {"gpus_per_node": args.gpus // 2}} if asynchronous else {"enabled": True}
+    colocated = (
+        {"enabled": False, "resources": {"gpus_per_node": args.gpus // 2}} if asynchronous else {"enabled": True}
+    )
     return {
         "grpo": {
             "num_prompts_per_step": args.prompts,
@@ -104,10 +119,16 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age:
             "sequence_packing": {"enabled": True, "train_mb_tokens": 16384, "logprob_mb_tokens": 32768},
             "generation": {
                 "max_new_tokens": args.new_tokens,
-                "stop_token_ids": list(range(100, 100 + ends)) if args.shape == "tiny" else list(range(1000, 1000 + ends)),
+                "stop_token_ids": list(range(100, 100 + ends))
+                if args.shape == "tiny"
+                else list(range(1000, 1000 + ends)),
                 "colocated": colocated,
-                "vllm_cfg": {"gpu_memory_utilization": 0.8 if asynchronous else 0.5, "enable_vllm_metrics_logger": False},
-                # A sample that waits for a place in the engine would lengthen the tail: there is one for each that may be under way.
+                "vllm_cfg": {
+                    "gpu_memory_utilization": 0.8 if asynchronous else 0.5,
+                    "enable_vllm_metrics_logger": False,
+                },
+                # A sample that waits for a place in the engine would lengthen the tail: there is one for each that may
+                # be under way.
                 "vllm_kwargs": {"max_num_seqs": args.prompts * args.generations * (age + 1)},
             },
         },
@@ -115,7 +136,12 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age:
             "num_workers": 0,
             "max_input_seq_length": args.prompt_tokens,
             "default": {"prompt_file": None, "env_name": "parity"},
-            "train": {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"},
+            "train": {
+                "dataset_name": "ResponseDataset",
+                "data_path": str(prompts),
+                "input_key": "input",
+                "output_key": "output",
+            },
         },
         "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
         "cluster": {"gpus_per_node": args.gpus, "device": args.device, "cpu_slots": max(2, args.gpus)},
@@ -129,7 +155,9 @@ def throughput(args: argparse.Namespace) -> None:
 
     work = Path(args.work)
     model = make_model(args.shape, work)
-    prompts = make_prompts(args.prompts * (args.steps + max(args.ages) + 1), args.prompt_tokens, work / "long_tail.jsonl")
+    prompts = make_prompts(
+        args.prompts * (args.steps + max(args.ages) + 1), args.prompt_tokens, work / "long_tail.jsonl"
+    )
     rates: dict[str, dict[str, float]] = {}
     for age in (0, *args.ages):
         name = f"async, age {age}" if age else "sync"
@@ -171,7 +199,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--ages", type=int, nargs="+", default=[1, 2], help="grpo.async_grpo.max_trajectory_age_steps of the asynchronous runs")
+    parser.add_argument(
+        "--ages",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="grpo.async_grpo.max_trajectory_age_steps of the asynchronous runs",
+    )
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)

@@ -1,10 +1,12 @@
-"""What the data plane costs: the columns of one step through it, through TransferQueue used directly, and through Ray's object store.
+"""What the data plane costs: the columns of one step through it, through TransferQueue used directly, and through Ray's
+object store.
 
-    python benchmarks/data_plane.py [--rows 512] [--tokens 1000] [--backend simple|mooncake_cpu] [--repeats 5]
-    python benchmarks/data_plane.py --driver      bytes through the driver and its memory, at 1, 4 and 16 times the sequence length
+    python benchmarks/data_plane.py [--rows 512] [--tokens 1000] [--backend simple|mooncake_cpu] [--repeats 5] python
+    benchmarks/data_plane.py --driver      bytes through the driver and its memory, at 1, 4 and 16 times the sequence
+    length
 
-The sequence is a step's: the rollout's write, the fetch for log-probabilities, two write-backs, advantages, the fetch for
-training. Encoding and decoding count; every way must give the same padded tensors.
+The sequence is a step's: the rollout's write, the fetch for log-probabilities, two write-backs, advantages, the fetch
+for training. Encoding and decoding count; every way must give the same padded tensors.
 """
 
 from __future__ import annotations
@@ -55,10 +57,17 @@ def step_columns(rows: int, tokens: int) -> Columns:
     width = int(lengths.max())
     real = torch.arange(width) < lengths[:, None]
     logprobs = {
-        name: torch.randn(rows, width, generator=draw) * real for name in ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages")
+        name: torch.randn(rows, width, generator=draw) * real
+        for name in ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages")
     }
     ids = torch.randint(0, 150_000, (rows, width), generator=draw).masked_fill(~real, PAD["input_ids"])
-    return {"input_ids": ids, "input_lengths": lengths, "token_mask": real.long(), "sample_mask": torch.ones(rows), **logprobs}
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": real.long(),
+        "sample_mask": torch.ones(rows),
+        **logprobs,
+    }
 
 
 def through_the_plane(client: Any, columns: Columns) -> tuple[float, Columns]:
@@ -99,7 +108,9 @@ def directly(columns: Columns) -> tuple[float, Columns]:
     ids = [f"{uuid.uuid4().hex}_g0" for _ in lengths]
 
     def put(*names: str) -> None:
-        transfer_queue.kv_batch_put(ids, "train", pack_jagged_fields({name: columns[name] for name in names}, lengths=lengths))
+        transfer_queue.kv_batch_put(
+            ids, "train", pack_jagged_fields({name: columns[name] for name in names}, lengths=lengths)
+        )
 
     def get(names: list[str]) -> Columns:
         found = transfer_queue.kv_batch_get(ids, "train", names)
@@ -139,7 +150,11 @@ def through_rays_object_store(columns: Columns) -> tuple[float, Columns]:
 def compare(args: argparse.Namespace) -> None:
     """Best of several, each way in turn, so that a busy machine is busy for all."""
     columns = step_columns(args.rows, args.tokens)
-    sizes = {"global_segment_size": args.segment_gib << 30, "local_buffer_size": 1 << 28} if args.backend == "mooncake_cpu" else {}
+    sizes = (
+        {"global_segment_size": args.segment_gib << 30, "local_buffer_size": 1 << 28}
+        if args.backend == "mooncake_cpu"
+        else {}
+    )
     cfg = DataPlaneConfig(enabled=True, backend=args.backend, **sizes)
     system = start_transfer_queue(cfg)
     client = build_data_plane_client(cfg, bootstrap=False, address=system.address)
@@ -158,10 +173,20 @@ def compare(args: argparse.Namespace) -> None:
             wrong = [column for column in DP_TRAIN_FIELDS if not torch.equal(fetched[column], columns[column])]
             if wrong:
                 raise SystemExit(f"{name}: columns {wrong} came back changed")
-    moved = sum(columns[name].nbytes for names in (ROLLOUT, LP_SEED_FIELDS, DP_TRAIN_FIELDS, DP_TRAIN_FIELDS[-3:]) for name in names) / 1e6
+    moved = (
+        sum(
+            columns[name].nbytes
+            for names in (ROLLOUT, LP_SEED_FIELDS, DP_TRAIN_FIELDS, DP_TRAIN_FIELDS[-3:])
+            for name in names
+        )
+        / 1e6
+    )
     best = {name: min(values) for name, values in seconds.items()}
     direct = best["TransferQueue, one field per column"]
-    print(f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of {args.repeats}; {os.cpu_count()} cores")
+    print(
+        f"{args.rows} rows of about {args.tokens} tokens, {moved:.0f} MB moved per step, best of "
+        f"{args.repeats}; {os.cpu_count()} cores"
+    )
     print("| way | s a step | MB/s | against TransferQueue directly |\n|---|---|---|---|")
     for name, value in best.items():
         print(f"| {name} | {value:.3f} | {moved / value:.0f} | {direct / value:.2f}x |")
@@ -180,7 +205,11 @@ class MadeUpRollouts:
         """A rollout's columns."""
         columns = step_columns(*self.columns)
         rows = len(columns["input_lengths"])
-        small = BatchedDataDict(prompt_number=torch.arange(rows) // 8, total_reward=torch.zeros(rows), total_lengths=columns["input_lengths"])
+        small = BatchedDataDict(
+            prompt_number=torch.arange(rows) // 8,
+            total_reward=torch.zeros(rows),
+            total_lengths=columns["input_lengths"],
+        )
         return Rollout(RolloutColumns(BatchedDataDict({name: columns[name] for name in ROLLOUT}), small), {})
 
 
@@ -214,10 +243,13 @@ class Peak:
 
 
 def driver_cost(args: argparse.Namespace) -> None:
-    """What steps cost the driver's process, as sequences grow: with rows on the data plane, and with rows in the driver."""
+    """What steps cost the driver's process, as sequences grow: with rows on the data plane, and with rows in the
+    driver.
+    """
     client = build_data_plane_client(DataPlaneConfig(enabled=True))
     print(
-        f"{args.rows} rows, {args.repeats} steps each\n| tokens per row | bytes of the columns | through the driver, bytes | driver's memory grows by, MB "
+        f"{args.rows} rows, {args.repeats} steps each\n| tokens per row | bytes of the columns | through the "
+        "driver, bytes | driver's memory grows by, MB "
         "| with rows in the driver, MB |\n|---|---|---|---|---|"
     )
     for factor in (1, 4, 16):
@@ -248,8 +280,15 @@ def driver_step(store: Any, rollouts: Any) -> int:
         if isinstance(handle, KVBatchMeta):
             lengths = handle.sequence_lengths or []
             packing: Any = {"max_tokens_per_microbatch": max(lengths) * 4, "algorithm": "modified_first_fit_decreasing"}
-            packing |= {"sequence_length_pad_multiple": 1, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
-            sent += [rollout, *(shard_meta_for_dp(handle, dp_world=4, sequence_packing_args=packing)[0] for _ in range(3))]
+            packing |= {
+                "sequence_length_pad_multiple": 1,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+            }
+            sent += [
+                rollout,
+                *(shard_meta_for_dp(handle, dp_world=4, sequence_packing_args=packing)[0] for _ in range(3)),
+            ]
         store.clear(handle)
     return sum(len(cloudpickle.dumps(value)) for value in sent)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/grpo_step.py --shape 0.5b [--steps 4] [--skip trl] [--work DIR]
 
-Random weights of a Qwen2.5 shape, bfloat16, colocated, 64 prompts x 8 samples, 512 + 512 tokens, no KL penalty, strictly
-on-policy. Every contender runs in a process of its own, one after the other; figures are medians over the steps after
-the first. Prints a table and, last, the ratios.
+Random weights of a Qwen2.5 shape, bfloat16, colocated, 64 prompts x 8 samples, 512 + 512 tokens, no KL penalty,
+strictly on-policy. Every contender runs in a process of its own, one after the other; figures are medians over the
+steps after the first. Prints a table and, last, the ratios.
 """
 
 from __future__ import annotations
@@ -62,13 +62,24 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
             "train_global_batch_size": args.prompts * args.generations,
             "train_micro_batch_size": 8,
             "tokenizer": {"chat_template": None},
-            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "weight_decay": 0.0, **({"fused": True} if args.device == "cuda" else {})}},
+            "optimizer": {
+                "name": "torch.optim.AdamW",
+                "kwargs": {"lr": 1e-6, "weight_decay": 0.0, **({"fused": True} if args.device == "cuda" else {})},
+            },
             "scheduler": None,
             "dtensor_cfg": {"torch_compile": args.compile},
-            "sequence_packing": {"enabled": True, "train_mb_tokens": args.mb_tokens, "logprob_mb_tokens": 2 * args.mb_tokens},
+            "sequence_packing": {
+                "enabled": True,
+                "train_mb_tokens": args.mb_tokens,
+                "logprob_mb_tokens": 2 * args.mb_tokens,
+            },
             "generation": {
                 "max_new_tokens": args.new_tokens,
-                "vllm_cfg": {"gpu_memory_utilization": args.gpu_memory, "enable_vllm_metrics_logger": False, "enable_prefix_caching": True},
+                "vllm_cfg": {
+                    "gpu_memory_utilization": args.gpu_memory,
+                    "enable_vllm_metrics_logger": False,
+                    "enable_prefix_caching": True,
+                },
                 "vllm_kwargs": {"max_num_seqs": 512},
             },
         },
@@ -76,7 +87,12 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
             "num_workers": 0,
             "max_input_seq_length": args.prompt_tokens,
             "default": {"prompt_file": None, "env_name": "parity"},
-            "train": {"dataset_name": "ResponseDataset", "data_path": str(prompts), "input_key": "input", "output_key": "output"},
+            "train": {
+                "dataset_name": "ResponseDataset",
+                "data_path": str(prompts),
+                "input_key": "input",
+                "output_key": "output",
+            },
         },
         "env": {"parity": {"class": "benchmarks.grpo_step.ParityEnvironment"}},
         "cluster": {"gpus_per_node": 1, "device": args.device},
@@ -143,7 +159,14 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
         # Byte-level tokens of lower-case letters: the id of a character is its code minus that of "!".
         ids = [[ord(c) - 33 for c in text] for text in chosen for _ in range(args.generations)]
         sampling = [
-            SamplingParams(max_tokens=args.new_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=step * 100_000 + row, temperature=1.0)
+            SamplingParams(
+                max_tokens=args.new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                seed=step * 100_000 + row,
+                temperature=1.0,
+            )
             for row in range(len(ids))
         ]
         started = time.perf_counter()
@@ -151,7 +174,10 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
         seconds.append(time.perf_counter() - started)
         engine.reset_prefix_cache()
     generation = statistics.median(seconds[1:])
-    return {"generation_s": generation, "generation_tokens_per_s": args.prompts * args.generations * args.new_tokens / generation}
+    return {
+        "generation_s": generation,
+        "generation_tokens_per_s": args.prompts * args.generations * args.new_tokens / generation,
+    }
 
 
 def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
@@ -191,7 +217,11 @@ def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, A
         report_to=[],
     )
     trainer = GRPOTrainer(
-        model=str(model), reward_funcs=parity, args=config, train_dataset=load_dataset("json", data_files=str(prompts), split="train"), callbacks=[Clock()]
+        model=str(model),
+        reward_funcs=parity,
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(prompts), split="train"),
+        callbacks=[Clock()],
     )
     marks.append(time.perf_counter())
     trainer.train()
@@ -216,13 +246,19 @@ def main() -> None:
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action="store_true", help="policy.dtensor_cfg.torch_compile=true")
-    parser.add_argument("--previous-pass", action="store_true", help="also compute log-probabilities before the step, as off-policy runs do")
+    parser.add_argument(
+        "--previous-pass",
+        action="store_true",
+        help="also compute log-probabilities before the step, as off-policy runs do",
+    )
     parser.add_argument("--skip", nargs="*", default=[], choices=list(RUNNERS))
     parser.add_argument("--work", default="/tmp/nemo_rl_bench")
     parser.add_argument("--only", choices=list(RUNNERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     model = make_model(args.shape, Path(args.work))
-    prompts = make_prompts(args.prompts * args.steps, args.prompt_tokens, Path(args.work) / f"prompts_{args.prompt_tokens}.jsonl")
+    prompts = make_prompts(
+        args.prompts * args.steps, args.prompt_tokens, Path(args.work) / f"prompts_{args.prompt_tokens}.jsonl"
+    )
     if args.only:
         print("RESULT " + json.dumps(RUNNERS[args.only](args, model, prompts)), flush=True)
         return
@@ -238,17 +274,27 @@ def _in_own_process(name: str) -> dict[str, Any]:
     log = Path("/tmp") / f"bench_{name}.log"
     with log.open("w") as file:
         finished = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--only", name], stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+            [sys.executable, __file__, *sys.argv[1:], "--only", name],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            check=False,
         )
     lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
     if finished.returncode or not lines:
-        print(f"{name} failed (exit code {finished.returncode}):\n" + "\n".join(log.read_text().splitlines()[-40:]), flush=True)
+        print(
+            f"{name} failed (exit code {finished.returncode}):\n" + "\n".join(log.read_text().splitlines()[-40:]),
+            flush=True,
+        )
         return {}
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
 def _print_table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
-    print(f"\nshape {args.shape}, {args.prompts} x {args.generations} samples, {args.prompt_tokens} + {args.new_tokens} tokens, {args.precision}")
+    print(
+        f"\nshape {args.shape}, {args.prompts} x {args.generations} samples, {args.prompt_tokens} + "
+        f"{args.new_tokens} tokens, {args.precision}"
+    )
     for name, values in results.items():
         print(f"{name:5s} " + "  ".join(f"{key}={value:,.3f}" for key, value in values.items()))
     ours, vllm, trl = (results.get(name) or {} for name in ("ours", "vllm", "trl"))

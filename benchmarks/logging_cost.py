@@ -2,8 +2,8 @@
 
     python benchmarks/logging_cost.py [--run LOG_DIR]
 
-Prints the time that a step waits for its logging (samples are written by a thread meanwhile; their writing is printed too) and, with a run's
-log directory, that time as a share of the run's median step.
+Prints the time that a step waits for its logging (samples are written by a thread meanwhile; their writing is printed
+too) and, with a run's log directory, that time as a share of the run's median step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,26 @@ from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import RecordWriter
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupTrained
 
-COLUMNS = ("content", "rewards", "input_lengths", "sample_mask", "input_ids", "token_mask", "advantages", "generation_logprobs", "prev_logprobs")
+COLUMNS = (
+    "content",
+    "rewards",
+    "input_lengths",
+    "sample_mask",
+    "input_ids",
+    "token_mask",
+    "advantages",
+    "generation_logprobs",
+    "prev_logprobs",
+)
 
 
 def columns(samples: int, tokens: int) -> BatchedDataDict[Any]:
     """A step's columns, random."""
     generator = torch.Generator().manual_seed(0)
-    floats = {name: -torch.rand(samples, tokens, generator=generator) for name in ("advantages", "generation_logprobs", "prev_logprobs")}
+    floats = {
+        name: -torch.rand(samples, tokens, generator=generator)
+        for name in ("advantages", "generation_logprobs", "prev_logprobs")
+    }
     return BatchedDataDict(
         {
             "content": ["a response of some length " * (tokens // 8)] * samples,
@@ -49,7 +62,10 @@ def columns(samples: int, tokens: int) -> BatchedDataDict[Any]:
 def measure(samples: int, tokens: int, group: int, steps: int) -> tuple[float, float]:
     """Median seconds that a step waits for its logging, and until its samples are written."""
     waited, written = [], []
-    with tempfile.TemporaryDirectory() as folder, Logger(LoggerConfig(log_dir=folder, tensorboard_enabled=True)) as logger:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Logger(LoggerConfig(log_dir=folder, tensorboard_enabled=True)) as logger,
+    ):
         record = RecordWriter(Path(folder) / "record.jsonl", source="driver")
         store = InProcessStore(0)
         batch = columns(samples, tokens)
@@ -60,10 +76,15 @@ def measure(samples: int, tokens: int, group: int, steps: int) -> tuple[float, f
                 record.emit(GroupAdmitted(f"{step}-{prompt}", f"0-{prompt}", group, step))
                 record.emit(GroupCommitted(f"{step}-{prompt}", step, group * tokens))
                 record.emit(GroupTrained(f"{step}-{prompt}", step))
-            store.apply(handle, sample_log_stage(logger.samples_dir / f"train_data_step{step}.jsonl", {name: name for name in COLUMNS}))
+            store.apply(
+                handle,
+                sample_log_stage(logger.samples_dir / f"train_data_step{step}.jsonl", {name: name for name in COLUMNS}),
+            )
             for prefix, count in (("train", 40), ("performance", 12), ("timing/train", 15)):
                 logger.log_metrics({f"metric_{index}": float(index) for index in range(count)}, step, prefix)
-            logger.log_metrics({"histogram/gen_tokens_length": [float(tokens)] * samples}, step, "train", step_finished=True)
+            logger.log_metrics(
+                {"histogram/gen_tokens_length": [float(tokens)] * samples}, step, "train", step_finished=True
+            )
             record.flush()
             waited.append(time.perf_counter() - began)
             store.close()
@@ -80,7 +101,10 @@ def main() -> None:
     demo, _ = measure(512, 10, 8, 9)
     large, until_written = measure(512, 1000, 8, 9)
     print(f"512 samples of    10 tokens: a step waits {1e3 * demo:6.1f} ms")
-    print(f"512 samples of 1,000 tokens: a step waits {1e3 * large:6.1f} ms; samples are written after {1e3 * until_written:.0f} ms")
+    print(
+        f"512 samples of 1,000 tokens: a step waits {1e3 * large:6.1f} ms; samples are written after "
+        f"{1e3 * until_written:.0f} ms"
+    )
     if chosen.run is not None:
         step = statistics.median(read_metrics(chosen.run).scalars("timing/train/total_step_time")[1])
         print(f"{demo / step:.2%} of the run's median step of {step:.2f} s")

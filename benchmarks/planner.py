@@ -2,8 +2,9 @@
 
     python benchmarks/planner.py
 
-Each pipeline is mapped to 64 GPUs. Two states are timed and the slower counts: an empty pool with everybody waiting, and a full one after demand
-has changed. Times are CPU time of one core. The validator is reported beside it and not counted.
+Each pipeline is mapped to 64 GPUs. Two states are timed and the slower counts: an empty pool with everybody waiting,
+and a full one after demand has changed. Times are CPU time of one core. The validator is reported beside it and not
+counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How long a scheduler that is started anew takes until it knows its state: from a log in segments, against the same log in one file.
+"""How long a scheduler that is started anew takes until it knows its state: from a log in segments, against the same
+log in one file.
 
     python benchmarks/scheduler_restart.py [--segments 10]
 
-The log is what the schedulers of random simulated scenarios with faults write, up to just before its newest segment is full, which is when a
-restart takes longest. Both times are of the same code in the same process; the last line is
-the ratio, one file over segments. It grows with the log, since only the newest segment is read.
+The log is what the schedulers of random simulated scenarios with faults write, up to just before its newest segment is
+full, which is when a restart takes longest. Both times are of the same code in the same process; the last line is the
+ratio, one file over segments. It grows with the log, since only the newest segment is read.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def main() -> None:
             files = segments_of(Path(folder) / "scheduler.jsonl")
             size = sum(path.stat().st_size for path in files) / 1e6
             seconds[name], read = restart(Path(folder))
-        print(f"{name:<9} {lines} events, {size:.0f} MB in {len(files)} files; {read} lines read in {seconds[name]:.2f} s")
+        print(
+            f"{name:<9} {lines} events, {size:.0f} MB in {len(files)} files; {read} lines read in {seconds[name]:.2f} s"
+        )
         if longest:
             print(f"{'':<9} a segment is begun in {longest * 1e3:.0f} ms")
     print(f"restart from one file over restart from segments: {seconds['one file'] / seconds['segments']:.1f}")

@@ -59,7 +59,13 @@ def _config(shape: str) -> Any:
 
     vocabulary = 512 if shape == "tiny" else 151936
     return Qwen2Config(
-        vocab_size=vocabulary, max_position_embeddings=4096, rope_theta=1e6, eos_token_id=258, pad_token_id=256, bos_token_id=None, **SHAPES[shape]
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        rope_theta=1e6,
+        eos_token_id=258,
+        pad_token_id=256,
+        bos_token_id=None,
+        **SHAPES[shape],
     )
 
 

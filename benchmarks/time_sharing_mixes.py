@@ -1,10 +1,13 @@
-"""Runs the shipped mixes of jobs in four ways over generation : train ratios, length spreads and seeds, and prints one table per mix.
+"""Runs the shipped mixes of jobs in four ways over generation : train ratios, length spreads and seeds, and prints one
+table per mix.
 
-    python benchmarks/time_sharing_mixes.py [--mix two_jobs twelve_jobs two_hundred_jobs] [--seeds 20] [--processes 2] [--keep FOLDER]
+    python benchmarks/time_sharing_mixes.py [--mix two_jobs twelve_jobs two_hundred_jobs] [--seeds 20] [--processes 2]
+    [--keep FOLDER]
 
-The ratio is that of the job's own generation time alone on its GPUs to its training time. The last line of each mix says whether the
-promises hold: total time against one after the other, the static split and the gap-ratio rule, p99 slowdown against the last two.
-Seeds run in turn over all cells, so with `--keep` a run that was cut short can be shown, with fewer seeds, or gone on with later.
+The ratio is that of the job's own generation time alone on its GPUs to its training time. The last line of each mix
+says whether the promises hold: total time against one after the other, the static split and the gap-ratio rule, p99
+slowdown against the last two. Seeds run in turn over all cells, so with `--keep` a run that was cut short can be shown,
+with fewer seeds, or gone on with later.
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "time_sharing"
 MIXES = ("two_jobs", "twelve_jobs", "two_hundred_jobs")
 RATIOS, SIGMAS = (1.0, 3.0, 8.0), (0.8, 1.2)
 COMPOSED_FROM = 50
-"""From so many jobs on, the ways in which no two jobs share a GPU at a time are put together from each job alone instead of simulated as a whole."""
+"""From so many jobs on, the ways in which no two jobs share a GPU at a time are put together from each job alone
+instead of simulated as a whole."""
 
 
 class Cell(NamedTuple):
-    """One column of the table: a mix at one generation : train ratio and length spread; `keep` is where its runs are kept."""
+    """One column of the table: a mix at one generation : train ratio and length spread; `keep` is where its runs are
+    kept.
+    """
 
     mix: str
     ratio: float
@@ -44,7 +50,9 @@ class Cell(NamedTuple):
 
 
 def variant(scenario: Scenario, ratio: float, sigma: float) -> Scenario:
-    """The scenario with lengths of spread `sigma`, and training times that make `ratio` of each job's own generation time."""
+    """The scenario with lengths of spread `sigma`, and training times that make `ratio` of each job's own generation
+    time.
+    """
     known: dict[str, float] = {}
     jobs = []
     for job in scenario.jobs:
@@ -74,7 +82,9 @@ def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
         if kept is None:
             if scenario is None or alone is None:
                 scenario = variant(load_scenario(EXAMPLES / f"{cell.mix}.yaml"), cell.ratio, cell.sigma)
-                alone = AloneTimes(scenario, {(job, seed): run for job, run in (_load(cell, seed, "alone") or {}).items()})
+                alone = AloneTimes(
+                    scenario, {(job, seed): run for job, run in (_load(cell, seed, "alone") or {}).items()}
+                )
             composed = name in (SERIAL, STATIC) and len(scenario.jobs) >= COMPOSED_FROM
             kept = {name: compose(scenario, name, seed, alone) if composed else run_way(scenario, name, seed, alone)}
             _save(cell, seed, name, kept)
@@ -89,7 +99,11 @@ def _file(cell: Cell, seed: int, name: str) -> Path | None:
 
 def _load(cell: Cell, seed: int, name: str) -> dict[str, Outcome] | None:
     path = _file(cell, seed, name)
-    return None if path is None or not path.exists() else {key: Outcome(**run) for key, run in json.loads(path.read_text()).items()}
+    return (
+        None
+        if path is None or not path.exists()
+        else {key: Outcome(**run) for key, run in json.loads(path.read_text()).items()}
+    )
 
 
 def _save(cell: Cell, seed: int, name: str, runs: dict[str, Outcome]) -> None:
@@ -114,7 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ways = (*WAYS, GAP_RATIO_DECISIONS) if chosen.decisions else WAYS
     with ProcessPoolExecutor(chosen.processes, initializer=gc.set_threshold, initargs=(200_000, 20, 20)) as pool:
         for mix in chosen.mix:
-            run_mix(pool, [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio], chosen.seeds)
+            run_mix(
+                pool,
+                [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio],
+                chosen.seeds,
+            )
 
 
 def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> None:
@@ -130,14 +148,18 @@ def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> Non
         total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in cell.ways}
         p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in cell.ways}
         line = {"serial": total[SERIAL] / total[OURS]}
-        for key, other in [("static", STATIC), ("gap", GAP_RATIO), ("decisions", GAP_RATIO_DECISIONS)][: len(cell.ways) - 2]:
+        for key, other in [("static", STATIC), ("gap", GAP_RATIO), ("decisions", GAP_RATIO_DECISIONS)][
+            : len(cell.ways) - 2
+        ]:
             line |= {key: total[OURS] / total[other], f"p99_{key}": p99[OURS] / p99[other]}
         print("  ours: " + ", ".join(f"{key} {value:.4f}" for key, value in line.items()))
         worst = {key: (min if key == "serial" else max)(value, line[key]) for key, value in worst.items()}
         unfinished += sum(len(o.unfinished) for o in outcome[OURS])
     print(
-        f"{cells[0].mix}: at least {worst['serial']:.2f}x better than one after the other; total at most {worst['static']:.3f} of static split, "
-        f"{worst['gap']:.3f} of gap-ratio; p99 slowdown at most {worst['p99_static']:.4f} of static split, {worst['p99_gap']:.4f} of gap-ratio; "
+        f"{cells[0].mix}: at least {worst['serial']:.2f}x better than one after the other; total at most "
+        f"{worst['static']:.3f} of static split, "
+        f"{worst['gap']:.3f} of gap-ratio; p99 slowdown at most {worst['p99_static']:.4f} of static split, "
+        f"{worst['p99_gap']:.4f} of gap-ratio; "
         f"{unfinished} jobs unfinished; {seeds} seeds in {time.perf_counter() - began:.0f} s\n",
         flush=True,
     )

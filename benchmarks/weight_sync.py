@@ -1,11 +1,14 @@
-"""Seconds per phase of taking one shard away and giving it back with the cache's weights, and the pause of shards that serve.
+"""Seconds per phase of taking one shard away and giving it back with the cache's weights, and the pause of shards that
+serve.
 
-    python benchmarks/weight_sync.py --shape 7b [--cycles 20] [--tp 1] [--transport auto|host|nccl] [--share] [--work DIR]
+    python benchmarks/weight_sync.py --shape 7b [--cycles 20] [--tp 1] [--transport auto|host|nccl] [--share] [--work
+    DIR]
 
-Random weights of a Qwen2.5 shape. One shard of `--tp` accelerators sleeps, wakes its weights, is synced from the cache, wakes
-its KV cache and is routed, again and again; then it takes new weights while requests run. `--transport nccl` needs one GPU
-more, for the owner of the cache; with `--share` the owner sits on the shard's first GPU, which it reaches by CUDA IPC, and
-the others over the group. Figures are medians; the rate that counts is the measured pinned host-to-device rate.
+Random weights of a Qwen2.5 shape. One shard of `--tp` accelerators sleeps, wakes its weights, is synced from the cache,
+wakes its KV cache and is routed, again and again; then it takes new weights while requests run. `--transport nccl`
+needs one GPU more, for the owner of the cache; with `--share` the owner sits on the shard's first GPU, which it reaches
+by CUDA IPC, and the others over the group. Figures are medians; the rate that counts is the measured pinned
+host-to-device rate.
 """
 
 from __future__ import annotations
@@ -197,7 +200,15 @@ def cycle(engines: Any, elastic: Any) -> dict[str, float]:
     seconds = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)}
     inside = {f"sync_{phase}_s": value for phase, value in sync.seconds.items() if phase != "total"}
     asleep = report[0]["after"] if report else 0
-    return seconds | inside | {"total_s": marks[-1] - marks[0], "asleep_gib": asleep / (1 << 30), "sync_gb_per_s": sync.nbytes / 1e9 / seconds["sync_s"]}
+    return (
+        seconds
+        | inside
+        | {
+            "total_s": marks[-1] - marks[0],
+            "asleep_gib": asleep / (1 << 30),
+            "sync_gb_per_s": sync.nbytes / 1e9 / seconds["sync_s"],
+        }
+    )
 
 
 def timed_cycle(number: int, engines: Any, elastic: Any) -> dict[str, float]:
@@ -217,7 +228,9 @@ def serving(engines: Any, elastic: Any, refreshes: int) -> dict[str, float]:
     async def load(lane: int) -> None:
         number = 0
         while not stop.is_set():
-            request = GenerationRequest(f"{lane}-{number}", [65 + lane % 26] * 64, 256, engines.default_sampling(), seed=number)
+            request = GenerationRequest(
+                f"{lane}-{number}", [65 + lane % 26] * 64, 256, engines.default_sampling(), seed=number
+            )
             drawn[0] += len((await engines.generate_one(request)).token_ids)
             number += 1
 
@@ -278,9 +291,20 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     dtype = "bfloat16" if cuda else "float32"
     bucket_bytes = args.bucket_mib << 20
     groups = 2 if args.share else 1
-    cluster = RayVirtualCluster([args.tp], use_gpus=cuda, max_colocated_worker_groups=groups, num_gpus_per_node=args.tp, name="shard")
+    cluster = RayVirtualCluster(
+        [args.tp], use_gpus=cuda, max_colocated_worker_groups=groups, num_gpus_per_node=args.tp, name="shard"
+    )
     began = time.perf_counter()
-    engines = VllmGeneration(cluster, config.policy, config.cluster, pad_token_id=256, stop_token_ids=[], seed=1, colocated=False, sleeps=True)
+    engines = VllmGeneration(
+        cluster,
+        config.policy,
+        config.cluster,
+        pad_token_id=256,
+        stop_token_ids=[],
+        seed=1,
+        colocated=False,
+        sleeps=True,
+    )
     owner: Any = None
     through = None
     if args.transport == "nccl":
@@ -292,7 +316,10 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
         }
         actor = ray.remote(CacheOwner).options(
-            num_cpus=0, num_gpus=0.4, scheduling_strategy=own.strategy_for(slot.node_rank, slot.bundle_index), runtime_env={"env_vars": environment}
+            num_cpus=0,
+            num_gpus=0.4,
+            scheduling_strategy=own.strategy_for(slot.node_rank, slot.bundle_index),
+            runtime_env={"env_vars": environment},
         )
         owner = actor.remote(str(model), dtype, bucket_bytes)
         through = RemoteOwner(owner, own)
@@ -316,7 +343,10 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     finally:
         engines.shutdown()
     gib = sum(meta.nbytes for meta in cache.manifest().metas) / (1 << 30)
-    print(f"\nshape {args.shape} ({gib:.2f} GiB), tp {args.tp}, transport {refreshed.transport if refreshed else 'none'}, {args.cycles} cycles")
+    print(
+        f"\nshape {args.shape} ({gib:.2f} GiB), tp {args.tp}, transport "
+        f"{refreshed.transport if refreshed else 'none'}, {args.cycles} cycles"
+    )
     print(f"engine up in {start_s:.0f} s, cache built in {build_s:.1f} s")
     print(f"{'phase':22s} {'first':>9s} {'median':>9s} {'worst':>9s}")
     for name in median:
@@ -325,8 +355,23 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         print(f"{name:22s} {value:29.4f}")
     print(f"memory asleep grew by {grown * 1024:.1f} MiB over {args.cycles} cycles")
     share = median["sync_gb_per_s"] * 1e9 / rate if rate else 0.0
-    print(f"pinned rate {rate / 1e9:.1f} GB/s; sync / pinned rate: {share:.2f}; sleep + wake + sync: {median['total_s']:.3f} s")
-    print("RESULT " + json.dumps({"first": first, "median": median, "grown_gib": grown, "pinned_gb_per_s": rate / 1e9, "share": share, **pauses}))
+    print(
+        f"pinned rate {rate / 1e9:.1f} GB/s; sync / pinned rate: {share:.2f}; sleep + wake + sync: "
+        f"{median['total_s']:.3f} s"
+    )
+    print(
+        "RESULT "
+        + json.dumps(
+            {
+                "first": first,
+                "median": median,
+                "grown_gib": grown,
+                "pinned_gb_per_s": rate / 1e9,
+                "share": share,
+                **pauses,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

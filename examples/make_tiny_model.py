@@ -4,7 +4,8 @@ Byte-level tokenizer (every text can be encoded, no merges), random weights draw
 ordinary Hugging Face directory: the same arguments give the same bytes. It exists so that the whole loop can be run
 and tested where nothing can be downloaded.
 
-    python examples/make_tiny_model.py OUT_DIR [--layers 2] [--hidden 128] [--heads 4] [--kv-heads 2] [--experts 0] [--seed 0]
+    python examples/make_tiny_model.py OUT_DIR [--layers 2] [--hidden 128] [--heads 4] [--kv-heads 2] [--experts 0]
+    [--seed 0]
 
 With `--experts N` every feed-forward is a mixture of N experts, of which a token takes two.
 """
@@ -44,9 +45,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(
-    vocab_size: int, *, layers: int, hidden: int, heads: int, kv_heads: int, seed: int, eos: int, pad: int, experts: int = 0
+    vocab_size: int,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    seed: int,
+    eos: int,
+    pad: int,
+    experts: int = 0,
 ) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
-    """Random float32 weights of a Qwen3 (with experts: Qwen3-MoE) causal language model with tied embeddings, drawn from `seed`."""
+    """Random float32 weights of a Qwen3 (with experts: Qwen3-MoE) causal language model with tied embeddings, drawn
+    from `seed`.
+    """
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
@@ -66,19 +78,38 @@ def make_model(
     torch.manual_seed(seed)
     if not experts:
         return Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.float32)
-    routed = Qwen3MoeConfig(**sizes, moe_intermediate_size=2 * hidden, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True)
+    routed = Qwen3MoeConfig(
+        **sizes, moe_intermediate_size=2 * hidden, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True
+    )
     return Qwen3MoeForCausalLM(routed).to(torch.float32)
 
 
 def save_tiny_model(
-    out_dir: Path, *, layers: int = 2, hidden: int = 128, heads: int = 4, kv_heads: int = 2, seed: int = 0, experts: int = 0
+    out_dir: Path,
+    *,
+    layers: int = 2,
+    hidden: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    experts: int = 0,
 ) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """Writes model and tokenizer to `out_dir` and returns the model."""
     tokenizer = make_tokenizer()
     eos, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     # Rounded up so that the vocabulary divides over any small tensor-parallel size.
     vocab_size = (len(tokenizer) + 63) // 64 * 64
-    model = make_model(vocab_size, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, seed=seed, eos=eos, pad=pad, experts=experts)
+    model = make_model(
+        vocab_size,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        seed=seed,
+        eos=eos,
+        pad=pad,
+        experts=experts,
+    )
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     return model

@@ -69,7 +69,9 @@ def user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory from which this process and Ray's workers import modules that a test writes there."""
     folder = tmp_path_factory.mktemp("user_modules")
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    ).rstrip(os.pathsep)
     yield folder
     sys.path.remove(str(folder))
 
@@ -87,7 +89,9 @@ def ray_session(_no_process_is_left_behind: None, user_modules: Path) -> Iterato
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a two-layer, 128-wide Qwen3 model with a byte-level tokenizer; narrower heads than 32 vLLM does not run on CPU."""
+    """Directory of a two-layer, 128-wide Qwen3 model with a byte-level tokenizer; narrower heads than 32 vLLM does not
+    run on CPU.
+    """
     folder = tmp_path_factory.mktemp("models") / "tiny"
     example("make_tiny_model").save_tiny_model(folder, layers=2, hidden=128)
     return folder

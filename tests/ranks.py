@@ -1,6 +1,7 @@
 """Runs a function on every rank of a small gloo world, one process per rank, without Ray.
 
-A spawned launcher imports the function's module once and forks the ranks, since importing torch costs more than most tests.
+A spawned launcher imports the function's module once and forks the ranks, since importing torch costs more than most
+tests.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def _launch(answer: Any, function: Callable[..., Any], world: int, args: tuple[A
     context = mp.get_context("fork")
     answers: Any = context.Queue()
     port = _free_port()
-    processes = [context.Process(target=_rank, args=(function, rank, world, port, answers, args), daemon=True) for rank in range(world)]
+    processes = [
+        context.Process(target=_rank, args=(function, rank, world, port, answers, args), daemon=True)
+        for rank in range(world)
+    ]
     for process in processes:
         process.start()
     try:
@@ -63,7 +67,11 @@ def _gather(answers: Any, processes: list[Any], deadline: float) -> list[Any]:
         try:
             rank, result, failure = answers.get(timeout=1.0)
         except Empty:
-            gone = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0) and rank not in results]
+            gone = [
+                rank
+                for rank, process in enumerate(processes)
+                if process.exitcode not in (None, 0) and rank not in results
+            ]
             if gone or time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {gone or 'all'} gave no answer") from None
             continue
@@ -74,7 +82,13 @@ def _gather(answers: Any, processes: list[Any], deadline: float) -> list[Any]:
 
 
 def _rank(function: Callable[..., Any], rank: int, world: int, port: int, answers: Any, args: tuple[Any, ...]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     try:
         answers.put((rank, function(*args), None))
     except BaseException:  # noqa: BLE001 - whatever happened is the parent's to report

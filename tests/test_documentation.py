@@ -55,10 +55,17 @@ def test_the_walk_throughs_loss_adds_up_over_parts_of_a_batch(task: Path) -> Non
 
     loss_fn = make_loss(load_master_config(str(task)).loss_fn)
     generator = torch.Generator().manual_seed(0)
-    data = {"token_mask": torch.ones(4, 6), "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]), "advantages": torch.randn(4, 6, generator=generator)}
+    data = {
+        "token_mask": torch.ones(4, 6),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        "advantages": torch.randn(4, 6, generator=generator),
+    }
     logprobs = -torch.rand(4, 5, generator=generator)
     whole, _ = loss_fn(data, 3.0, 15.0, next_token_logprobs=logprobs)
-    parts = [loss_fn({k: v[i : i + 2] for k, v in data.items()}, 3.0, 15.0, next_token_logprobs=logprobs[i : i + 2])[0] for i in (0, 2)]
+    parts = [
+        loss_fn({k: v[i : i + 2] for k, v in data.items()}, 3.0, 15.0, next_token_logprobs=logprobs[i : i + 2])[0]
+        for i in (0, 2)
+    ]
     assert float(whole) == pytest.approx(float(sum(parts)))
 
 
@@ -67,8 +74,16 @@ def test_the_walk_throughs_loss_adds_up_over_parts_of_a_batch(task: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_walk_throughs_run_trains(task: Path, tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
-    overrides = [f"policy.model_name={tiny_model}", f"logger.log_dir={tmp_path}/logs", "checkpointing.enabled=false", "logger.tensorboard_enabled=false"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(task.parent)]), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    overrides = [
+        f"policy.model_name={tiny_model}",
+        f"logger.log_dir={tmp_path}/logs",
+        "checkpointing.enabled=false",
+        "logger.tensorboard_enabled=false",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(task.parent)]),
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+    }
     command = [sys.executable, str(ROOT / "examples" / "run_grpo.py"), "--config", str(task), *overrides]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
@@ -83,15 +98,26 @@ def test_yaml_blocks_of_the_walk_through_load() -> None:
 
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-# Runs of training and evaluation take minutes; tests of their own carry them to the end (test_runs, test_evaluation, the walk-through above), and
-# here they go as far as their configuration.
-RUNS = {"run_grpo.py": "MasterConfig", "run_grpo_sliding_puzzle.py": "MasterConfig", "run_sft.py": "SFTMasterConfig", "run_eval.py": "EvalMasterConfig"}
+# Runs of training and evaluation take minutes; tests of their own carry them to the end (test_runs, test_evaluation,
+# the walk-through above), and here they go as far as their configuration.
+RUNS = {
+    "run_grpo.py": "MasterConfig",
+    "run_grpo_sliding_puzzle.py": "MasterConfig",
+    "run_sft.py": "SFTMasterConfig",
+    "run_eval.py": "EvalMasterConfig",
+}
 
 
 def commands() -> list[str]:
     """Every command line of every page, comments left out."""
-    lines = [line for page in PAGES for _, text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines()]
-    return list(dict.fromkeys(line.split("  #")[0].split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")))
+    lines = [
+        line for page in PAGES for _, text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines()
+    ]
+    return list(
+        dict.fromkeys(
+            line.split("  #")[0].split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +148,8 @@ def test_every_command_of_the_documentation_works(workplace: Path, task: Path) -
 def attempt(line: str, workplace: Path) -> str:
     """Carries a command out as far as a test can; what went wrong, or nothing."""
     words = shlex.split(line)
+    if words[0] == "docker":
+        return "" if (ROOT / words[words.index("-f") + 1]).is_file() else f"{words} names no file"
     if words[:2] in (["git", "clone"], ["pip", "install"]) or "sbatch" in words:
         return "" if "sbatch" not in words or (ROOT / words[-1]).is_file() else f"{words[-1]} does not exist"
     assignments = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word) and words[0] != "make"]
@@ -129,8 +157,22 @@ def attempt(line: str, workplace: Path) -> str:
     script = next((Path(word).name for word in words if Path(word).name in RUNS), None)
     if script is not None:
         return configured(words, RUNS[script], workplace)
-    words = ["make", "--dry-run", *words[1:]] if words[0] == "make" else [sys.executable, *words[1:]] if words[0].endswith("python") else words
-    done = subprocess.run(words, cwd=workplace, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False)
+    words = (
+        ["make", "--dry-run", *words[1:]]
+        if words[0] == "make"
+        else [sys.executable, *words[1:]]
+        if words[0].endswith("python")
+        else words
+    )
+    done = subprocess.run(
+        words,
+        cwd=workplace,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     return "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr[-1500:]}"
 
 
@@ -148,9 +190,41 @@ def configured(words: list[str], kind: str, workplace: Path) -> str:
     return ""
 
 
+def test_the_readmes_table_of_what_is_here_is_true() -> None:
+    import nemo_rl.config
+
+    table = [line.split("|")[1:4] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    for what, here, how in table:
+        for key in re.findall(r"`([a-z_.]+=\w+)`", how):
+            refused = ""
+            try:
+                load_master_config(None, [key])
+            except nemo_rl.config.ConfigError as error:
+                refused = str(error)
+            assert ("not built yet" in refused) == (here.strip() == "no"), (what, key, refused)
+
+
+def test_the_containers_recipe_names_what_is_there() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert copied and [word for word in copied if not (ROOT / word).exists()] == []
+    (target,) = re.findall(r"make (\S+) EXTRAS", text)
+    command = ["make", "--dry-run", "--always-make", target, "EXTRAS=vllm", "TORCH_BACKEND=cu129"]
+    planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "--torch-backend cu129 -e '.[vllm]'" in planned
+
+
 @pytest.mark.slow
 def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "concepts.html").is_file()

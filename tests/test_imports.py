@@ -9,7 +9,9 @@ from pathlib import Path
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys, threading
 
-OPTIONAL = {"vllm", "megatron", "transfer_queue", "mooncake", "wandb", "mlflow", "swanlab", "transformer_engine", "flash_attn"}
+OPTIONAL = {
+    "vllm", "megatron", "transfer_queue", "mooncake", "wandb", "mlflow", "swanlab", "transformer_engine", "flash_attn",
+}  # fmt: skip
 
 # Python takes None here for a module that is not installed.
 sys.modules.update(dict.fromkeys(OPTIONAL))
@@ -29,12 +31,22 @@ assert not others, f"threads were started: {others}"
 
 
 def test_importing_every_module_starts_nothing_and_needs_no_optional_package(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir()), "importing wrote files"
 
 
 def test_the_schedulers_core_pulls_in_neither_ray_nor_torch() -> None:
-    code = "import sys, nemo_rl.time_sharing.planner, nemo_rl.config; print(sorted({'ray', 'torch', 'vllm'} & set(sys.modules)))"
+    code = (
+        "import sys, nemo_rl.time_sharing.planner, nemo_rl.config; print(sorted({'ray', 'torch', 'vllm'} "
+        "& set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

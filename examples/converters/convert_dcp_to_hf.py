@@ -1,6 +1,7 @@
 """Writes a checkpoint's model as a Hugging Face directory, under the flags that NeMo-RL's converter has.
 
-    python examples/converters/convert_dcp_to_hf.py --config CONFIG --dcp-ckpt-path STEP_DIR/policy/weights --hf-ckpt-path OUT_DIR
+    python examples/converters/convert_dcp_to_hf.py --config CONFIG --dcp-ckpt-path STEP_DIR/policy/weights
+    --hf-ckpt-path OUT_DIR
 
 The weights of a checkpoint are Hugging Face's format already, so --config is accepted and not needed.
 """

@@ -1,9 +1,11 @@
-"""Two jobs that are no RL pipelines share two GPUs of a pool: one takes both, yields one when the other needs it, and gets it back.
+"""Two jobs that are no RL pipelines share two GPUs of a pool: one takes both, yields one when the other needs it, and
+gets it back.
 
     python examples/time_sharing/external_job.py
 
-It starts Ray on this machine, needs no GPU (the jobs only say what they would do with theirs), takes about twenty seconds and leaves nothing behind
-but its records, which the history checker has read. Copy `Job`: every job that the scheduler serves is such an actor.
+It starts Ray on this machine, needs no GPU (the jobs only say what they would do with theirs), takes about twenty
+seconds and leaves nothing behind but its records, which the history checker has read. Copy `Job`: every job that the
+scheduler serves is such an actor.
 """
 
 from __future__ import annotations
@@ -25,20 +27,31 @@ from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import ACTOR_INFER, Command, Limits, Reply
 from nemo_rl.utils.record import RecordWriter, merge_records
 
-LIMITS = Limits(heartbeat_s=0.5, lease_s=20.0, retry_s=0.5, min_hold_s=1.0, aging_s=2.0, replan_s=0.5, plan_interval_s=0.05)
+LIMITS = Limits(
+    heartbeat_s=0.5, lease_s=20.0, retry_s=0.5, min_hold_s=1.0, aging_s=2.0, replan_s=0.5, plan_interval_s=0.05
+)
 WAIT_S = 60.0
 
 
 class Job:
-    """A job of its own kind: an actor that registers, holds an `ExternalJob`, and hands on what the scheduler says to it."""
+    """A job of its own kind: an actor that registers, holds an `ExternalJob`, and hands on what the scheduler says to
+    it.
+    """
 
     def __init__(self, name: str, gpus: list[int], scheduler: Any, log_dir: str, incarnation: int) -> None:
         self._name = name
         # One rank is one GPU here; with {ACTOR_INFER: 8} it would be eight of one node, acquired and yielded together.
-        topology = ray.get(scheduler.register.remote(name, "examples", {ACTOR_INFER: 1}, {ACTOR_INFER: gpus}, {"incarnation": incarnation}), timeout=WAIT_S)
+        topology = ray.get(
+            scheduler.register.remote(
+                name, "examples", {ACTOR_INFER: 1}, {ACTOR_INFER: gpus}, {"incarnation": incarnation}
+            ),
+            timeout=WAIT_S,
+        )
         record = RecordWriter(Path(log_dir) / f"{name}.{incarnation}.jsonl", source=f"{name}/driver")
         # From here on a heartbeat goes out every heartbeat_s, whatever the job does.
-        self._client = ExternalJob(topology, incarnation, RayLink(scheduler), record, LIMITS, asked_to_yield=self._make_room)
+        self._client = ExternalJob(
+            topology, incarnation, RayLink(scheduler), record, LIMITS, asked_to_yield=self._make_room
+        )
         self._record = record
 
     # What the scheduler calls.
@@ -70,8 +83,15 @@ class Job:
 
 
 def start_job(name: str, gpus: list[int], scheduler: Any, log_dir: str, incarnation: int = 0) -> Any:
-    """The job's actor, under the name by which the scheduler finds it; after a crash, start it with the next incarnation."""
-    options = {"name": agent_actor_name(incarnation), "namespace": agent_namespace(name), "num_cpus": 0, "max_concurrency": 8}
+    """The job's actor, under the name by which the scheduler finds it; after a crash, start it with the next
+    incarnation.
+    """
+    options = {
+        "name": agent_actor_name(incarnation),
+        "namespace": agent_namespace(name),
+        "num_cpus": 0,
+        "max_concurrency": 8,
+    }
     return ray.remote(Job).options(**options).remote(name, gpus, scheduler, log_dir, incarnation)
 
 
@@ -97,7 +117,9 @@ def share(scheduler: Any, log_dir: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log-dir", type=Path, help="where the records go; a new folder under the system's temporary one if not given")
+    parser.add_argument(
+        "--log-dir", type=Path, help="where the records go; a new folder under the system's temporary one if not given"
+    )
     log_dir = parser.parse_args().log_dir or Path(tempfile.mkdtemp(prefix="time_sharing_"))
     log_dir.mkdir(parents=True, exist_ok=True)
     init_ray(device="cpu", cpu_slots=2)

@@ -1,7 +1,8 @@
 """What every run's command line shares: arguments in, configuration, set-up, drive, clean end, exit code out.
 
 Knows a run only as something that is set up, driven and closed. User mistakes become one message without a traceback.
-Invariant: whatever happens, no process of the run is left; Ctrl-C ends with exit code 130 and the last checkpoint usable.
+Invariants: whatever happens, no process of the run is left, and the last line says what came of it; Ctrl-C ends with
+exit code 130 and the last checkpoint usable.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from nemo_rl.config import ConfigError, OverridesError, load_master_config
+from nemo_rl.config import load_master_config
+from nemo_rl.config.errors import UserError, in_one_line
 from nemo_rl.config.master import CompleteConfig, RootConfig
+from nemo_rl.utils import hub
 from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.start_phases import StartPhases
 
 if TYPE_CHECKING:
+    from nemo_rl.algorithms.run_state import RunState
+    from nemo_rl.utils.checkpoint import CheckpointManager
     from nemo_rl.utils.logger import Logger
+    from nemo_rl.utils.timer import TimeoutChecker
 
 logger = logging.getLogger("nemo_rl")
 
@@ -37,12 +42,27 @@ class Watchable(Protocol):
 
     progress: RunProgress
     logger: Logger
+    timeout: TimeoutChecker
+    checkpointer: CheckpointManager
+
+    @property
+    def state(self) -> RunState:
+        """Its counters."""
+        ...
 
 
 Run = TypeVar("Run", bound=Watchable)
 
 
-def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], what: str, example: str, run_to_end: Callable[[Config], int]) -> int:
+def main(
+    arguments: Sequence[str],
+    *,
+    default_config: Path,
+    kind: type[Config],
+    what: str,
+    example: str,
+    run_to_end: Callable[[Config], int],
+) -> int:
     """Reads the command line and the configuration, and runs.
 
     Args:
@@ -60,40 +80,98 @@ def main(arguments: Sequence[str], *, default_config: Path, kind: type[Config], 
     parser.add_argument("--config", type=Path, default=default_config, help=f"YAML file; default {default_config.name}")
     options, overrides = parser.parse_known_args(list(arguments))
     level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
+    hub.calm()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         config = load_master_config(str(options.config), overrides, kind)
-    except (ConfigError, OverridesError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"{error if isinstance(error, UserError) else in_one_line(error) or error}\n")
         return EXIT_USAGE
+    # Read when the hub's libraries are imported, which is from here on.
+    if isinstance(config, RootConfig) and (line := hub.use_cache_if_unreachable(config.policy.model_name)) is not None:
+        sys.stderr.write(f"{line}\n")
     return run_to_end(config)
 
 
-def run_to_end(config: TrainingConfig, setup: Callable[[TrainingConfig], Run], drive: Callable[[Run], None], close: Callable[[Run], None]) -> int:
+def run_to_end(
+    config: TrainingConfig,
+    setup: Callable[[TrainingConfig, StartPhases], Run],
+    drive: Callable[[Run], None],
+    close: Callable[[Run], None],
+) -> int:
     """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code."""
+    from nemo_rl.utils.directory_lock import DirectoryInUse
+
+    try:
+        with directories_of_its_own(config):
+            return _run_to_end(config, setup, drive, close)
+    except DirectoryInUse as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_FAILED
+
+
+@contextmanager
+def directories_of_its_own(config: RootConfig) -> Iterator[None]:
+    """Nobody else writes into the run's log and checkpoint directories inside the block.
+
+    Raises:
+        DirectoryInUse: Another run has one of them.
+    """
+    from nemo_rl.utils.directory_lock import locked
+
+    keys = {Path(config.logger.log_dir).resolve(): "logger.log_dir"}
+    if config.checkpointing.enabled:
+        keys[Path(config.checkpointing.checkpoint_dir).resolve()] = "checkpointing.checkpoint_dir"
+    with ExitStack() as held:
+        for directory, key in keys.items():
+            held.enter_context(locked(directory, key))
+        yield
+
+
+def _run_to_end(
+    config: TrainingConfig,
+    setup: Callable[[TrainingConfig, StartPhases], Run],
+    drive: Callable[[Run], None],
+    close: Callable[[Run], None],
+) -> int:
+    from nemo_rl.algorithms.interrupts import Interrupts, what_is_saved
+    from nemo_rl.algorithms.resume import NothingToDo
+    from nemo_rl.utils.report_live import LiveReport
+
     run: Run | None = None
     code = EXIT_FAILED
-    try:
-        _end_cleanly_on_sigterm()
-        run = setup(config)
-        # Starting Ray installs a handler of its own.
-        _end_cleanly_on_sigterm()
-        with _monitor(config, run), run.progress:
-            drive(run)
-        _show_trackers(run)
-        code = EXIT_OK
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: ending workers; the last finished checkpoint is complete\n")
-        code = EXIT_INTERRUPTED
-    except user_errors() as error:
-        logger.debug("run failed", exc_info=True)
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        code = EXIT_FAILED
-    finally:
+    with Interrupts() as interrupts:
+        try:
+            run = setup(config, StartPhases())
+            # Starting Ray installs a handler of its own.
+            interrupts.listen()
+            if config.checkpointing.enabled and config.checkpointing.save_on_signal:
+                interrupts.save_first(run.timeout.end_after_step)
+            with _monitor(config, run), LiveReport(Path(config.logger.log_dir)), run.progress:
+                drive(run)
+            _show_trackers(run)
+            code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_OK
+        except NothingToDo as nothing:
+            sys.stderr.write(f"{nothing}\n")
+            code = EXIT_OK
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted: ending workers\n" if run else "interrupted while starting\n")
+            code = EXIT_INTERRUPTED
+        except (UserError, OSError) as error:
+            message = in_one_line(error)
+            if message is None:
+                raise
+            logger.debug("run failed", exc_info=True)
+            sys.stderr.write(f"{message}\n")
+            code = EXIT_FAILED
+        finally:
+            interrupts.ending()
+            if run is not None:
+                code = _closed(run, close, code)
         if run is not None:
-            code = _closed(run, close, code)
-    if run is not None and code == EXIT_OK:
-        _report(Path(config.logger.log_dir))
+            if code == EXIT_INTERRUPTED:
+                sys.stderr.write(f"{what_is_saved(run, config.checkpointing)}\n")
+            _report(Path(config.logger.log_dir), expected=code == EXIT_OK)
     return code
 
 
@@ -106,78 +184,39 @@ def _show_trackers(run: Watchable) -> None:
 def _monitor(config: RootConfig, run: Watchable) -> AbstractContextManager[object]:
     if not config.logger.monitor_gpus:
         return nullcontext()
-    from nemo_rl.distributed.node_monitor import NodeMonitor
+    from nemo_rl.distributed.node_monitor import NodeMonitor, ShownUsage
 
     sampling = config.logger.gpu_monitoring
-    return NodeMonitor(run.logger, sampling.collection_interval, sampling.flush_interval)
-
-
-def _end_cleanly_on_sigterm() -> None:
-    """A scheduler that ends the job sends SIGTERM: it deserves the same clean end as Ctrl-C."""
-    # Handlers can be set by the main thread only; a run inside another thread is ended by whoever owns the process.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    shown = ShownUsage(run.logger, run.progress)
+    return NodeMonitor(shown, sampling.collection_interval, sampling.flush_interval)
 
 
 def _closed(run: Run, close: Callable[[Run], None], code: int) -> int:
     """Ends the run; the exit code, which a checkpoint that could not be finished turns into a failure."""
-    from nemo_rl.utils.checkpoint import CheckpointError
-
     try:
         close(run)
-    except CheckpointError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    except (UserError, OSError) as error:
+        message = in_one_line(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"{message}\n")
         return code or EXIT_FAILED
     return code
 
 
-def user_errors() -> tuple[type[BaseException], ...]:
-    """Errors whose message says all a user needs; anything else keeps its traceback."""
-    from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
-    from nemo_rl.data.errors import DataError
-    from nemo_rl.data_plane.errors import DataPlaneError
-    from nemo_rl.distributed.devices import DeviceUnavailableError
-    from nemo_rl.distributed.ray_runtime import RayStartError
-    from nemo_rl.distributed.virtual_cluster import ResourceInsufficientError
-    from nemo_rl.distributed.worker_calls import WorkerError
-    from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
-    from nemo_rl.experience.rollout_source import RecordingError
-    from nemo_rl.experience.trajectory_collector import CollectorError
-    from nemo_rl.models.dtensor.model_config import CheckpointMismatchError, ModelNotFoundError, UnsupportedModelError
-    from nemo_rl.models.generation.interfaces import GenerationError
-    from nemo_rl.models.policy.optimizer import OptimizerConfigError
-    from nemo_rl.utils.checkpoint import CheckpointError
-    from nemo_rl.utils.checkpoint_retention import UnknownMetric
-    from nemo_rl.weight_sync.cache import CacheError
-    from nemo_rl.weight_sync.transports.base import TransportError
-
-    return (
-        ConfigError,
-        DataError,
-        DataPlaneError,
-        DeviceUnavailableError,
-        RayStartError,
-        ResourceInsufficientError,
-        WorkerError,
-        EnvironmentFailure,
-        UnknownEnvironment,
-        RecordingError,
-        CheckpointMismatchError,
-        ModelNotFoundError,
-        OptimizerConfigError,
-        UnsupportedModelError,
-        GenerationError,
-        CheckpointError,
-        TransportError,
-        DynamicSamplingError,
-        CollectorError,
-        CacheError,
-        UnknownMetric,
-    )
-
-
-def _report(log_dir: Path) -> None:
+def _report(log_dir: Path, *, expected: bool) -> None:
+    """Writes the run's report, however it ended; a run that failed before its first step has nothing to show."""
+    from nemo_rl.utils.metrics_file import NoMetrics
+    from nemo_rl.utils.plots import NothingToShow
     from nemo_rl.utils.report import write_report
 
-    paths = write_report(log_dir)
+    try:
+        paths = write_report(log_dir)
+    except (NoMetrics, NothingToShow):
+        if expected:
+            sys.stderr.write(f"no report: no step was finished; what there is lies in {log_dir}\n")
+        return
+    except OSError as error:
+        sys.stderr.write(f"no report: {log_dir} cannot be written ({error.strerror or error})\n")
+        return
     sys.stderr.write("report: " + ", ".join(str(path) for path in paths) + "\n")

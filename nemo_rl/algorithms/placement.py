@@ -5,26 +5,23 @@ Decides nothing about which slots training and generation share; that is each al
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.dtensor.kernels import check_packages
-from nemo_rl.models.dtensor.model_config import check_divisible, check_experts, model_config
+from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.optimizer import check_names
+from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.utils.checkpoint import CheckpointManager
-
-logger = logging.getLogger(__name__)
 
 
 def check_policy(config: RootConfig) -> Any:
-    """Reads the model's configuration and checks that the policy can be built, before anything starts; the model's configuration.
+    """Reads the model's configuration and checks that the policy can be built, before anything starts; the model's
+    configuration.
 
     Raises:
         ModelNotFoundError: There is no model at `policy.model_name`.
@@ -33,14 +30,22 @@ def check_policy(config: RootConfig) -> Any:
         OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
     """
     model = model_config(config.policy)
-    check_divisible(model, config.policy.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
-    check_experts(model, config.policy.dtensor_cfg)
-    check_packages(config.policy.dtensor_cfg)
-    check_names(config.policy.optimizer, config.policy.scheduler)
+    backend_spec(config.policy).check(config.policy, model)
     return model
 
 
-def reserve(cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1) -> RayVirtualCluster:
+def check_device(config: RootConfig, accelerator: Accelerator) -> None:
+    """Whether the accelerators can run what the training backend is configured for.
+
+    Raises:
+        KernelUnavailableError: They cannot.
+    """
+    backend_spec(config.policy).check_device(config.policy, cuda=accelerator.is_cuda)
+
+
+def reserve(
+    cluster: ClusterConfig, accelerator: Accelerator, name: str, per_node: Sequence[int], *, groups: int = 1
+) -> RayVirtualCluster:
     """Slots on the cluster.
 
     Args:
@@ -62,7 +67,13 @@ def reserve(cluster: ClusterConfig, accelerator: Accelerator, name: str, per_nod
 
 
 def start_policy(
-    config: RootConfig, cluster: RayVirtualCluster, tokenizer: Any, checkpointer: CheckpointManager, checkpoint: Path | None, *, init_reference_model: bool
+    config: RootConfig,
+    cluster: RayVirtualCluster,
+    tokenizer: Any,
+    checkpointer: CheckpointManager,
+    resume: Resume | None,
+    *,
+    init_reference_model: bool,
 ) -> Policy:
     """The policy, from the checkpoint if there is one; its workers may still be starting.
 
@@ -71,18 +82,17 @@ def start_policy(
         cluster: Slots; all of them are used.
         tokenizer: Saved beside checkpoints.
         checkpointer: Owner of the checkpoint.
-        checkpoint: What to resume from, or None.
+        resume: What to go on from, or None.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
 
     Raises:
         CheckpointError: The checkpoint has no weights.
     """
-    resume = checkpointer.get_resume_paths(checkpoint) if checkpoint is not None else None
-    if resume is not None and resume.optimizer is None:
-        logger.warning("resume=fresh_optimizer checkpoint=%s: it has no optimizer state", checkpoint)
+    paths = checkpointer.get_resume_paths(resume.checkpoint) if resume is not None else None
+    optimizer = paths.optimizer if paths is not None and resume is not None and not resume.fresh_optimizer else None
     options: dict[str, Any] = {
-        "weights_path": str(resume.weights.resolve()) if resume else None,
-        "optimizer_path": str(resume.optimizer.resolve()) if resume and resume.optimizer else None,
+        "weights_path": str(paths.weights.resolve()) if paths else None,
+        "optimizer_path": str(optimizer.resolve()) if optimizer else None,
         "init_reference_model": init_reference_model,
     }
     if isinstance(config, MasterConfig) and config.data_plane.enabled:

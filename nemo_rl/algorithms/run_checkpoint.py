@@ -1,12 +1,13 @@
-"""What every run's checkpoint holds besides its counters: policy and loader; how a run goes on from it; and that a run has where to write.
+"""What every run's checkpoint holds besides its counters: policy and loader; and that a run has where to write.
 
-Ties the checkpoint directory to policy and loader. Knows no file format of theirs and no algorithm. Invariants: a visible
-checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
+Ties the checkpoint directory to policy and loader. Knows no file format of theirs and no algorithm. Invariants: a
+visible checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nemo_rl.utils.logger import get_next_experiment_dir
 
 LOADER_FILE = "train_dataloader.pt"
 WEIGHTS = Path("policy") / "weights"
+LATEST = "latest"
 
 
 def begin_checkpoint(
@@ -61,14 +63,6 @@ def begin_checkpoint(
     checkpointer.begin_finalization(path, policy.finalize_async_save)
 
 
-def restore_loader(loader: Any, checkpoint: Path, info: Mapping[str, Any], config: RootConfig) -> bool:
-    """Continues a loader from a checkpoint; False (and an untouched loader) when the datasets changed."""
-    if info.get("dataset_names") != dataset_names(config):
-        return False
-    loader.load_state_dict(torch.load(checkpoint / LOADER_FILE, weights_only=True))
-    return True
-
-
 def check_writable(checkpointer: CheckpointManager) -> None:
     """Finds out before the first step, not after it, whether checkpoints can be written.
 
@@ -90,15 +84,22 @@ def new_log_dir(config: RootConfig) -> str:
     try:
         return str(get_next_experiment_dir(config.logger.log_dir))
     except OSError as error:
-        raise ConfigError([f"logger.log_dir: {config.logger.log_dir} cannot be written ({error.strerror or error})"]) from error
+        raise ConfigError(
+            [f"logger.log_dir: {config.logger.log_dir} cannot be written ({error.strerror or error})"]
+        ) from error
 
 
-def latest_checkpoint(checkpointer: CheckpointManager) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint and its info, if there is one."""
-    path = checkpointer.get_latest_checkpoint_path()
-    if path is None:
-        return None
-    return path, checkpointer.load_training_info(path) or {}
+def name_latest(checkpointer: CheckpointManager) -> None:
+    """Points `<checkpoint_dir>/latest` at the newest weights, in one rename, so that a later run can name them without
+    knowing the step.
+    """
+    newest = checkpointer.get_latest_checkpoint_path()
+    if newest is None:
+        return
+    link, aside = newest.parent / LATEST, newest.parent / f".{LATEST}"
+    aside.unlink(missing_ok=True)
+    os.symlink(Path(newest.name) / WEIGHTS, aside, target_is_directory=True)
+    aside.replace(link)
 
 
 def dataset_names(config: RootConfig) -> list[str]:

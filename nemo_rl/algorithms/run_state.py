@@ -1,7 +1,7 @@
 """The counters of a run that a checkpoint carries, whatever the algorithm.
 
-Each algorithm names them in checkpoints as NeMo-RL does. Invariant: `step` is the number of completed steps and thereby the version of the
-policy's weights.
+Each algorithm names them in checkpoints as NeMo-RL does. Invariant: `step` is the number of completed steps and thereby
+the version of the policy's weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class RunState:
 
     def totals(self) -> dict[str, Any]:
         """The counters that every algorithm's checkpoint has under the same name."""
-        return {"total_steps": self.step, "consumed_samples": self.consumed_samples, "total_valid_tokens": self.total_valid_tokens}
+        return {
+            "total_steps": self.step,
+            "consumed_samples": self.consumed_samples,
+            "total_valid_tokens": self.total_valid_tokens,
+        }
 
     @classmethod
     def resumed(cls, info: dict[str, Any], *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:

@@ -1,6 +1,7 @@
-"""`python -m nemo_rl.config`: show a configuration, compare two, explain a key, write the reference page.
+"""`python -m nemo_rl.config`: check recipes, show a configuration, compare two, explain a key, write the reference.
 
-A command-line main, so it prints; it decides nothing. Exit code 2 stands for a mistake in the configuration, which is printed in full.
+A command-line main, so it prints; it decides nothing. Exit code 2 stands for a mistake in a configuration, 1 for one
+that only asks for parts which are not built.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import yaml
 
+from nemo_rl.config.check import Verdict, check_file, lines_about, recipe_files, summary
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import source_of
 from nemo_rl.config.load import kind_of_file, load_layers, load_master_config
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
-from nemo_rl.config.reference import reference_page, shown
-from nemo_rl.config.schema import KeyInfo, find_key, keys_of, names_in
+from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, reference_page, shown
 
 _ABSENT = object()
 
@@ -27,22 +28,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     chosen = _parser().parse_args(arguments)
     try:
-        chosen.run(chosen)
+        return chosen.run(chosen) or 0
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nemo_rl.config", description="Look at configurations.")
-    commands = parser.add_subparsers(required=True, metavar="show|diff|explain|docs")
+    commands = parser.add_subparsers(required=True, metavar="check|show|diff|explain|docs")
+    check = commands.add_parser("check", help="say which recipes run here, and what the others wait for")
+    check.add_argument("files", nargs="+", type=Path, metavar="FILE or FOLDER")
+    check.add_argument("--quiet", action="store_true", help="print the summary only")
+    check.set_defaults(run=_check)
     show = commands.add_parser("show", help="print the whole configuration, defaults included")
     show.add_argument("items", nargs="*", metavar="FILE or OVERRIDE")
     show.set_defaults(run=_show)
-    diff = commands.add_parser("diff", help="print the keys in which two configurations, or one and the defaults, differ")
+    diff = commands.add_parser(
+        "diff", help="print the keys in which two configurations, or one and the defaults, differ"
+    )
     diff.add_argument("items", nargs="*", metavar="FILE or OVERRIDE", help="overrides apply to the last file")
     diff.set_defaults(run=_diff)
     explain = commands.add_parser("explain", help="print what a key means and where its value comes from")
@@ -53,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     docs.add_argument("--output", type=Path, default=Path("docs/config.md"))
     docs.set_defaults(run=_docs)
     return parser
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    checked = [check_file(file) for file in recipe_files(chosen.files)]
+    if not chosen.quiet:
+        for recipe in checked:
+            print("\n".join(lines_about(recipe)))
+    if len(checked) > 1 or chosen.quiet:
+        print("\n".join(summary(checked)))
+    return int(max((recipe.verdict for recipe in checked), default=Verdict.RUNS))
 
 
 def _show(chosen: argparse.Namespace) -> None:
@@ -75,12 +91,18 @@ def _explain(chosen: argparse.Namespace) -> None:
     files, overrides = _sorted_out(chosen.items, at_most=1)
     kind = kind_of_file(files[0])
     parts = chosen.key.split(".")
-    entry = find_key(kind, parts) or find_key(SFTMasterConfig if kind is MasterConfig else MasterConfig, parts)
-    if entry is None:
+    other = SFTMasterConfig if kind is MasterConfig else MasterConfig
+    entry = find_key(kind, parts) or find_key(other, parts)
+    if entry is None and (holder := free_mapping(kind, parts) or free_mapping(other, parts)) is not None:
+        inside = ".".join(parts[len(holder.name.split(".")) :])
+        print(f"{chosen.key}: {inside} is an entry of {holder.name}, which takes any name")
+        print(f"  {holder.name}: {holder.meaning}")
+    elif entry is not None:
+        _print_key(entry)
+    else:
         others = [known.name for known in keys_of(kind) if known.name.rpartition(".")[2] == parts[-1]]
         hint = f" There is {', '.join(others)}." if others else did_you_mean(parts[-1], names_in(kind, parts))
         raise ConfigError([f"there is no key {chosen.key}.{hint}"])
-    _print_key(entry)
     if files[0] is not None or overrides:
         _print_value(chosen.key, files[0], overrides, kind)
 
@@ -96,7 +118,13 @@ def _print_key(entry: KeyInfo) -> None:
 def _print_value(key: str, file: str | None, overrides: list[str], kind: type[CompleteConfig]) -> None:
     node: Any = load_master_config(file, overrides, kind).to_dict()
     for part in key.split("."):
-        node = node[int(part)] if isinstance(node, list) and part.isdigit() else node[part] if isinstance(node, dict) and part in node else _ABSENT
+        node = (
+            node[int(part)]
+            if isinstance(node, list) and part.isdigit()
+            else node[part]
+            if isinstance(node, dict) and part in node
+            else _ABSENT
+        )
     source = source_of(load_layers(file, overrides, kind).layers, key.split("."))
     print(f"  value:   {_or_absent(node)}")
     print(f"  from:    {source or 'the default'}")
@@ -107,7 +135,9 @@ def _docs(chosen: argparse.Namespace) -> None:
     print(f"wrote {chosen.output}")
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Dotted key, old and new value of every key in which two nested mappings differ."""
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
@@ -125,7 +155,9 @@ def _sorted_out(items: Sequence[str], at_most: int) -> tuple[list[str | None], l
     overrides = [item for item in items if "=" in item or item.startswith("~")]
     files: list[str | None] = [item for item in items if item not in overrides]
     if len(files) > at_most:
-        raise ConfigError([f"{len(files)} files given ({', '.join(str(file) for file in files)}), but at most {at_most} are read"])
+        raise ConfigError(
+            [f"{len(files)} files given ({', '.join(str(file) for file in files)}), but at most {at_most} are read"]
+        )
     return files or [None], overrides
 
 

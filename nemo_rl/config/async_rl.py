@@ -5,11 +5,11 @@ Times are in seconds. Which bounds must hold between them is decided where they 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from nemo_rl.config.section import Section
+from nemo_rl.config.section import NotYet, Section
 
 
 class SamplerConfig(Section):
@@ -17,11 +17,21 @@ class SamplerConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"] = Field("in_order", description="Which ready prompt groups are trained next.")
-    max_lookahead_versions: NonNegativeInt = Field(1, description="in_order: how many versions ahead prompts are dispatched.")
-    max_staleness_versions: NonNegativeInt = Field(1, description="Others: how many versions old a group may be.")
-    sample_freshest_first: bool = Field(False, description="windowed: newest groups first.")
-    target: str | None = Field(None, description="custom: module:Class.")
+    name: Annotated[
+        Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"], NotYet("samplers other than in_order")
+    ] = Field("in_order", description="Which ready prompt groups are trained next.")
+    max_lookahead_versions: NonNegativeInt = Field(
+        1, description="in_order: how many versions ahead prompts are dispatched."
+    )
+    max_staleness_versions: Annotated[NonNegativeInt, NotYet("samplers other than in_order")] = Field(
+        1, description="Others: how many versions old a group may be."
+    )
+    sample_freshest_first: Annotated[bool, NotYet("samplers other than in_order")] = Field(
+        False, description="windowed: newest groups first."
+    )
+    target: Annotated[str | None, NotYet("samplers other than in_order")] = Field(
+        None, description="custom: module:Class."
+    )
 
 
 class NativeTimeoutsConfig(Section):
@@ -42,17 +52,39 @@ class RolloutFailureConfig(Section):
     """`async_rl.rollout_failure`."""
 
     max_infra_attempts_per_prompt: PositiveInt = Field(5, description="Attempts after failures of the machinery.")
-    max_data_attempts_per_prompt: PositiveInt = Field(2, description="Attempts after failures of the prompt itself.")
-    backoff_base_s: float = Field(1, gt=0, description="First pause between attempts.")
-    max_backoff_s: float = Field(30, gt=0, description="Longest pause between attempts.")
-    max_skipped_prompts: NonNegativeInt = Field(0, description="Prompts that a run may skip.")
-    max_consecutive_dropped_prompts: NonNegativeInt = Field(0, description="Prompts that may be dropped in a row.")
-    min_step_batch_fraction: float = Field(0.9, gt=0, le=1, description="Share of a step's prompts that must remain.")
-    on_dropped_prompt: Literal["shrink", "replace"] = Field("shrink", description="Train on fewer prompts, or take others.")
-    max_replacement_attempts: NonNegativeInt = Field(1, description="Replacements per dropped prompt.")
-    replacement_reserve_prompts: NonNegativeInt = Field(1, description="Prompts held in reserve.")
-    native: NativeTimeoutsConfig = Field(NativeTimeoutsConfig(), description="Deadlines of this package's rollouts.")
-    nemo_gym: GymTimeoutsConfig = Field(GymTimeoutsConfig(), description="Deadlines of NeMo-Gym's rollouts.")
+    max_data_attempts_per_prompt: Annotated[PositiveInt, NotYet("dropping and replacing prompts")] = Field(
+        2, description="Attempts after failures of the prompt itself."
+    )
+    backoff_base_s: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
+        1, gt=0, description="First pause between attempts."
+    )
+    max_backoff_s: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
+        30, gt=0, description="Longest pause between attempts."
+    )
+    max_skipped_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
+        0, description="Prompts that a run may skip."
+    )
+    max_consecutive_dropped_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
+        0, description="Prompts that may be dropped in a row."
+    )
+    min_step_batch_fraction: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
+        0.9, gt=0, le=1, description="Share of a step's prompts that must remain."
+    )
+    on_dropped_prompt: Annotated[Literal["shrink", "replace"], NotYet("dropping and replacing prompts")] = Field(
+        "shrink", description="Train on fewer prompts, or take others."
+    )
+    max_replacement_attempts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
+        1, description="Replacements per dropped prompt."
+    )
+    replacement_reserve_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
+        1, description="Prompts held in reserve."
+    )
+    native: Annotated[NativeTimeoutsConfig, NotYet("deadlines of single rollouts")] = Field(
+        NativeTimeoutsConfig(), description="Deadlines of this package's rollouts."
+    )
+    nemo_gym: Annotated[GymTimeoutsConfig, NotYet("NeMo-Gym trajectories")] = Field(
+        GymTimeoutsConfig(), description="Deadlines of NeMo-Gym's rollouts."
+    )
 
 
 class StallWatchdogConfig(Section):
@@ -96,12 +128,20 @@ class AsyncRLConfig(Section):
     min_groups_for_streaming_train: PositiveInt = Field(32, description="Prompt groups that start a training chunk.")
     max_inflight_prompts: PositiveInt = Field(32, description="Prompts generated at a time.")
     max_buffered_rollouts: PositiveInt = Field(64, description="Prompt groups that may wait for training.")
-    recompute_kv_cache_after_weight_updates: bool = Field(False, description="Drop the KV cache of running requests after a refit.")
-    diagnostics: bool = Field(False, description="Log the controller's inner state.")
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        False, description="Drop the KV cache of running requests after a refit."
+    )
+    diagnostics: Annotated[bool, NotYet("the controller's inner state in the log")] = Field(
+        False, description="Log the controller's inner state."
+    )
     rollout_failure: RolloutFailureConfig = Field(RolloutFailureConfig(), description="What failed rollouts do.")
     stall_watchdog: StallWatchdogConfig = Field(StallWatchdogConfig(), description="What a stall does.")
-    generation_fleet_health: GenerationFleetHealthConfig = Field(GenerationFleetHealthConfig(), description="Health of the engines.")
-    generation_router: GenerationRouterConfig = Field(GenerationRouterConfig(), description="One address in front of the engines.")
+    generation_fleet_health: Annotated[GenerationFleetHealthConfig, NotYet("probes of engines")] = Field(
+        GenerationFleetHealthConfig(), description="Health of the engines."
+    )
+    generation_router: Annotated[GenerationRouterConfig, NotYet("an address in front of the engines")] = Field(
+        GenerationRouterConfig(), description="One address in front of the engines."
+    )
 
 
 class OnPolicyDistillationConfig(Section):
@@ -110,4 +150,8 @@ class OnPolicyDistillationConfig(Section):
     enabled: bool = Field(False, description="Learn from teachers on the policy's own samples.")
     teacher_model_by_agent_name: dict[str, Any] = Field(default_factory=dict, description="Teacher per agent.")
     default_teacher_alias: str | None = Field(None, description="Teacher of agents without their own.")
-    non_colocated_teachers: dict[str, Any] = Field(default_factory=dict, description="Teachers on accelerators of their own.")
+    deduplicate_shared_teacher_checkpoints: bool = Field(True, description="Load a checkpoint of several agents once.")
+    strict_agent_name_match: bool = Field(False, description="Refuse agents without a teacher of their own.")
+    non_colocated_teachers: dict[str, Any] = Field(
+        default_factory=dict, description="Teachers on accelerators of their own."
+    )

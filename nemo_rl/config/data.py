@@ -1,7 +1,7 @@
 """Keys of `data.*`: which datasets feed the run, and how their rows become prompts.
 
-`train` and `validation` may be one mapping or a list in YAML; here they are lists. Keys that an entry omits come from `data.default`.
-Knows the keys, not the datasets: names are looked up by `nemo_rl.data`.
+`train` and `validation` may be one mapping or a list in YAML; here they are lists. Keys that an entry omits come from
+`data.default`. Knows the keys, not the datasets: names are looked up by `nemo_rl.data`.
 """
 
 from __future__ import annotations
@@ -14,39 +14,70 @@ from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, Positiv
 from nemo_rl.config.section import DefaultFrom, Section
 
 
-class DatasetDefaults(Section):
-    """`data.default`: values for the keys that an entry of train or validation omits."""
+class DatasetKeys(Section):
+    """Keys of an entry of train or validation, but for its name."""
 
-    prompt_file: str | None = Field("examples/prompts/cot.txt", description="Text file with one {} for the problem; null uses the problem as it is.")
+    prompt_file: str | None = Field(
+        "examples/prompts/cot.txt", description="Text file with one {} for the problem; null uses the problem as it is."
+    )
     system_prompt_file: str | None = Field(None, description="Text file with the system message; null has none.")
     processor: str = Field("math_hf_data_processor", description="Name of the function that turns a row into a prompt.")
     env_name: str = Field("math", description="Which env.<name> judges the responses.")
+    chat_key: str = Field("messages", description="openai_format: column of the conversation.")
+    system_key: str | None = Field(None, description="openai_format: column of the system message; null has none.")
+    system_prompt: str | None = Field(
+        None, description="openai_format: system message of rows without one of their own."
+    )
+    tool_key: str | None = Field(
+        None, description="openai_format: column of the tools that the chat template is given."
+    )
     input_key: str | None = Field(None, description="Column of the problem; null: the dataset's own.")
     output_key: str | None = Field(None, description="Column of the expected answer; null: the dataset's own.")
     subset: str | None = Field(None, description="Subset (configuration) of a Hugging Face dataset.")
     split: str | None = Field(None, description="Split to read; null: the dataset's own.")
-    split_validation_size: float | int = Field(0, ge=0, description="Rows taken out of train for validation: a share below 1, a count otherwise; 0 takes none.")
+    split_validation_size: float | int = Field(
+        0, ge=0, description="Rows taken out of train for validation: a share below 1, a count otherwise; 0 takes none."
+    )
     seed: int = Field(42, description="Seed of the train and validation split, and of generated data.")
     download_dir: str | None = Field(None, description="Where downloads go; null: the usual cache.")
     repeat: PositiveInt = Field(1, description="How many times the rows are repeated, e.g. for small validation sets.")
+    data_path: str | None = Field(
+        None,
+        description="JSONL file, Hugging Face dataset directory, arrow file, or Hugging Face id; for "
+        "ResponseDataset and the like.",
+    )
+    num_problems: PositiveInt = Field(10_000, description="Generated datasets: distinct problems of split `train`.")
+    held_out: NonNegativeInt = Field(
+        512, description="Generated datasets: distinct problems kept for split `validation`, never in `train`."
+    )
+    task: str | None = Field(None, description="reasoning_gym: name of the task, such as spell_backward.")
+    task_config: dict[str, Any] = Field(
+        default_factory=dict, description="reasoning_gym, sliding_puzzle: settings of the task's generator."
+    )
+    max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")
+    operators: list[str] = Field(["+", "-"], description="arithmetic: operators among + - *.")
+    slips: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="arithmetic: fraction of training answers with a digit too many, as careless demonstrations have.",
+    )
 
 
-class DatasetConfig(DatasetDefaults):
-    """One entry of `data.train` or `data.validation`; a dataset_name with a dot is an importable class that gets every key of the entry."""
+class DatasetDefaults(DatasetKeys):
+    """`data.default`: values for the keys that an entry of train or validation omits."""
+
+    dataset_name: str | None = Field(None, description="Dataset of entries that name none.")
+
+
+class DatasetConfig(DatasetKeys):
+    """One entry of `data.train` or `data.validation`; a dataset_name with a dot is an importable class that gets every
+    key of the entry.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     dataset_name: str = Field(description="Name in the registry, or the dotted path of a class.")
-    data_path: str | None = Field(
-        None, description="JSONL file, Hugging Face dataset directory, arrow file, or Hugging Face id; for ResponseDataset and the like."
-    )
-    num_problems: PositiveInt = Field(10_000, description="Generated datasets: distinct problems of split `train`.")
-    held_out: NonNegativeInt = Field(512, description="Generated datasets: distinct problems kept for split `validation`, never in `train`.")
-    task: str | None = Field(None, description="reasoning_gym: name of the task, such as spell_backward.")
-    task_config: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym, sliding_puzzle: settings of the task's generator.")
-    max_operand: PositiveInt = Field(99, description="arithmetic: largest operand.")
-    operators: list[str] = Field(["+", "-"], description="arithmetic: operators among + - *.")
-    slips: float = Field(0.0, ge=0, lt=1, description="arithmetic: fraction of training answers with a digit too many, as careless demonstrations have.")
 
     @model_validator(mode="after")
     def _only_classes_take_further_keys(self) -> DatasetConfig:
@@ -74,14 +105,24 @@ Datasets = Annotated[list[DatasetConfig], BeforeValidator(_as_list)]
 class DataConfig(Section):
     """`data.*`."""
 
-    max_input_seq_length: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(512, description="Longest prompt, in tokens.")
+    max_input_seq_length: Annotated[PositiveInt | None, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
+        512, description="Longest prompt, in tokens; null, and more, is policy.max_total_sequence_length."
+    )
+    add_bos: bool = Field(True, description="SFT: begin a conversation with the tokenizer's first token.")
+    add_eos: bool = Field(True, description="SFT: end a conversation with the tokenizer's last token.")
+    add_generation_prompt: bool = Field(False, description="SFT: end with the template's opening of an answer.")
     shuffle: bool = Field(True, description="Shuffle the training data each epoch.")
     num_workers: NonNegativeInt = Field(1, description="Processes that prepare prompts; 0 prepares them in the driver.")
     use_multiple_dataloader: bool = Field(False, description="One loader per training dataset.")
-    num_prompts_per_dataloader: PositiveInt | None = Field(None, description="Prompts per step from each loader.")
-    custom_dataloader: str | None = Field(None, description="Dotted path of a function that mixes several loaders.")
+    num_prompts_per_dataloader: PositiveInt | None = Field(
+        None, description="Prompts per step from each loader; read with use_multiple_dataloader."
+    )
+    custom_dataloader: str | None = Field(
+        None, description="Dotted path of a function that mixes several loaders; read with use_multiple_dataloader."
+    )
     train: Datasets = Field(
-        [DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=0.05)], description="Training data: a dataset or a list of them."
+        [DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=0.05)],
+        description="Training data: a dataset or a list of them.",
     )
     validation: Datasets | None = Field(None, description="Validation data: a dataset, a list of them, or null.")
     default: DatasetDefaults = Field(DatasetDefaults(), description="Values for keys that an entry omits.")
@@ -92,10 +133,14 @@ class DataConfig(Section):
         if not isinstance(raw, Mapping) or not isinstance(raw.get("default"), Mapping):
             return raw
         filled = dict(raw)
+        # What `default` cannot hold is refused there, and not once more in every entry.
+        default = {key: value for key, value in raw["default"].items() if key in DatasetKeys.model_fields}
+        if raw["default"].get("dataset_name") is not None:
+            default["dataset_name"] = raw["default"]["dataset_name"]
         for split in ("train", "validation"):
             entries = raw.get(split)
             if isinstance(entries, Mapping):
-                filled[split] = [{**raw["default"], **entries}]
+                filled[split] = [{**default, **entries}]
             elif isinstance(entries, list):
-                filled[split] = [{**raw["default"], **entry} if isinstance(entry, Mapping) else entry for entry in entries]
+                filled[split] = [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in entries]
         return filled

@@ -1,50 +1,74 @@
-"""Fills a raw configuration with the schema's defaults, as interpolations where a default follows another key, and resolves them.
+"""Fills a raw configuration with the schema's defaults, as interpolations where a default follows another key, and
+resolves them, with the arithmetic that files may use: add, mul, div and max.
 
-This is the only place where an omitted key gets its value. Knows the shape of schemas, not their keys. Invariant: a value that was given,
-null included where null is allowed, is never changed; completing twice changes nothing.
+This is the only place where an omitted key gets its value. Knows the shape of schemas, not their keys. Invariant: a
+value that was given, null included where null is allowed, is never changed; completing twice changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.resolvers import register_omegaconf_resolvers
-from nemo_rl.config.section import DefaultFrom, Section
+from nemo_rl.config.foreign import adapt
+from nemo_rl.config.section import (
+    DefaultFrom,
+    NotYet,
+    Section,
+    admits_null,
+    annotation_of,
+    holds_container,
+    section_type,
+)
 
-_Mark = TypeVar("_Mark")
-
-
-def section_type(field: FieldInfo) -> type[Section] | None:
-    """The section class a field holds, through `X | None`; None for plain values."""
-    union = get_origin(field.annotation) in (Union, UnionType)
-    candidates = get_args(field.annotation) if union else (field.annotation,)
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
-
-
-def admits_null(field: FieldInfo) -> bool:
-    """Whether null is a value of the field."""
-    return type(None) in get_args(field.annotation)
+Number = int | float
 
 
-def annotation_of(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
-    """The `NotYet` or `DefaultFrom` of a field, if it has one."""
-    return next((mark for mark in field.metadata if isinstance(mark, kind)), None)
+def _add(*values: Number) -> Number:
+    return sum(values)
+
+
+def _mul(*values: Number) -> Number:
+    product: Number = 1
+    for value in values:
+        product *= value
+    return product
+
+
+def _div(left: Number, right: Number) -> Number:
+    quotient = left / right
+    whole = isinstance(left, int) and isinstance(right, int) and left % right == 0
+    return left // right if whole else quotient
+
+
+def _max(*values: Number) -> Number:
+    return max(values)
+
+
+_RESOLVERS: dict[str, Callable[..., Number]] = {"add": _add, "mul": _mul, "div": _div, "max": _max}
+
+
+def register_omegaconf_resolvers() -> None:
+    """Makes `${add:a,b}`, `${mul:a,b}`, `${div:a,b}` and `${max:a,b}` known to OmegaConf; a quotient that is whole is
+    an int.
+    """
+    for name, function in _RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, function)
 
 
 def complete(raw: Mapping[str, Any], root: type[Section]) -> dict[str, Any]:
-    """A copy of `raw` with every omitted key filled in and every interpolation resolved.
+    """A copy of `raw` under present names, with every omitted key filled in and every interpolation resolved.
 
     Raises:
         ConfigError: an interpolation names a key that does not exist, or goes round in circles.
     """
-    return resolve(with_defaults(raw, root))
+    return resolve(with_defaults(adapt(raw, root).values, root))
 
 
 def with_defaults(raw: Mapping[str, Any], root: type[Section]) -> dict[str, Any]:
@@ -77,9 +101,14 @@ def _fill(raw: Mapping[str, Any], schema: type[Section], default: Section) -> di
             filled[key] = _fill(value, nested, _default_section(default, name, nested))
         elif nested is not None and not admits_null(field) and value is None:
             filled[key] = _fill({}, nested, _default_section(default, name, nested))
-        elif key not in raw and not field.is_required():
+        elif not field.is_required() and (key not in raw or (value is None and _null_is_default(field))):
             filled[key] = _default_value(default, name, field)
     return filled
+
+
+def _null_is_default(field: FieldInfo) -> bool:
+    # NeMo-RL's recipes write null for "no options" and for switches of parts that they do not use.
+    return not admits_null(field) and (holds_container(field) or annotation_of(field, NotYet) is not None)
 
 
 def _default_section(default: Section, name: str, kind: type[Section]) -> Section:

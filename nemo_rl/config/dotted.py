@@ -1,6 +1,7 @@
 """Turns a dotted path of the configuration into what it names.
 
-Knows no key by itself; the caller says which key the path came from. Invariant: nothing is imported before it is asked for.
+Knows no key by itself; the caller says which key the path came from. Invariant: nothing is imported before it is asked
+for.
 """
 
 from __future__ import annotations

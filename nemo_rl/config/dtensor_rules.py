@@ -1,7 +1,8 @@
-"""Rules between keys of the DTensor backend: expert parallelism, and kernels that need a GPU, a precision or whole tensors.
+"""Rules between keys of the DTensor backend: expert parallelism, and kernels that need a GPU, a precision or whole
+tensors.
 
-Each rule is a function from the configuration to lines, each naming its dotted keys, their values and a way out. Whether the model has
-experts is found out from the model. Invariant: no rule depends on another's result.
+Each rule is a function from the configuration to lines, each naming its dotted keys, their values and a way out.
+Whether the model has experts is found out from the model. Invariant: no rule depends on another's result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def expert_parallelism_is_possible(config: RootConfig) -> Iterator[str]:
             f"(data-parallel ranks / dp_replicate_size * context_parallel_size); possible: {sizes}"
         )
     if cfg.torch_compile:
-        yield f"{key} and policy.dtensor_cfg.torch_compile is true: tokens travel between ranks inside the layers that would be compiled; set one of them off"
+        yield (
+            f"{key} and policy.dtensor_cfg.torch_compile is true: tokens travel between ranks inside the "
+            "layers that would be compiled; set one of them off"
+        )
 
 
 def kernels_fit_the_run(config: RootConfig) -> Iterator[str]:
@@ -36,11 +40,20 @@ def kernels_fit_the_run(config: RootConfig) -> Iterator[str]:
     if not cfg.enabled:
         return
     if attention == "flash_attention_2" and precision == "float32":
-        yield f"{_KERNELS}.backend.attn is flash_attention_2, which has no float32; set policy.precision to bfloat16 or attn to sdpa"
+        yield (
+            f"{_KERNELS}.backend.attn is flash_attention_2, which has no float32; set policy.precision to "
+            "bfloat16 or attn to sdpa"
+        )
     if attention in ("flash_attention_2", "flex", "flex_attention") and device == "cpu":
-        yield f"{_KERNELS}.backend.attn is {attention}, which needs a GPU for training, and cluster.device is cpu; set attn to sdpa or eager"
+        yield (
+            f"{_KERNELS}.backend.attn is {attention}, which needs a GPU for training, and cluster.device "
+            "is cpu; set attn to sdpa or eager"
+        )
     if attention in ("flex", "flex_attention") and cfg.context_parallel_size > 1:
-        yield f"{_KERNELS}.backend.attn is {attention}, which reads whole rows, and context_parallel_size is {cfg.context_parallel_size}; set attn to sdpa"
+        yield (
+            f"{_KERNELS}.backend.attn is {attention}, which reads whole rows, and context_parallel_size is "
+            f"{cfg.context_parallel_size}; set attn to sdpa"
+        )
     if cfg.automodel_kwargs.use_liger_kernel:
         yield from _liger(config)
 
@@ -50,7 +63,10 @@ def _liger(config: RootConfig) -> Iterator[str]:
     if config.cluster.device == "cpu":
         yield f"{key} is true, but Liger's kernels run on GPUs only and cluster.device is cpu; set it to false"
     if cfg.sequence_parallel:
-        yield f"{key} is true and policy.dtensor_cfg.sequence_parallel too: its norms cannot read rows that are cut over ranks; set one of them to false"
+        yield (
+            f"{key} is true and policy.dtensor_cfg.sequence_parallel too: its norms cannot read rows that "
+            "are cut over ranks; set one of them to false"
+        )
 
 
 DTENSOR_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (expert_parallelism_is_possible, kernels_fit_the_run)

@@ -1,7 +1,7 @@
 """Keys of `env.*`: one mapping per environment name, handed to the environment.
 
-The built-in ones have a schema; any other name is a user's environment, whose mapping holds `class` (a dotted path) and its own keys.
-Knows no environment's code.
+The built-in ones have a schema; any other name is a user's environment, whose mapping holds `class` (a dotted path) and
+its own keys. Knows no environment's code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from nemo_rl.config.section import NotYet, Section
 class EnvironmentConfig(Section):
     """Keys that every environment has."""
 
-    env_class: str | None = Field(None, alias="class", description="Dotted path of the environment's class; null: the built-in of this name.")
-    step_timeout_s: float = Field(600.0, gt=0, description="Seconds that one call of the environment may take before the step fails.")
+    env_class: str | None = Field(
+        None, alias="class", description="Dotted path of the environment's class; null: the built-in of this name."
+    )
+    step_timeout_s: float = Field(
+        600.0, gt=0, description="Seconds that one call of the environment may take before the step fails."
+    )
 
 
 class UserEnvironmentConfig(EnvironmentConfig):
@@ -30,10 +34,24 @@ class MathEnvConfig(EnvironmentConfig):
     """`env.math` and its relatives."""
 
     num_workers: PositiveInt = Field(8, description="Verifier processes.")
-    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = Field("hf_math_verify", description="Verifier of mathematical answers.")
-    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = Field("math", description="Kind of answer that is expected.")
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = Field(
+        "hf_math_verify", description="Verifier of mathematical answers."
+    )
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = Field(
+        "math", description="Kind of answer that is expected."
+    )
     stop_strings: list[str] | None = Field(None, description="Strings that end a response in this environment.")
-    verify_timeout_s: float = Field(10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0.")
+    verify_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0."
+    )
+
+
+class DapoEnvConfig(MathEnvConfig):
+    """`env.dapo`: `env.math` with DAPO's verifier, unless it names another."""
+
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = Field(
+        "dapo_math_verify", description="Verifier of mathematical answers."
+    )
 
 
 class CodeEnvConfig(EnvironmentConfig):
@@ -55,8 +73,13 @@ class ReasoningGymEnvConfig(EnvironmentConfig):
     """`env.reasoning_gym`."""
 
     num_workers: PositiveInt = Field(2, description="Verifier processes.")
-    answer_tag: str | None = Field(None, description="Tag around the answer, such as answer for <answer>..</answer>; null takes the whole response.")
-    verify_timeout_s: float = Field(10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0.")
+    answer_tag: str | None = Field(
+        None,
+        description="Tag around the answer, such as answer for <answer>..</answer>; null takes the whole response.",
+    )
+    verify_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0."
+    )
 
 
 class SlidingPuzzleEnvConfig(EnvironmentConfig):
@@ -74,16 +97,27 @@ class EnvConfig(Section):
 
     math: MathEnvConfig = Field(MathEnvConfig(), description="Answers checked by math-verify.")
     math_default: MathEnvConfig | None = Field(None, description="The same under the name some recipes use.")
+    dapo: DapoEnvConfig | None = Field(None, description="The same with DAPO's verifier.")
     math_multi_reward: MathEnvConfig | None = Field(None, description="Several reward components per answer.")
     code: CodeEnvConfig | None = Field(None, description="Runs generated Python and returns its output.")
     code_jaccard: CodeJaccardEnvConfig | None = Field(None, description="Token overlap with reference code.")
-    reasoning_gym: ReasoningGymEnvConfig | None = Field(None, description="Answers checked by the reasoning-gym task they belong to.")
+    reasoning_gym: ReasoningGymEnvConfig | None = Field(
+        None, description="Answers checked by the reasoning-gym task they belong to."
+    )
     sliding_puzzle: SlidingPuzzleEnvConfig | None = Field(None, description="The sliding puzzle, move by move.")
-    reward_model: Annotated[dict[str, Any] | None, NotYet("reward models")] = Field(None, description="A reward model as judge.")
-    vlm: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Answers about images.")
-    nemo_gym: Annotated[dict[str, Any] | None, NotYet("NeMo-Gym")] = Field(None, description="NeMo-Gym.")
+    reward_model: dict[str, Any] | None = Field(
+        None, description="A reward model as judge; not built, and refused where an entry of data names it."
+    )
+    vlm: dict[str, Any] | None = Field(
+        None, description="Answers about images; not built, and refused where an entry of data names it."
+    )
+    nemo_gym: dict[str, Any] | None = Field(
+        None, description="NeMo-Gym; not built, and refused where an entry of data names it."
+    )
     should_use_nemo_gym: Annotated[bool, NotYet("NeMo-Gym")] = Field(False, description="Roll out through NeMo-Gym.")
-    should_log_nemo_gym_responses: Annotated[bool, NotYet("NeMo-Gym")] = Field(False, description="Log NeMo-Gym's responses.")
+    should_log_nemo_gym_responses: Annotated[bool, NotYet("NeMo-Gym")] = Field(
+        False, description="Log NeMo-Gym's responses."
+    )
 
     def of(self, name: str) -> EnvironmentConfig | None:
         """The section of environment `name`, a user's or a built-in one; None when there is none."""

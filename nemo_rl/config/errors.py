@@ -1,24 +1,80 @@
-"""The errors of configuration: one `ConfigError` holds every problem found, each with its dotted key.
+"""Errors for the user: the base of all of them, and `ConfigError`, which holds every problem of a configuration.
 
-Knows no key. Invariant: a message says which key, which value, what is allowed and, for a name, the nearest valid one.
+Entry points print a `UserError` as one message and give anything else its traceback. Knows no key. Invariant: a message
+about a key says which one, its value, what is allowed and, for a name, the nearest valid one.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# Causes that lie in the user's files or disks and not in the code, for errors that carry no file name.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used; `problems` has one line per mistake."""
+class UserError(Exception):
+    """Something that a user can put right; the message says all that it takes.
+
+    Errors of the package derive from this class and from the built-in one that fits, such as ValueError.
+    """
+
+
+def in_one_line(error: BaseException) -> str | None:
+    """What to print instead of a traceback; None where the traceback is what helps.
+
+    A `UserError` speaks for itself; of an OSError about a file, path and cause are enough.
+    """
+    if isinstance(error, UserError):
+        return f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+        return f"{' -> '.join(paths)}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        return f"while writing the run's files: {error.strerror}"
+    return None
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A key of NeMo-RL's whose value asks for a part that this package does not have.
+
+    Attributes:
+        key: the dotted key.
+        part: what is missing, in a few words; keys that wait for the same part say the same.
+        line: the whole message.
+    """
+
+    key: str
+    part: str
+    line: str
+
+    def __str__(self) -> str:
+        return self.line
+
+
+Problem = str | NotBuilt
+
+
+class ConfigError(UserError, ValueError):
+    """The configuration cannot be used.
+
+    Attributes:
+        problems: one line per mistake.
+        not_built: those of them that name a part which is not built; the others are mistakes of the configuration.
+        source: the file, where there is one.
+    """
 
     subject = "The configuration"
 
-    def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
+    def __init__(self, problems: Sequence[Problem], source: str | None = None) -> None:
         head = self.subject if source is None else f"{self.subject} {source}"
         count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         super().__init__(f"{head} has {count}:\n" + "\n".join(f"  - {problem}" for problem in problems))
-        self.problems = list(problems)
+        self.problems = [str(problem) for problem in problems]
+        self.not_built = [problem for problem in problems if isinstance(problem, NotBuilt)]
         self.source = source
 
 

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from nemo_rl.config.section import DefaultFrom, NotYet, Section
+
+
+def _all_tokens_is_null(value: object) -> object:
+    # vLLM's own spelling of "no limit".
+    return None if value in (-1, 0) and not isinstance(value, bool) else value
+
+
+TopK = Annotated[PositiveInt | None, BeforeValidator(_all_tokens_is_null)]
 
 
 class ColocatedResourcesConfig(Section):
     """`policy.generation.colocated.resources`: what generation takes for itself when it is not colocated."""
 
-    gpus_per_node: PositiveInt | None = Field(None, description="Accelerators per node for generation; on one node they are carved out of it.")
+    gpus_per_node: PositiveInt | None = Field(
+        None, description="Accelerators per node for generation; on one node they are carved out of it."
+    )
     num_nodes: PositiveInt | None = Field(None, description="Whole nodes for generation in a cluster of several.")
 
 
@@ -23,58 +33,115 @@ class ColocatedConfig(Section):
     """`policy.generation.colocated`."""
 
     enabled: bool = Field(True, description="Training and generation take turns on the same accelerators.")
-    resources: ColocatedResourcesConfig = Field(ColocatedResourcesConfig(), description="Generation's own accelerators when not colocated.")
+    resources: ColocatedResourcesConfig = Field(
+        ColocatedResourcesConfig(), description="Generation's own accelerators when not colocated."
+    )
 
 
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: the engine's options that this package reads itself."""
 
-    async_engine: bool = Field(False, description="Accepted from older recipes; no effect: every engine streams, and answers batches over the same stream.")
-    precision: Annotated[Literal["float32", "float16", "bfloat16", "fp8"], DefaultFrom("${policy.precision}"), NotYet("fp8 generation", ("fp8",))] = Field(
-        "bfloat16", description="Precision of the engine's weights."
+    async_engine: bool = Field(
+        False,
+        description="Accepted from older recipes; no effect: every engine streams, and answers batches over "
+        "the same stream.",
     )
-    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3"], NotYet("fp8 KV cache")] = Field("auto", description="Precision of the KV cache.")
+    precision: Annotated[
+        Literal["float32", "float16", "bfloat16", "fp8"],
+        DefaultFrom("${policy.precision}"),
+        NotYet("fp8 generation", ("fp8",)),
+    ] = Field("bfloat16", description="Precision of the engine's weights.")
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3"], NotYet("fp8 KV cache")] = Field(
+        "auto", description="Precision of the KV cache."
+    )
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
         "processed_logprobs", description="Log-probabilities after (processed) or before (raw) temperature and filters."
     )
     tensor_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer of one engine.")
     pipeline_parallel_size: PositiveInt = Field(1, description="Pipeline stages of one engine.")
-    expert_parallel_size: PositiveInt = Field(1, description="Ranks that share the experts; a multiple of tensor_parallel_size.")
-    gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="Share of the accelerator's memory that the engine may use.")
-    max_model_len: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(512, description="Longest sequence, in tokens.")
+    expert_parallel_size: PositiveInt = Field(
+        1, description="Ranks that share the experts: 1, or tensor_parallel_size."
+    )
+    enable_expert_parallel: bool = Field(
+        False, description="vLLM's switch: the ranks of an engine share the experts; expert_parallel_size sets it too."
+    )
+    distributed_executor_backend: Annotated[
+        Literal["mp", "uni", "ray", "external_launcher"] | None,
+        NotYet(
+            "engines whose ranks Ray or another launcher starts", ("ray", "external_launcher"), "choose mp, or null"
+        ),
+    ] = Field(None, description="How vLLM starts the ranks of one engine; null is mp where there are several.")
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, le=1, description="Share of the accelerator's memory that the engine may use."
+    )
+    max_model_len: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
+        512, description="Longest sequence, in tokens."
+    )
     enforce_eager: bool = Field(False, description="Run without CUDA graphs.")
-    use_tqdm: bool = Field(True, description="Accepted from older recipes; no effect: a run has one progress display of its own.")
+    use_tqdm: bool = Field(
+        True, description="Accepted from older recipes; no effect: a run has one progress display of its own."
+    )
     use_deep_gemm: Annotated[bool, NotYet("fp8 generation")] = Field(False, description="Use DeepGEMM kernels for fp8.")
-    num_first_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(0, description="First layers left in bfloat16 with fp8.")
-    num_last_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(0, description="Last layers left in bfloat16 with fp8.")
-    enable_vllm_metrics_logger: bool = Field(True, description="Log what engines say of their queues and KV cache as generation_metrics/.")
+    num_first_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(
+        0, description="First layers left in bfloat16 with fp8."
+    )
+    num_last_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(
+        0, description="Last layers left in bfloat16 with fp8."
+    )
+    enable_vllm_metrics_logger: bool = Field(
+        True, description="Log what engines say of their queues and KV cache as generation_metrics/."
+    )
     vllm_metrics_logger_interval: float = Field(0.5, gt=0, description="Seconds between readings.")
-    expose_http_server: Annotated[bool, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(False, description="Serve an OpenAI-compatible API.")
-    http_server_serving_chat_kwargs: Annotated[dict[str, Any], NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
-        default_factory=dict, description="Its chat options."
+    expose_http_server: Annotated[bool, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
+        False, description="Serve an OpenAI-compatible API."
     )
-    tool_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(None, description="File with a tool parser.")
-    reasoning_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(None, description="File with a reasoning parser.")
-    enable_prefix_caching: bool | None = Field(None, description="Reuse the KV of shared prefixes; null: on where the device is good at it.")
+    http_server_serving_chat_kwargs: Annotated[dict[str, Any], NotYet("the HTTP server that NeMo-Gym talks to")] = (
+        Field(default_factory=dict, description="Its chat options.")
+    )
+    tool_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
+        None, description="File with a tool parser."
+    )
+    reasoning_parser_plugin: Annotated[str | None, NotYet("the HTTP server that NeMo-Gym talks to")] = Field(
+        None, description="File with a reasoning parser."
+    )
+    enable_prefix_caching: bool | None = Field(
+        None, description="Reuse the KV of shared prefixes; null: on where the device is good at it."
+    )
     skip_tokenizer_init: bool | None = Field(
-        None, description="Start the engine without a tokenizer, which then takes no stop strings or bad words; null is false."
+        None,
+        description="Start the engine without a tokenizer, which then takes no stop strings or bad words; "
+        "null is false.",
     )
-    load_format: str | None = Field(None, description="How the engine loads weights; null: dummy when training refits it, auto otherwise.")
-    cap_max_tokens_to_context: bool = Field(True, description="Cut a request's new tokens to the room left in max_model_len instead of refusing it.")
-    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine's processes.")
-    video: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Video options.")
-    reset_encoder_cache_after_weight_update: Annotated[bool, NotYet("vision-language models")] = Field(
+    load_format: str | None = Field(
+        None, description="How the engine loads weights; null: dummy when training refits it, auto otherwise."
+    )
+    cap_max_tokens_to_context: bool = Field(
+        True, description="Cut a request's new tokens to the room left in max_model_len instead of refusing it."
+    )
+    env_vars: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of the engine's processes."
+    )
+    video: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(
+        None, description="Video options."
+    )
+    reset_encoder_cache_after_weight_update: Annotated[bool, NotYet("vision-language and audio models")] = Field(
         False, description="Drop the encoder cache after a refit."
     )
-    zmq_refit_server_port: Annotated[int | None, NotYet("sparse refit")] = Field(None, description="Port of the sparse refit server.")
-    sleep_level: Literal[1, 2] = Field(2, description="Level at which a shard sleeps: 1 keeps the weights on the host, 2 drops them.")
+    zmq_refit_server_port: Annotated[int | None, NotYet("sparse refit")] = Field(
+        None, description="Port of the sparse refit server."
+    )
+    sleep_level: Literal[1, 2] = Field(
+        2, description="Level at which a shard sleeps: 1 keeps the weights on the host, 2 drops them."
+    )
 
 
 class RefitConfig(Section):
     """`policy.generation.refit_cfg`: options of the refit transports that are not the default."""
 
     nixl: dict[str, Any] | None = Field(None, description="Options of the NIXL transport; no effect on the others.")
-    sparse: dict[str, Any] | None = Field(None, description="Options of the sparse transports; no effect on the others.")
+    sparse: dict[str, Any] | None = Field(
+        None, description="Options of the sparse transports; no effect on the others."
+    )
 
 
 class McoreGenerationConfig(Section):
@@ -97,32 +164,64 @@ class McoreGenerationConfig(Section):
 class GenerationConfig(Section):
     """`policy.generation.*`."""
 
-    backend: Annotated[Literal["vllm", "megatron", "sglang", "trtllm", "dynamo"], NotYet("generation backends other than vllm")] = Field(
-        "vllm", description="The generation engine."
-    )
+    backend: Annotated[
+        Literal["vllm", "megatron", "sglang", "trtllm", "dynamo"], NotYet("generation backends other than vllm")
+    ] = Field("vllm", description="The generation engine.")
     max_new_tokens: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
         512, description="Tokens per response and turn, at most."
     )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens that holds this probability.")
-    top_k: PositiveInt | None = Field(None, description="Sample from the k likeliest tokens; null from all.")
-    val_temperature: Annotated[float, DefaultFrom("${policy.generation.temperature}")] = Field(1.0, ge=0, description="Temperature of validation.")
-    val_top_p: Annotated[float, DefaultFrom("${policy.generation.top_p}")] = Field(1.0, gt=0, le=1, description="top_p of validation.")
-    val_top_k: Annotated[PositiveInt | None, DefaultFrom("${policy.generation.top_k}")] = Field(None, description="top_k of validation.")
-    stop_token_ids: list[int] | None = Field(None, description="Token ids that end a response; null is the tokenizer's end of sequence.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the smallest set of tokens that holds this probability."
+    )
+    top_k: TopK = Field(None, description="Sample from the k likeliest tokens; null (or -1) from all.")
+    val_temperature: Annotated[float, DefaultFrom("${policy.generation.temperature}")] = Field(
+        1.0, ge=0, description="Temperature of validation."
+    )
+    val_top_p: Annotated[float, DefaultFrom("${policy.generation.top_p}")] = Field(
+        1.0, gt=0, le=1, description="top_p of validation."
+    )
+    val_top_k: Annotated[TopK, DefaultFrom("${policy.generation.top_k}")] = Field(
+        None, description="top_k of validation."
+    )
+    stop_token_ids: list[int] | None = Field(
+        None, description="Token ids that end a response; null is the tokenizer's end of sequence."
+    )
     stop_strings: list[str] | None = Field(None, description="Strings that end a response; they stay in it.")
     bad_words: list[str] | None = Field(None, description="Strings that are never generated.")
     refit_transport: Annotated[str | None, NotYet("refit transports other than the default")] = Field(
         None, description="null, nccl_reshard, vllm_zmq_sparse, vllm_s3_sparse, nixl, or module:Class."
     )
     refit_cfg: RefitConfig = Field(RefitConfig(), description="Options of the other refit transports.")
-    colocated: ColocatedConfig = Field(ColocatedConfig(), description="Whether training and generation share accelerators.")
-    port_range_low: int = Field(3000, ge=1, le=65535, description="First port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).")
-    port_range_high: int = Field(4999, ge=1, le=65535, description="Last port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).")
-    use_async_rollouts: Annotated[bool | None, NotYet("SGLang")] = Field(None, description="Asynchronous rollouts of SGLang.")
-    mcore_generation_config: McoreGenerationConfig = Field(McoreGenerationConfig(), description="Options of Megatron's engine; read by backend megatron only.")
-    real_quant_export_cpu_offload: Annotated[bool, NotYet("quantisation")] = Field(True, description="Export quantised weights through the host.")
-    router: Literal["least_outstanding_tokens", "round_robin"] = Field("least_outstanding_tokens", description="How requests are dealt to engines.")
-    on_preempt: Literal["continue", "redo_turn"] = Field("continue", description="A request whose engine is taken away keeps its tokens, or redoes its turn.")
+    colocated: ColocatedConfig = Field(
+        ColocatedConfig(), description="Whether training and generation share accelerators."
+    )
+    port_range_low: int = Field(
+        3000,
+        ge=1,
+        le=65535,
+        description="First port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).",
+    )
+    port_range_high: int = Field(
+        4999,
+        ge=1,
+        le=65535,
+        description="Last port for HTTP servers; no effect without one (vllm_cfg.expose_http_server).",
+    )
+    use_async_rollouts: Annotated[bool | None, NotYet("SGLang")] = Field(
+        None, description="Asynchronous rollouts of SGLang."
+    )
+    mcore_generation_config: McoreGenerationConfig = Field(
+        McoreGenerationConfig(), description="Options of Megatron's engine; read by backend megatron only."
+    )
+    real_quant_export_cpu_offload: Annotated[bool, NotYet("quantisation")] = Field(
+        True, description="Export quantised weights through the host."
+    )
+    router: Literal["least_outstanding_tokens", "round_robin"] = Field(
+        "least_outstanding_tokens", description="How requests are dealt to engines."
+    )
+    on_preempt: Literal["continue", "redo_turn"] = Field(
+        "continue", description="A request whose engine is taken away keeps its tokens, or redoes its turn."
+    )
     vllm_cfg: VllmConfig = Field(VllmConfig(), description="Options of the vLLM engine.")
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed as they are to the engine.")

@@ -1,4 +1,5 @@
-"""Configuration files as layers: reading them with their parents, merging them, and telling which one a value came from.
+"""Configuration files as layers: reading them with their parents, merging them, and telling which one a value came
+from.
 
 Knows YAML and the merge rules, not the schema. Interpolations stay as they are until everything is merged.
 Invariant: layers are ordered from the weakest to the strongest; merging never changes a layer.
@@ -6,19 +7,20 @@ Invariant: layers are ordered from the weakest to the strongest; merging never c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf._utils import get_yaml_loader
 
 from nemo_rl.config.errors import ConfigError
 
 PARENTS = "defaults"
 REPLACE = "_override_"
+_INT, _BOOL = "tag:yaml.org,2002:int", "tag:yaml.org,2002:bool"
 MANDATORY = "???"
 
 
@@ -28,6 +30,32 @@ class Layer:
 
     source: str
     values: dict[str, Any]
+
+
+class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes this class anew at each call
+    """OmegaConf's YAML (1e-6 is a number, a key stands once, dates stay text) with the scalars of YAML 1.2: `on` and
+    `yes` are text, and so is `1:30`, which YAML 1.1 takes for a number to base 60.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _BOOL)]
+        for first, resolvers in get_yaml_loader().yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    _INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
+def read_yaml(text: str) -> Any:
+    """A YAML document as plain containers.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    return yaml.load(text, Loader=_Loader)
 
 
 def read_layers(path: str | Path) -> list[Layer]:
@@ -102,10 +130,9 @@ def _read_mapping(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError([f"there is no file {path}{inherited}"], source=str(path))
     try:
         text = path.read_text(encoding="utf-8")
-        root = yaml.safe_load(text)
-        # OmegaConf reads YAML's numbers as people write them (1e-6) and refuses keys that appear twice, but takes a lone string for a key.
-        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if isinstance(root, dict) else {} if root is None else root
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        root = read_yaml(text)
+        values: Any = {} if root is None else root
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], source=str(path)) from error
     if not isinstance(values, dict):
         raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))

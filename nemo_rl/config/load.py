@@ -1,7 +1,7 @@
 """Loads a configuration: files with inheritance, then overrides, then schema, status and rules.
 
-`load_config` gives the merged mapping as NeMo-RL's scripts expect it; `load_master_config` gives the checked configuration.
-Knows the order of the stages, and nothing of what they do.
+`load_config` gives the merged mapping as NeMo-RL's scripts expect it; `load_master_config` gives the checked
+configuration. Knows the order of the stages, and nothing of what they do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.layers import Layer, merge, read_layers
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.overrides import Action, Override, apply, names_beside, parse_hydra_overrides, parse_override
-from nemo_rl.config.schema import is_known, names_in, null_where_allowed
+from nemo_rl.config.schema import is_known, is_null_when_deleted, names_in
 from nemo_rl.config.validate import validate
 
 Config = TypeVar("Config", bound=CompleteConfig)
@@ -50,12 +50,15 @@ def load_master_config(path: str | Path | None, overrides: Sequence[str], kind: 
 def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), *, kind: type[Config]) -> Config: ...
 
 
-def load_master_config(path: str | Path | None, overrides: Sequence[str] = (), kind: type[CompleteConfig] = MasterConfig) -> CompleteConfig:
+def load_master_config(
+    path: str | Path | None, overrides: Sequence[str] = (), kind: type[CompleteConfig] = MasterConfig
+) -> CompleteConfig:
     """The checked configuration of a run.
 
     Args:
         path: a YAML file; None stands for the defaults alone.
-        overrides: in the grammar of `nemo_rl.config.overrides`; keys that the schema knows may be set though no file writes them.
+        overrides: in the grammar of `nemo_rl.config.overrides`; keys that the schema knows may be set though no file
+            writes them.
         kind: MasterConfig for GRPO, SFTMasterConfig for SFT, EvalMasterConfig for evaluation.
 
     Raises:
@@ -90,10 +93,14 @@ def kind_of_file(path: str | Path | None) -> type[MasterConfig | SFTMasterConfig
 
 
 def _override(values: dict[str, Any], override: Override, kind: type[CompleteConfig]) -> dict[str, Any]:
-    changed = apply(values, override, lambda key: is_known(kind, key), lambda key: names_in(kind, key) or names_beside(values, key))
-    if override.action is Action.DELETE and null_where_allowed(kind, override.key):
+    changed = apply(
+        values, override, lambda key: is_known(kind, key), lambda key: names_in(kind, key) or names_beside(values, key)
+    )
+    if override.action is Action.DELETE and is_null_when_deleted(kind, override.key):
         # NeMo-RL reads a deleted key as null; without this the schema's default would come back.
-        return apply(changed, Override(override.text, Action.FORCE, override.key, None), lambda key: True, lambda key: [])
+        return apply(
+            changed, Override(override.text, Action.FORCE, override.key, None), lambda key: True, lambda key: []
+        )
     return changed
 
 

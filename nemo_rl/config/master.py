@@ -1,29 +1,34 @@
 """The whole configuration of a GRPO run and of an SFT run.
 
-Both accept raw mappings as NeMo-RL's run scripts build them (`MasterConfig(**mapping)`): omitted keys get their defaults, also those that
-follow other keys. Invariant: what validates here is complete; no reader needs a default of its own.
+Both accept raw mappings as NeMo-RL's run scripts build them (`MasterConfig(**mapping)`): omitted keys get their
+defaults, also those that follow other keys. Invariant: what validates here is complete; no reader needs a default of
+its own.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import math
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
+from nemo_rl.config.algorithms import ClippedPGLossConfig, GRPOConfig, RewardPenaltiesConfig, SFTConfig
 from nemo_rl.config.async_rl import AsyncRLConfig, OnPolicyDistillationConfig
 from nemo_rl.config.checkpointing import CheckpointingConfig
-from nemo_rl.config.cluster import ClusterConfig
 from nemo_rl.config.data import DataConfig
-from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.env import EnvConfig
-from nemo_rl.config.grpo import GRPOConfig, RewardPenaltiesConfig
-from nemo_rl.config.logger import LoggerConfig
-from nemo_rl.config.loss import ClippedPGLossConfig
+from nemo_rl.config.infrastructure import (
+    ClusterConfig,
+    DataPlaneConfig,
+    LoggerConfig,
+    WeightSyncConfig,
+)
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.section import NotYet, Section
-from nemo_rl.config.sft import SFTConfig
-from nemo_rl.config.weight_sync import WeightSyncConfig
+
+# Validation context of mappings that hold every key already.
+COMPLETE = {"complete": True}
 
 
 class CompleteConfig(Section):
@@ -31,8 +36,8 @@ class CompleteConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, raw: Any) -> Any:
-        return complete(raw, cls) if isinstance(raw, dict) else raw
+    def _complete(cls, raw: Any, info: ValidationInfo) -> Any:
+        return complete(raw, cls) if isinstance(raw, dict) and info.context != COMPLETE else raw
 
 
 class RootConfig(CompleteConfig):
@@ -44,6 +49,22 @@ class RootConfig(CompleteConfig):
     cluster: ClusterConfig = Field(ClusterConfig(), description="Accelerator slots.")
     checkpointing: CheckpointingConfig = Field(CheckpointingConfig(), description="Checkpoints.")
 
+    @model_validator(mode="after")
+    def _prompts_fit_into_sequences(self) -> Self:
+        longest, limit = self.policy.max_total_sequence_length, self.data.max_input_seq_length
+        if limit is None or limit > longest:
+            self.data.max_input_seq_length = longest
+        return self
+
+    @model_validator(mode="after")
+    def _rows_divide_among_ranks(self) -> Self:
+        cfg, multiple = self.policy.dtensor_cfg, self.policy.make_sequence_length_divisible_by
+        needed = cfg.tensor_parallel_size if cfg.sequence_parallel else 1
+        needed *= 2 * cfg.context_parallel_size if cfg.context_parallel_size > 1 else 1
+        if cfg.enabled and multiple % needed:
+            self.policy.make_sequence_length_divisible_by = math.lcm(multiple, needed)
+        return self
+
 
 class MasterConfig(RootConfig):
     """A GRPO run."""
@@ -51,13 +72,17 @@ class MasterConfig(RootConfig):
     loss_fn: ClippedPGLossConfig = Field(ClippedPGLossConfig(), description="The loss.")
     grpo: GRPOConfig = Field(GRPOConfig(), description="The training loop.")
     env: EnvConfig = Field(EnvConfig(), description="Environments, by name.")
-    reward_penalties: Annotated[RewardPenaltiesConfig, NotYet("NeMo-Gym trajectories")] = Field(RewardPenaltiesConfig(), description="Penalties of NeMo-Gym.")
+    reward_penalties: Annotated[RewardPenaltiesConfig, NotYet("NeMo-Gym trajectories")] = Field(
+        RewardPenaltiesConfig(), description="Penalties of NeMo-Gym."
+    )
     data_plane: DataPlaneConfig = Field(DataPlaneConfig(), description="Where rollouts live.")
     weight_sync: WeightSyncConfig = Field(WeightSyncConfig(), description="How weights travel to generation.")
     on_policy_distillation: Annotated[OnPolicyDistillationConfig, NotYet("on-policy distillation")] = Field(
         OnPolicyDistillationConfig(), description="Learning from teachers."
     )
-    async_rl: Annotated[AsyncRLConfig | None, NotYet("the streaming single controller")] = Field(None, description="The streaming single controller.")
+    async_rl: AsyncRLConfig | None = Field(
+        None, description="Training on prompt groups as they finish (the single controller)."
+    )
 
 
 class SFTMasterConfig(RootConfig):
@@ -65,5 +90,6 @@ class SFTMasterConfig(RootConfig):
 
     sft: SFTConfig = Field(SFTConfig(), description="The training loop.")
     checkpointing: CheckpointingConfig = Field(
-        CheckpointingConfig(checkpoint_dir="results/sft", metric_name="val:val_loss", higher_is_better=False), description="Checkpoints."
+        CheckpointingConfig(checkpoint_dir="results/sft", metric_name="val:val_loss", higher_is_better=False),
+        description="Checkpoints.",
     )

@@ -1,6 +1,7 @@
 """Keys of `policy.megatron_cfg.*`: the Megatron-Core backend, under the names of its own options.
 
-Inert unless `enabled`; names and defaults are those a NeMo-RL recipe carries, so that every recipe loads.
+Inert unless `enabled`: what the backend does not honour is refused by name only then. Names and defaults are those a
+NeMo-RL recipe carries, so that every recipe loads.
 """
 
 from __future__ import annotations
@@ -19,25 +20,33 @@ class MegatronOptimizerConfig(Section):
     lr: float = Field(5.0e-6, description="Learning rate.")
     min_lr: float = Field(5.0e-7, description="Lowest learning rate of the decay.")
     weight_decay: float = Field(0.01, description="Weight decay.")
-    bf16: bool = Field(True, description="bfloat16 parameters.")
-    fp16: bool = Field(False, description="float16 parameters.")
-    params_dtype: str = Field("float32", description="Precision of the master parameters.")
+    bf16: bool = Field(True, description="Accepted for recipes; parameters follow policy.precision.")
+    fp16: bool = Field(False, description="Accepted for recipes; parameters follow policy.precision.")
+    params_dtype: str = Field("float32", description="Accepted for recipes; master parameters are float32.")
     adam_beta1: float = Field(0.9, description="First moment's decay.")
     adam_beta2: float = Field(0.999, description="Second moment's decay.")
     adam_eps: float = Field(1.0e-8, description="Adam's epsilon.")
     sgd_momentum: float = Field(0.9, description="Momentum of sgd.")
     use_distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
-    use_precision_aware_optimizer: bool = Field(True, description="Keep optimizer state in lower precision where possible.")
-    clip_grad: Annotated[float | None, DefaultFrom("${policy.max_grad_norm}")] = Field(1.0, description="Global gradient norm is clipped to this.")
+    use_precision_aware_optimizer: bool = Field(True, description="Accepted for recipes; optimizer state is float32.")
+    clip_grad: Annotated[float | None, DefaultFrom("${policy.max_grad_norm}")] = Field(
+        1.0, description="Accepted for recipes; policy.max_grad_norm is what clips."
+    )
     optimizer_cpu_offload: bool = Field(False, description="Keep optimizer state on the host.")
-    optimizer_offload_fraction: float = Field(0.0, ge=0, le=1, description="Share of the optimizer state kept on the host.")
+    optimizer_offload_fraction: float = Field(
+        0.0, ge=0, le=1, description="Share of the optimizer state kept on the host."
+    )
 
 
 class MegatronSchedulerConfig(Section):
     """`policy.megatron_cfg.scheduler`."""
 
-    start_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(0.01, description="Weight decay at first.")
-    end_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(0.01, description="Weight decay at last.")
+    start_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(
+        0.01, description="Weight decay at first."
+    )
+    end_weight_decay: Annotated[float, DefaultFrom("${policy.megatron_cfg.optimizer.weight_decay}")] = Field(
+        0.01, description="Weight decay at last."
+    )
     weight_decay_incr_style: str = Field("constant", description="How weight decay changes.")
     lr_decay_style: str = Field("constant", description="How the learning rate decays.")
     lr_decay_iters: PositiveInt | None = Field(1000, description="RL steps of the decay.")
@@ -48,11 +57,19 @@ class MegatronSchedulerConfig(Section):
 class MegatronDDPConfig(Section):
     """`policy.megatron_cfg.distributed_data_parallel_config`."""
 
-    grad_reduce_in_fp32: bool = Field(False, description="Reduce gradients in float32.")
-    overlap_grad_reduce: bool = Field(True, description="Overlap gradient reduction with the backward pass.")
-    overlap_param_gather: bool = Field(True, description="Overlap the gathering of parameters with the forward pass.")
+    grad_reduce_in_fp32: bool = Field(
+        False, description="Accepted for recipes; gradients are always accumulated and reduced in float32."
+    )
+    overlap_grad_reduce: bool = Field(
+        True, description="Accepted for recipes; gradients are reduced once, when the step is finished."
+    )
+    overlap_param_gather: bool = Field(
+        True, description="Accepted for recipes; parameters are gathered by the step, for the refit that follows."
+    )
     use_custom_fsdp: bool = Field(False, description="Use Megatron's own FSDP.")
-    data_parallel_sharding_strategy: str = Field("optim_grads_params", description="What Megatron's own FSDP shards.")
+    data_parallel_sharding_strategy: str = Field(
+        "optim_grads_params", description="Accepted for recipes; use_distributed_optimizer says what is sharded."
+    )
 
 
 class MegatronFp8Config(Section):
@@ -72,44 +89,62 @@ class MegatronPeftConfig(Section):
     enabled: bool = Field(False, description="Train low-rank adapters.")
     dim: PositiveInt = Field(8, description="Rank.")
     alpha: PositiveInt = Field(32, description="Scale.")
-    lora_A_init_method: str = Field("xavier", description="Initialisation of the first factor.")
-    lora_B_init_method: str = Field("zero", description="Initialisation of the second factor.")
+    lora_A_init_method: str = Field("xavier", description="Accepted for recipes; belongs to enabled.")
+    lora_B_init_method: str = Field("zero", description="Accepted for recipes; belongs to enabled.")
 
 
 class MegatronCheckpointConfig(Section):
     """`policy.megatron_cfg.checkpoint`."""
 
-    async_save: bool = Field(True, description="Write checkpoints without blocking the step.")
-    ckpt_assume_constant_structure: bool = Field(True, description="Reuse the checkpoint's plan from save to save.")
+    async_save: bool = Field(True, description="Accepted for recipes; weights are always written in the background.")
+    ckpt_assume_constant_structure: bool = Field(
+        True, description="Accepted for recipes; the plan of a checkpoint is made anew each time."
+    )
 
 
 class MegatronConfig(Section):
     """`policy.megatron_cfg`."""
 
-    enabled: bool = Field(False, description="Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled.")
+    enabled: bool = Field(
+        False, description="Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled."
+    )
     tensor_model_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer.")
     pipeline_model_parallel_size: PositiveInt = Field(1, description="Pipeline stages.")
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
     expert_model_parallel_size: PositiveInt = Field(1, description="Ranks that share the experts.")
     expert_tensor_parallel_size: PositiveInt = Field(1, description="Ranks that share each expert.")
-    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(None, description="Layers of the first stage; null divides evenly.")
-    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(None, description="Layers of the last stage; null divides evenly.")
+    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
+        None, description="Layers of the first stage; null divides evenly."
+    )
+    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
+        None, description="Layers of the last stage; null divides evenly."
+    )
     sequence_parallel: bool = Field(False, description="Shard activations along the sequence.")
-    pipeline_dtype: Annotated[str, DefaultFrom("${policy.precision}")] = Field("bfloat16", description="Precision between stages.")
+    pipeline_dtype: Annotated[str, DefaultFrom("${policy.precision}")] = Field(
+        "bfloat16", description="Accepted for recipes; stages exchange activations in policy.precision."
+    )
     activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     recompute_granularity: Literal["full", "selective"] = Field("full", description="What is recomputed.")
     recompute_modules: list[str] | None = Field(None, description="Modules recomputed selectively.")
     empty_unused_memory_level: Literal[0, 1, 2] = Field(1, description="How often the accelerator's cache is emptied.")
-    force_reconvert_from_hf: bool = Field(False, description="Convert the Hugging Face weights anew.")
+    force_reconvert_from_hf: bool = Field(
+        False, description="Accepted for recipes; Hugging Face weights are read directly and nothing is converted."
+    )
     model_overrides: dict[str, Any] = Field(default_factory=dict, description="Changes to the Megatron model's config.")
     use_fused_linear_logprobs: bool = Field(False, description="Fuse the output layer with the log-probabilities.")
-    fused_linear_logprobs_chunk_size: PositiveInt = Field(256, description="Tokens per chunk of the fused output layer.")
+    fused_linear_logprobs_chunk_size: PositiveInt = Field(
+        256, description="Accepted for recipes; policy.logprob_chunk_size is what counts."
+    )
     defer_fp32_logits: bool = Field(False, description="Turn logits to float32 late.")
     cuda_graph_impl: str = Field("none", description="CUDA graphs in training.")
-    cuda_graph_modules: list[str] = Field(default_factory=list, description="Modules captured.")
-    cuda_graph_warmup_steps: NonNegativeInt = Field(3, description="Steps before capture.")
+    cuda_graph_modules: list[str] = Field(
+        default_factory=list, description="Accepted for recipes; belongs to cuda_graph_impl."
+    )
+    cuda_graph_warmup_steps: NonNegativeInt = Field(3, description="Accepted for recipes; belongs to cuda_graph_impl.")
     fine_grained_activation_offloading: bool = Field(False, description="Offload activations by module.")
-    offload_modules: list[str] | None = Field(None, description="Modules whose activations are offloaded.")
+    offload_modules: list[str] | None = Field(
+        None, description="Accepted for recipes; belongs to fine_grained_activation_offloading."
+    )
     freeze_moe_router: bool = Field(True, description="Do not train the router.")
     moe_router_dtype: str | None = Field("fp64", description="Precision of the router.")
     moe_router_load_balancing_type: str = Field("none", description="Load balancing of the router.")
@@ -122,10 +157,12 @@ class MegatronConfig(Section):
     apply_rope_fusion: bool = Field(True, description="Fuse rotary embeddings.")
     bias_activation_fusion: bool = Field(True, description="Fuse bias and activation.")
     mtp_num_layers: NonNegativeInt = Field(0, description="Multi-token prediction layers.")
-    mtp_loss_scaling_factor: float = Field(0.0, description="Weight of the multi-token prediction loss.")
-    mtp_use_repeated_layer: bool = Field(False, description="Share one multi-token prediction layer.")
-    mtp_detach_heads: bool = Field(False, description="Detach the multi-token prediction heads.")
-    use_gloo_process_groups: bool = Field(False, description="Also create gloo groups.")
+    mtp_loss_scaling_factor: float = Field(0.0, description="Accepted for recipes; belongs to mtp_num_layers.")
+    mtp_use_repeated_layer: bool = Field(False, description="Accepted for recipes; belongs to mtp_num_layers.")
+    mtp_detach_heads: bool = Field(False, description="Accepted for recipes; belongs to mtp_num_layers.")
+    use_gloo_process_groups: bool = Field(
+        False, description="Accepted for recipes; host-side groups are made where they are needed."
+    )
     gradient_accumulation_fusion: bool = Field(False, description="Accumulate weight gradients in the matrix product.")
     use_fused_weighted_squared_relu: bool = Field(False, description="Fused weighted squared ReLU.")
     env_vars: dict[str, str] | None = Field(None, description="Environment variables of the workers.")

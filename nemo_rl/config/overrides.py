@@ -1,7 +1,7 @@
 """The grammar of command-line overrides: `a.b=v` sets, `+a.b=v` adds, `++a.b=v` adds or sets, `~a.b` deletes.
 
-Values are YAML; a mapping merges into the one it meets, a list replaces. Knows no schema: which keys may be set though no file
-writes them is asked of the caller. Invariant: a mapping given to `apply` is never changed.
+Values are YAML; a mapping merges into the one it meets, a list replaces. Knows no schema: which keys may be set though
+no file writes them is asked of the caller. Invariant: a mapping given to `apply` is never changed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl.config.errors import OverridesError, did_you_mean
-from nemo_rl.config.layers import merge_mappings
+from nemo_rl.config.layers import merge_mappings, read_yaml
+from nemo_rl.config.tree import at
 
 Key = tuple[str, ...]
 _PATTERN = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s~+]+)(?P<assigned>=(?P<text>.*))?", re.DOTALL)
@@ -74,10 +74,12 @@ def parse_value(text: str, where: str) -> Any:
     if text == "":
         return ""
     try:
-        parsed = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
-    except (YAMLError, OmegaConfBaseException) as error:
+        parsed = read_yaml(f"value: {text}")
+    except YAMLError as error:
         if text[0] in "[{'\"" or "${" in text:
-            raise OverridesError([f"{where!r}: the value {text!r} is not valid YAML ({str(error).splitlines()[0]})"]) from error
+            raise OverridesError(
+                [f"{where!r}: the value {text!r} is not valid YAML ({str(error).splitlines()[0]})"]
+            ) from error
         return text
     value = parsed.get("value") if isinstance(parsed, dict) else parsed
     return _split_tight_pairs(value) if text[0] in "[{" else value
@@ -99,7 +101,12 @@ def _split_tight_pairs(value: Any) -> Any:
     return pairs
 
 
-def apply(values: Mapping[str, Any], override: Override, is_known: Callable[[Key], bool], siblings: Callable[[Key], Iterable[str]]) -> dict[str, Any]:
+def apply(
+    values: Mapping[str, Any],
+    override: Override,
+    is_known: Callable[[Key], bool],
+    siblings: Callable[[Key], Iterable[str]],
+) -> dict[str, Any]:
     """A copy of `values` with one override applied.
 
     Args:
@@ -107,12 +114,16 @@ def apply(values: Mapping[str, Any], override: Override, is_known: Callable[[Key
         siblings: the valid names beside a key, for the message about a misspelt one.
 
     Raises:
-        OverridesError: the key is not there (set, delete), is there already (add), or lies below something that is no mapping.
+        OverridesError: the key is not there (set, delete), is there already (add), or lies below something that is no
+            mapping.
     """
     changed = copy.deepcopy(dict(values))
     there = _exists(changed, override.key)
-    if override.action is Action.ADD and there:
-        raise OverridesError([f"{override.text!r}: {override.dotted} is there already; write {override.dotted}=... to change it"])
+    taken = there and _at(changed, override.key) is not None and not isinstance(override.value, (dict, list))
+    if override.action is Action.ADD and taken:
+        raise OverridesError(
+            [f"{override.text!r}: {override.dotted} is there already; write {override.dotted}=... to change it"]
+        )
     if override.action in (Action.SET, Action.DELETE) and not there and not is_known(override.key):
         hint = did_you_mean(override.key[-1], siblings(override.key))
         advice = f" Write +{override.dotted}=... to add it." if override.action is Action.SET else ""
@@ -161,6 +172,10 @@ def _exists(values: dict[str, Any], key: Key) -> bool:
     return node is not _ABSENT
 
 
+def _at(values: dict[str, Any], key: Key) -> Any:
+    return at(values, key, default=None)
+
+
 def _holder(values: dict[str, Any], override: Override) -> Any:
     node: Any = values
     for depth, part in enumerate(override.key[:-1]):
@@ -170,7 +185,13 @@ def _holder(values: dict[str, Any], override: Override) -> Any:
             node[part] = child
         if not isinstance(child, (dict, list)):
             above = ".".join(override.key[: depth + 1])
-            raise OverridesError([f"{override.text!r}: {above} is {child!r}, not a mapping" if child is not _ABSENT else f"{override.text!r}: no {above}"])
+            raise OverridesError(
+                [
+                    f"{override.text!r}: {above} is {child!r}, not a mapping"
+                    if child is not _ABSENT
+                    else f"{override.text!r}: no {above}"
+                ]
+            )
         node = child
     return node
 

@@ -1,11 +1,17 @@
 """How many accelerators train and how many generate, by the configuration alone.
 
-Knows keys, not machines. Invariant: not colocated, the two counts add up to the cluster; colocated, each is the whole cluster.
+Knows keys, not machines. Invariant: not colocated, the two counts add up to the cluster; colocated, each is the whole
+cluster.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import MasterConfig, RootConfig
+from nemo_rl.config.megatron import MegatronConfig
+from nemo_rl.config.policy import DTensorConfig, PolicyConfig
 
 
 def cluster_world_size(config: RootConfig) -> int:
@@ -42,12 +48,88 @@ def training_world_size(config: RootConfig) -> int:
     return cluster_world_size(config) - generation_world_size(config)
 
 
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Training ranks along each axis.
+
+    Attributes:
+        dp: Ranks that see different samples.
+        pp: Pipeline stages.
+        cp: Ranks that share each sequence.
+        tp: Ranks that share each layer.
+        ep: Ranks that share the experts; they are among those of dp, cp and tp.
+        etp: Ranks that share each expert.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def replica(self) -> int:
+        """Ranks that together see one sample."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.dp * self.replica
+
+
+class ParallelSizesError(UserError, ValueError):
+    """The accelerators that train do not divide by what the configuration asks for."""
+
+
+def training_backend(policy: PolicyConfig) -> DTensorConfig | MegatronConfig:
+    """The section of the backend that trains."""
+    return policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg
+
+
+def replica_sizes(policy: PolicyConfig) -> ParallelSizes:
+    """The parallel sizes of one replica of the data (dp is 1), whatever the backend."""
+    if policy.megatron_cfg.enabled:
+        mcore = policy.megatron_cfg
+        return ParallelSizes(
+            1,
+            mcore.pipeline_model_parallel_size,
+            mcore.context_parallel_size,
+            mcore.tensor_model_parallel_size,
+            mcore.expert_model_parallel_size,
+            mcore.expert_tensor_parallel_size,
+        )
+    cfg = policy.dtensor_cfg
+    return ParallelSizes(1, 1, cfg.context_parallel_size, cfg.tensor_parallel_size, cfg.expert_parallel_size)
+
+
+def parallel_sizes(policy: PolicyConfig, world: int) -> ParallelSizes:
+    """How `world` training ranks are divided, whatever the backend.
+
+    Raises:
+        ParallelSizesError: They do not divide.
+    """
+    sizes = replica_sizes(policy)
+    if world % sizes.replica:
+        possible = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+        raise ParallelSizesError(
+            f"{replica_keys(policy)} is {sizes.replica}, which does not divide the {world} accelerators that train; "
+            f"possible: {possible}"
+        )
+    return replace(sizes, dp=world // sizes.replica)
+
+
+def replica_keys(policy: PolicyConfig) -> str:
+    """The dotted keys whose product is the size of a replica, for messages."""
+    if policy.megatron_cfg.enabled:
+        return "policy.megatron_cfg: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size"
+    return "policy.dtensor_cfg: tensor_parallel_size * context_parallel_size"
+
+
 def model_parallel_size(config: RootConfig) -> int:
-    """Training ranks that together hold one replica of the data: tensor * context (* pipeline) parallel."""
-    if config.policy.dtensor_cfg.enabled:
-        return config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.context_parallel_size
-    mcore = config.policy.megatron_cfg
-    return mcore.tensor_model_parallel_size * mcore.pipeline_model_parallel_size * mcore.context_parallel_size
+    """Training ranks that together hold one replica of the data: tensor * context * pipeline parallel."""
+    return replica_sizes(config.policy).replica
 
 
 def data_parallel_size(config: RootConfig) -> int:

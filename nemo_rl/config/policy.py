@@ -1,4 +1,5 @@
-"""Keys of `policy.*` but for generation and Megatron: the model, its batches, optimizer and DTensor (FSDP2) parallelism.
+"""Keys of `policy.*` but for generation and Megatron: the model, its batches, optimizer and DTensor (FSDP2)
+parallelism.
 
 Lengths and token budgets are in tokens. Which combinations are possible is decided in `rules.py`.
 """
@@ -13,7 +14,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 from nemo_rl.config.automodel import AutomodelConfig, MoEParallelizerConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.megatron import MegatronConfig
-from nemo_rl.config.section import DefaultFrom, NotYet, Section
+from nemo_rl.config.section import AbsentIsDefault, DefaultFrom, NotYet, Section
 
 _TRAIN_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
 _LOGPROB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"
@@ -22,53 +23,95 @@ _LOGPROB_TOKENS = "${mul:${policy.max_total_sequence_length},${policy.logprob_ba
 class TokenizerConfig(Section):
     """`policy.tokenizer`."""
 
-    name: Annotated[str, DefaultFrom("${policy.model_name}")] = Field("Qwen/Qwen2.5-1.5B", description="Hugging Face id or path of the tokenizer.")
-    chat_template: str | None = Field(
-        "default", description="`default`: the model's own; null: contents are concatenated; a path ending in .jinja: that file; anything else: the template."
+    name: Annotated[str, DefaultFrom("${policy.model_name}")] = Field(
+        "Qwen/Qwen2.5-1.5B", description="Hugging Face id or path of the tokenizer."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extra arguments of every chat template call, e.g. enable_thinking.")
+    chat_template: Annotated[str | None, AbsentIsDefault()] = Field(
+        "default",
+        description="`default`: the model's own; null: contents are concatenated; a path ending in .jinja: "
+        "that file; anything else: the template.",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Extra arguments of every chat template call, e.g. enable_thinking."
+    )
     use_fastokens: bool = Field(False, description="Tokenize with the fastokens package.")
-    audio: Annotated[dict[str, Any] | None, NotYet("audio models")] = Field(None, description="Audio processor options.")
-    video: Annotated[dict[str, Any] | None, NotYet("vision-language models")] = Field(None, description="Video processor options.")
+    audio: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(
+        None, description="Audio processor options."
+    )
+    video: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(
+        None, description="Video processor options."
+    )
 
 
 class LoraConfig(Section):
     """`policy.dtensor_cfg.lora_cfg`."""
 
     enabled: bool = Field(False, description="Train low-rank adapters instead of the weights.")
-    target_modules: list[str] = Field(default_factory=list, description="Modules that get an adapter.")
-    exclude_modules: list[str] = Field(default_factory=list, description="Modules that do not.")
-    match_all_linear: bool = Field(True, description="Adapt every linear layer.")
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Linear layers that get an adapter: whole names, last parts or patterns; read with "
+        "match_all_linear: false.",
+    )
+    exclude_modules: list[str] = Field(default_factory=list, description="Layers that get none, named the same way.")
+    match_all_linear: bool = Field(True, description="Adapt every linear layer but the output projection.")
     dim: PositiveInt = Field(8, description="Rank.")
-    alpha: PositiveInt = Field(32, description="Scale.")
+    alpha: PositiveInt = Field(32, description="Scale times rank: the product of the factors counts alpha / dim.")
     dropout: float = Field(0.0, ge=0, le=1, description="Dropout probability.")
     dropout_position: Literal["pre", "post"] = Field("post", description="Dropout before or after the adapter.")
-    lora_A_init: str = Field("xavier", description="Initialisation of the first factor.")
-    use_triton: bool = Field(True, description="Use Triton kernels.")
+    lora_A_init: Literal["xavier", "kaiming", "uniform"] = Field(
+        "xavier", description="Initialisation of the first factor; the second is 0. kaiming and uniform are the same."
+    )
+    use_triton: bool = Field(True, description="Accepted for NeMo-RL's recipes: both values are torch's products here.")
 
 
 class DTensorConfig(Section):
     """`policy.dtensor_cfg`: FSDP2 with DTensor parallelism; data parallel size is world / (tensor * context)."""
 
-    enabled: bool = Field(True, description="Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled.")
-    v2: bool = Field(True, alias="_v2", description="Accepted for NeMo-RL's two workers; both values are the same worker here.")
-    cpu_offload: bool = Field(False, description="Keep parameters, gradients and optimizer state on the host between uses.")
-    sequence_parallel: bool = Field(False, description="Shard activations along the sequence between tensor-parallel regions.")
+    enabled: bool = Field(
+        True, description="Train with this backend; exactly one of dtensor_cfg and megatron_cfg is enabled."
+    )
+    v2: bool = Field(
+        True, alias="_v2", description="Accepted for NeMo-RL's two workers; both values are the same worker here."
+    )
+    cpu_offload: bool = Field(
+        False, description="Keep parameters, gradients and optimizer state on the host between uses."
+    )
+    sequence_parallel: bool = Field(
+        False, description="Shard activations along the sequence between tensor-parallel regions."
+    )
     activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     tensor_parallel_size: PositiveInt = Field(1, description="Ranks that share each layer.")
     context_parallel_size: PositiveInt = Field(1, description="Ranks that share each sequence.")
-    custom_parallel_plan: str | None = Field(None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one).")
-    torch_compile: bool = Field(False, description="Compile decoder layers and token scoring with torch.compile: faster steps after a minute of compilation.")
-    automodel_kwargs: AutomodelConfig = Field(AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel.")
-    expert_parallel_size: PositiveInt = Field(
-        1, description="Ranks among which each layer's experts are shared out; divides the ranks that share one copy of the parameters."
+    custom_parallel_plan: str | None = Field(
+        None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one)."
     )
-    dp_replicate_size: PositiveInt = Field(1, description="HSDP: replicas of the sharded model within the data-parallel ranks.")
-    defer_fsdp_grad_sync: bool = Field(False, description="Reduce gradients once per optimizer step instead of per microbatch.")
-    moe_parallelizer: MoEParallelizerConfig = Field(MoEParallelizerConfig(), description="How layers with experts are sharded and recomputed.")
+    torch_compile: bool = Field(
+        False,
+        description="Compile decoder layers and token scoring with torch.compile: faster steps after a "
+        "minute of compilation.",
+    )
+    automodel_kwargs: AutomodelConfig = Field(
+        AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel."
+    )
+    expert_parallel_size: PositiveInt = Field(
+        1,
+        description="Ranks among which each layer's experts are shared out; divides the ranks that share one "
+        "copy of the parameters.",
+    )
+    dp_replicate_size: PositiveInt = Field(
+        1, description="HSDP: replicas of the sharded model within the data-parallel ranks."
+    )
+    defer_fsdp_grad_sync: bool = Field(
+        False, description="Reduce gradients once per optimizer step instead of per microbatch."
+    )
+    moe_parallelizer: MoEParallelizerConfig = Field(
+        MoEParallelizerConfig(), description="How layers with experts are sharded and recomputed."
+    )
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
-    clear_cache_every_n_steps: PositiveInt | None = Field(None, description="Empty the accelerator's cache every so many microbatches; null never.")
-    lora_cfg: Annotated[LoraConfig, NotYet("LoRA")] = Field(LoraConfig(), description="Low-rank adapters.")
+    clear_cache_every_n_steps: PositiveInt | None = Field(
+        None, description="Empty the accelerator's cache every so many microbatches; null never."
+    )
+    lora_cfg: LoraConfig = Field(LoraConfig(), description="Low-rank adapters; the other weights stay as they are.")
 
 
 class OptimizerConfig(Section):
@@ -76,16 +119,21 @@ class OptimizerConfig(Section):
 
     name: str = Field("torch.optim.AdamW", description="Dotted name of the class.")
     kwargs: dict[str, Any] = Field(
-        {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8}, description="Its keyword arguments besides the parameters."
+        {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8},
+        description="Its keyword arguments besides the parameters.",
     )
 
 
 class SchedulerConfig(Section):
-    """One entry of `policy.scheduler`: a torch scheduler by dotted name, or the milestones at which the entries follow each other."""
+    """One entry of `policy.scheduler`: a torch scheduler by dotted name, or the milestones at which the entries follow
+    each other.
+    """
 
     name: str | None = Field(None, description="Dotted name of the scheduler class.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments besides the optimizer.")
-    milestones: list[NonNegativeInt] | None = Field(None, description="RL steps at which the next scheduler takes over (SequentialLR).")
+    milestones: list[NonNegativeInt] | None = Field(
+        None, description="RL steps at which the next scheduler takes over (SequentialLR)."
+    )
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> SchedulerConfig:
@@ -99,7 +147,9 @@ def _as_list(value: object) -> object:
 
 
 _DEFAULT_SCHEDULER = [
-    SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}),
+    SchedulerConfig(
+        name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}
+    ),
     SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 10_000_000_000}),
     SchedulerConfig(milestones=[50]),
 ]
@@ -109,21 +159,36 @@ class DynamicBatchingConfig(Section):
     """`policy.dynamic_batching`: microbatches of similar lengths under a token budget; excludes packing."""
 
     enabled: bool = Field(False, description="Form microbatches by token budget.")
-    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = Field(2048, description="Padded tokens per training microbatch, at most.")
-    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = Field(2048, description="Padded tokens per log-probability microbatch.")
+    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = Field(
+        2048, description="Padded tokens per training microbatch, at most."
+    )
+    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = Field(
+        2048, description="Padded tokens per log-probability microbatch."
+    )
     sequence_length_round: PositiveInt = Field(64, description="Lengths are rounded up to a multiple of this.")
 
 
 class SequencePackingConfig(Section):
-    """`policy.sequence_packing`: several sequences in one row, with block-diagonal attention; excludes dynamic batching."""
+    """`policy.sequence_packing`: several sequences in one row, with block-diagonal attention; excludes dynamic
+    batching.
+    """
 
     enabled: bool = Field(True, description="Pack sequences.")
-    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = Field(2048, description="Tokens per packed training row, at most.")
-    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = Field(2048, description="Tokens per packed log-probability row.")
-    algorithm: Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"] = Field(
-        "modified_first_fit_decreasing", description="Bin-packing algorithm."
+    train_mb_tokens: Annotated[PositiveInt, DefaultFrom(_TRAIN_TOKENS)] = Field(
+        2048, description="Tokens per packed training row, at most."
     )
-    microbatch_order: Literal["packer", "largest_first"] = Field("packer", description="Order of the packed rows within a step.")
+    logprob_mb_tokens: Annotated[PositiveInt, DefaultFrom(_LOGPROB_TOKENS)] = Field(
+        2048, description="Tokens per packed log-probability row."
+    )
+    algorithm: Annotated[
+        Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
+        BeforeValidator(lambda name: "modified_first_fit_decreasing" if name == "modified_ffd" else name),
+    ] = Field(
+        "modified_first_fit_decreasing", description="Bin-packing algorithm; modified_ffd is the default's short name."
+    )
+    microbatch_order: Literal["packer", "largest_first"] = Field(
+        "packer", description="Order of the packed rows within a step."
+    )
     sequence_length_round: PositiveInt = Field(64, description="Packed rows are padded to a multiple of this.")
 
 
@@ -134,14 +199,18 @@ class DraftConfig(Section):
     model_name: str | None = Field(None, description="Hugging Face id or path of the draft model.")
     loss_weight: float = Field(0.1, description="Weight of the draft loss.")
     num_layers: PositiveInt | None = Field(None, description="Layers of a new draft model.")
-    aux_layer_indices: list[int] | None = Field(None, description="Policy layers whose hidden states the draft model reads.")
+    aux_layer_indices: list[int] | None = Field(
+        None, description="Policy layers whose hidden states the draft model reads."
+    )
 
 
 class RewardModelConfig(Section):
     """`policy.reward_model_cfg`."""
 
     enabled: bool = Field(False, description="Give the model a reward head.")
-    reward_model_type: Literal["bradley_terry", "regression"] = Field("bradley_terry", description="Kind of reward head.")
+    reward_model_type: Literal["bradley_terry", "regression"] = Field(
+        "bradley_terry", description="Kind of reward head."
+    )
 
 
 class RouterReplayConfig(Section):
@@ -162,36 +231,74 @@ class PolicyConfig(Section):
     )
     generation_batch_size: PositiveInt = Field(32, description="Accepted from older recipes; vLLM batches on its own.")
     max_total_sequence_length: PositiveInt = Field(512, description="Prompt and response together, in tokens, at most.")
-    precision: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="Compute precision; weights and gradients are kept in float32.")
-    logprob_chunk_size: PositiveInt | None = Field(None, description="Tokens whose logits become log-probabilities at a time; null takes all.")
-    offload_optimizer_for_logprob: bool = Field(False, description="Move the optimizer state to the host during log-probability passes.")
-    make_sequence_length_divisible_by: Annotated[PositiveInt, DefaultFrom("${policy.dtensor_cfg.tensor_parallel_size}")] = Field(
-        1, description="Rows are padded on the right to a multiple of this."
+    precision: Literal["float32", "float16", "bfloat16"] = Field(
+        "bfloat16", description="Compute precision; weights and gradients are kept in float32."
     )
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null only measures it.")
+    logprob_chunk_size: PositiveInt | None = Field(
+        None, description="Tokens whose logits become log-probabilities at a time; null takes all."
+    )
+    offload_optimizer_for_logprob: bool = Field(
+        False, description="Move the optimizer state to the host during log-probability passes."
+    )
+    make_sequence_length_divisible_by: Annotated[
+        PositiveInt, DefaultFrom("${policy.dtensor_cfg.tensor_parallel_size}")
+    ] = Field(
+        1,
+        description="Rows are padded on the right to a multiple of this, and of what sequence and context parallelism "
+        "need: tensor_parallel_size with sequence_parallel, 2 * context_parallel_size above 1.",
+    )
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Global gradient norm is clipped to this; null only measures it."
+    )
     hf_config_overrides: dict[str, Any] = Field(
-        default_factory=dict, description="Changes to the model's Hugging Face config, for training and generation alike."
+        default_factory=dict,
+        description="Changes to the model's Hugging Face config, for training and generation alike.",
     )
-    trust_remote_code: bool = Field(False, description="Let the model's or tokenizer's repository run its own Python code.")
-    optimizer: OptimizerConfig | None = Field(OptimizerConfig(), description="The optimizer; null with megatron_cfg, which has its own.")
+    trust_remote_code: bool = Field(
+        False, description="Let the model's or tokenizer's repository run its own Python code."
+    )
+    optimizer: OptimizerConfig | None = Field(
+        OptimizerConfig(), description="The optimizer; null with megatron_cfg, which has its own."
+    )
     scheduler: Annotated[list[SchedulerConfig], BeforeValidator(_as_list)] | None = Field(
-        _DEFAULT_SCHEDULER, description="Learning-rate schedulers, stepped once per RL step; null keeps the rate constant."
+        _DEFAULT_SCHEDULER,
+        description="Learning-rate schedulers, stepped once per RL step; null keeps the rate constant.",
     )
-    refit_buffer_size_gb: float | None = Field(None, gt=0, description="Staging memory of a refit, in GB; null takes weight_sync.bucket_bytes.")
-    reward_model_cfg: Annotated[RewardModelConfig, NotYet("reward models")] = Field(RewardModelConfig(), description="Reward model head.")
-    quant_cfg: Annotated[str | dict[str, Any] | None, NotYet("quantisation")] = Field(None, description="Quantisation recipe (ModelOpt).")
-    quant_calib_data: Annotated[str | None, NotYet("quantisation")] = Field(None, description="Calibration data of the quantisation.")
-    quant_calib_size: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(None, description="Samples of calibration data.")
-    quant_batch_size: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(None, description="Calibration batch size.")
-    quant_sequence_length: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(None, description="Calibration sequence length.")
-    is_vlm: Annotated[bool, NotYet("vision-language models")] = Field(False, description="The model reads images.")
-    router_replay: Annotated[RouterReplayConfig, NotYet("router replay")] = Field(RouterReplayConfig(), description="Replay of expert routing.")
+    refit_buffer_size_gb: float | None = Field(
+        None, gt=0, description="Staging memory of a refit, in GB; null takes weight_sync.bucket_bytes."
+    )
+    reward_model_cfg: Annotated[RewardModelConfig, NotYet("reward models")] = Field(
+        RewardModelConfig(), description="Reward model head."
+    )
+    quant_cfg: Annotated[str | dict[str, Any] | None, NotYet("quantisation")] = Field(
+        None, description="Quantisation recipe (ModelOpt)."
+    )
+    quant_calib_data: Annotated[str | None, NotYet("quantisation")] = Field(
+        None, description="Calibration data of the quantisation."
+    )
+    quant_calib_size: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(
+        None, description="Samples of calibration data."
+    )
+    quant_batch_size: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(
+        None, description="Calibration batch size."
+    )
+    quant_sequence_length: Annotated[PositiveInt | None, NotYet("quantisation")] = Field(
+        None, description="Calibration sequence length."
+    )
+    is_vlm: Annotated[bool, NotYet("vision-language and audio models")] = Field(
+        False, description="The model reads images."
+    )
+    router_replay: Annotated[RouterReplayConfig, NotYet("router replay")] = Field(
+        RouterReplayConfig(), description="Replay of expert routing."
+    )
     pretrained_checkpoint: Annotated[dict[str, Any] | None, NotYet("Megatron checkpoints as a start")] = Field(
         None, description="Megatron weights to start from."
     )
-    dynamic_batching: DynamicBatchingConfig = Field(DynamicBatchingConfig(), description="Microbatches by token budget.")
+    dynamic_batching: DynamicBatchingConfig = Field(
+        DynamicBatchingConfig(), description="Microbatches by token budget."
+    )
     sequence_packing: SequencePackingConfig = Field(SequencePackingConfig(), description="Packed sequences.")
     draft: Annotated[DraftConfig, NotYet("draft models")] = Field(DraftConfig(), description="Draft model training.")
     dtensor_cfg: DTensorConfig = Field(DTensorConfig(), description="The FSDP2 and DTensor backend.")
-    megatron_cfg: Annotated[MegatronConfig, NotYet("the Megatron-Core backend")] = Field(MegatronConfig(), description="The Megatron-Core backend.")
+    megatron_cfg: MegatronConfig = Field(MegatronConfig(), description="The Megatron-Core backend.")
     generation: GenerationConfig = Field(GenerationConfig(), description="How responses are generated.")

@@ -1,7 +1,8 @@
 """Rules between keys: what a valid value may not be combined with, because no mode could honour both.
 
-Each rule is a function from the configuration to lines, each naming its dotted keys, their values and a way out. Knows the schemas only;
-whether a file, a model or a GPU exists is found out later. Invariant: no rule depends on another's result.
+Each rule is a function from the configuration to lines, each naming its dotted keys, their values and a way out. Knows
+the schemas only; whether a file, a model or a GPU exists is found out later. Invariant: no rule depends on another's
+result.
 """
 
 from __future__ import annotations
@@ -9,24 +10,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-from nemo_rl.config.batch_rules import BATCH_RULES, SFT_BATCH_RULES
-from nemo_rl.config.data_rules import DATA_RULES, SFT_DATA_RULES
+from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
 from nemo_rl.config.dtensor_rules import DTENSOR_RULES
-from nemo_rl.config.eval_rules import EVAL_RULES
-from nemo_rl.config.evaluation import EvalMasterConfig
-from nemo_rl.config.loss_rules import LOSS_RULES
+from nemo_rl.config.errors import Problem
+from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.metric_rules import GRPO_METRIC_RULES, SHARED_METRIC_RULES
-from nemo_rl.config.placement import data_parallel_size, generation_slots_per_node, training_world_size
+from nemo_rl.config.placement import (
+    ParallelSizesError,
+    data_parallel_size,
+    generation_slots_per_node,
+    model_parallel_size,
+    parallel_sizes,
+    replica_sizes,
+    training_world_size,
+)
+from nemo_rl.config.section import not_built
+from nemo_rl.config.training_rules import BATCH_RULES, LOSS_RULES, SFT_BATCH_RULES
 
 
-def broken_rules(config: CompleteConfig) -> list[str]:
-    """One line per rule that the configuration breaks."""
-    problems: list[str] = []
+def broken_rules(config: CompleteConfig) -> list[Problem]:
+    """One line per rule that the configuration breaks, and per part that a combination asks for and is not built."""
+    problems: list[Problem] = []
     if isinstance(config, RootConfig):
         problems += [line for rule in (*SHARED_RULES, *SHARED_METRIC_RULES) for line in rule(config)]
     if isinstance(config, MasterConfig):
-        problems += [line for rule in (*GRPO_RULES, *LOSS_RULES, *BATCH_RULES, *DATA_RULES, *GRPO_METRIC_RULES) for line in rule(config)]
+        problems += [
+            line
+            for rule in (*GRPO_RULES, *LOSS_RULES, *BATCH_RULES, *DATA_RULES, *GRPO_METRIC_RULES)
+            for line in rule(config)
+        ]
     if isinstance(config, SFTMasterConfig):
         problems += [line for rule in (*SFT_BATCH_RULES, *SFT_DATA_RULES) for line in rule(config)]
     if isinstance(config, EvalMasterConfig):
@@ -37,57 +49,54 @@ def broken_rules(config: CompleteConfig) -> list[str]:
 def one_training_backend(config: RootConfig) -> Iterator[str]:
     dtensor, megatron = config.policy.dtensor_cfg.enabled, config.policy.megatron_cfg.enabled
     if dtensor == megatron:
-        yield f"policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled are both {str(dtensor).lower()}; enable exactly one"
+        yield (
+            f"policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled are both {str(dtensor).lower()}; "
+            "enable exactly one"
+        )
     if dtensor and config.policy.optimizer is None:
         yield "policy.optimizer: null, but the DTensor backend has no optimizer of its own; name one"
 
 
 def packing_or_dynamic_batching(config: RootConfig) -> Iterator[str]:
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
-        yield "policy.sequence_packing.enabled and policy.dynamic_batching.enabled exclude each other; switch one off (packing is on by default)"
+        yield (
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled exclude each other; "
+            "switch one off (packing is on by default)"
+        )
 
 
 def parallelism_divides_the_world(config: RootConfig) -> Iterator[str]:
     world, policy = training_world_size(config), config.policy
     if world < 1:
         return
-    if policy.dtensor_cfg.enabled:
-        cfg = policy.dtensor_cfg
-        ranks, keys = cfg.tensor_parallel_size * cfg.context_parallel_size, "policy.dtensor_cfg: tensor_parallel_size * context_parallel_size"
-    else:
-        mcore = policy.megatron_cfg
-        ranks = mcore.tensor_model_parallel_size * mcore.pipeline_model_parallel_size * mcore.context_parallel_size
-        keys = "policy.megatron_cfg: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size"
-    if world % ranks:
-        yield f"{keys} is {ranks}, which does not divide the {world} accelerators that train"
+    if world % model_parallel_size(config):
+        try:
+            parallel_sizes(policy, world)
+        except ParallelSizesError as error:
+            yield str(error)
     elif policy.dtensor_cfg.enabled and data_parallel_size(config) % policy.dtensor_cfg.dp_replicate_size:
         size = data_parallel_size(config)
-        yield f"policy.dtensor_cfg.dp_replicate_size is {policy.dtensor_cfg.dp_replicate_size}, which does not divide the data-parallel size {size}"
-
-
-def rows_fit_the_parallel_shards(config: RootConfig) -> Iterator[str]:
-    cfg, multiple = config.policy.dtensor_cfg, config.policy.make_sequence_length_divisible_by
-    if not cfg.enabled:
-        return
-    needed = cfg.tensor_parallel_size if cfg.sequence_parallel else 1
-    needed *= 2 * cfg.context_parallel_size if cfg.context_parallel_size > 1 else 1
-    if multiple % needed:
         yield (
-            f"policy.make_sequence_length_divisible_by is {multiple}, but sequence_parallel={str(cfg.sequence_parallel).lower()}, "
-            f"tensor_parallel_size={cfg.tensor_parallel_size} and context_parallel_size={cfg.context_parallel_size} need a multiple of {needed}"
+            f"policy.dtensor_cfg.dp_replicate_size is {policy.dtensor_cfg.dp_replicate_size}, which does "
+            f"not divide the data-parallel size {size}"
         )
 
 
 def wide_tensor_parallelism_keeps_one_batch_size(config: RootConfig) -> Iterator[str]:
     policy = config.policy
-    width = policy.dtensor_cfg.tensor_parallel_size if policy.dtensor_cfg.enabled else policy.megatron_cfg.tensor_model_parallel_size
-    excused = isinstance(config, SFTMasterConfig) or os.environ.get("NRL_IGNORE_TP_ACCURACY_CHECK", "0") not in ("", "0")
+    width = replica_sizes(policy).tp
+    excused = isinstance(config, SFTMasterConfig) or os.environ.get("NRL_IGNORE_TP_ACCURACY_CHECK", "0") not in (
+        "",
+        "0",
+    )
     if isinstance(config, MasterConfig):
         excused = excused or config.loss_fn.force_on_policy_ratio
     if width >= 4 and policy.train_micro_batch_size != policy.logprob_batch_size and not excused:
         yield (
-            f"policy.train_micro_batch_size is {policy.train_micro_batch_size} and policy.logprob_batch_size is {policy.logprob_batch_size}; with tensor "
-            f"parallelism {width} they must be equal, or log-probabilities drift (NRL_IGNORE_TP_ACCURACY_CHECK=1 allows it)"
+            f"policy.train_micro_batch_size is {policy.train_micro_batch_size} and policy.logprob_batch_size "
+            f"is {policy.logprob_batch_size}; with tensor "
+            f"parallelism {width} they must be equal, or log-probabilities drift "
+            "(NRL_IGNORE_TP_ACCURACY_CHECK=1 allows it)"
         )
 
 
@@ -104,7 +113,35 @@ def ports_are_ranges(config: RootConfig) -> Iterator[str]:
 def cpu_slots_suffice(config: RootConfig) -> Iterator[str]:
     cluster = config.cluster
     if cluster.device == "cpu" and cluster.gpus_per_node > cluster.cpu_slots:
-        yield f"cluster.gpus_per_node is {cluster.gpus_per_node}, but cluster.cpu_slots offers {cluster.cpu_slots} slots per node"
+        yield (
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but cluster.cpu_slots offers "
+            f"{cluster.cpu_slots} slots per node"
+        )
+
+
+def optimizers_exist(config: RootConfig) -> Iterator[Problem]:
+    optimizer = config.policy.optimizer
+    if config.policy.dtensor_cfg.enabled and optimizer is not None and optimizer.name.startswith("transformer_engine."):
+        yield not_built(
+            "policy.optimizer.name",
+            optimizer.name,
+            "optimizers of Transformer Engine",
+            "take torch.optim.AdamW, with kwargs.fused: true on GPUs",
+        )
+
+
+def adapters_are_possible(config: RootConfig) -> Iterator[Problem]:
+    cfg = config.policy.dtensor_cfg
+    if not (cfg.enabled and cfg.lora_cfg.enabled):
+        return
+    if cfg.tensor_parallel_size > 1:
+        yield not_built(
+            "policy.dtensor_cfg.lora_cfg.enabled",
+            True,
+            "LoRA with tensor parallelism",
+            f"set policy.dtensor_cfg.tensor_parallel_size to 1 instead of {cfg.tensor_parallel_size}; frozen weights "
+            "are sharded over all data-parallel ranks anyway",
+        )
 
 
 def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
@@ -115,28 +152,55 @@ def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
     gpus, nodes = colocated.resources.gpus_per_node, colocated.resources.num_nodes
     if cluster.num_nodes == 1:
         if gpus is None or not 0 < gpus < cluster.gpus_per_node:
-            yield f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training one of cluster.gpus_per_node={cluster.gpus_per_node}"
+            yield (
+                f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training one of "
+                f"cluster.gpus_per_node={cluster.gpus_per_node}"
+            )
         if nodes not in (None, 1):
             yield f"{key}.num_nodes is {nodes}, but the cluster has one node"
         return
     if nodes is None or not 0 < nodes < cluster.num_nodes:
-        yield f"{key}.num_nodes is {_shown(nodes)}; without colocation it must leave training at least one of cluster.num_nodes={cluster.num_nodes}"
+        yield (
+            f"{key}.num_nodes is {_shown(nodes)}; without colocation it must leave training at least one "
+            f"of cluster.num_nodes={cluster.num_nodes}"
+        )
     if gpus not in (None, cluster.gpus_per_node):
-        yield f"{key}.gpus_per_node is {gpus}; in a cluster of several nodes generation takes whole nodes: {cluster.gpus_per_node}"
+        yield (
+            f"{key}.gpus_per_node is {gpus}; in a cluster of several nodes generation takes whole nodes: "
+            f"{cluster.gpus_per_node}"
+        )
 
 
-def engines_fit_into_nodes(config: MasterConfig) -> Iterator[str]:
+def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
     vllm, slots = config.policy.generation.vllm_cfg, generation_slots_per_node(config)
     engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    if slots > 0 and slots % engine:
+    if config.policy.generation.backend != "vllm":
+        return
+    if slots > 1 and engine > slots and engine % slots == 0 and config.cluster.num_nodes >= engine // slots:
+        yield not_built(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            vllm.tensor_parallel_size,
+            "engines over several nodes",
+            f"an engine takes at most the {slots} accelerators of a node",
+        )
+    elif slots > 0 and slots % engine:
         yield (
-            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which does not divide the {slots} generating accelerators "
-            "of a node; an engine lies inside one node, whose memory its ranks share; lower one of the two, or give generation more accelerators per node"
+            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which "
+            f"does not divide the {slots} generating accelerators "
+            "of a node; an engine lies inside one node, whose memory its ranks share; lower one of the two, "
+            "or give generation more accelerators per node"
         )
     if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
         yield (
             f"policy.generation.vllm_cfg.expert_parallel_size is {vllm.expert_parallel_size}, "
             f"which is not a multiple of tensor_parallel_size {vllm.tensor_parallel_size}"
+        )
+    elif vllm.expert_parallel_size > vllm.tensor_parallel_size:
+        yield not_built(
+            "policy.generation.vllm_cfg.expert_parallel_size",
+            vllm.expert_parallel_size,
+            "experts shared among several engines",
+            f"the ranks of one engine share them: tensor_parallel_size {vllm.tensor_parallel_size}, or 1",
         )
 
 
@@ -144,21 +208,71 @@ def async_training_is_possible(config: MasterConfig) -> Iterator[str]:
     if not config.grpo.async_grpo.enabled:
         return
     if not config.loss_fn.use_importance_sampling_correction:
-        yield "grpo.async_grpo.enabled needs loss_fn.use_importance_sampling_correction: true, for samples of older weights"
-    if config.policy.generation.colocated.enabled:
-        yield "grpo.async_grpo.enabled needs policy.generation.colocated.enabled: false, for generation goes on while training runs"
+        yield (
+            "grpo.async_grpo.enabled needs loss_fn.use_importance_sampling_correction: true, for samples "
+            "of older weights"
+        )
+    if config.policy.generation.colocated.enabled and config.policy.generation.backend == "vllm":
+        yield (
+            "grpo.async_grpo.enabled needs policy.generation.colocated.enabled: false, for generation goes "
+            "on while training runs"
+        )
     if config.data.use_multiple_dataloader:
         yield "grpo.async_grpo.enabled does not take data.use_multiple_dataloader"
     if config.grpo.async_grpo.max_trajectory_age_steps < 1:
         yield (
-            "grpo.async_grpo.max_trajectory_age_steps is 0: training would wait for rollouts that may only begin once it has ended; "
+            "grpo.async_grpo.max_trajectory_age_steps is 0: training would wait for rollouts that may only "
+            "begin once it has ended; "
             "the smallest that works is 1 (grpo.async_grpo.enabled: false takes turns)"
         )
     for key in ("rollout_record", "rollout_replay"):
         if config.grpo[key] is not None:
-            yield f"grpo.async_grpo.enabled does not take grpo.{key}, which repeats runs step by step; record a synchronous run"
-    if config.async_rl is not None:
-        yield "async_rl needs grpo.async_grpo left out: both are asynchronous drivers"
+            yield (
+                f"grpo.async_grpo.enabled does not take grpo.{key}, which repeats runs step by step; "
+                "record a synchronous run"
+            )
+
+
+def streaming_is_possible(config: MasterConfig) -> Iterator[str]:
+    stream = config.async_rl
+    if stream is None:
+        return
+    if config.grpo.async_grpo.enabled:
+        yield "async_rl needs grpo.async_grpo.enabled: false; both say how rollouts run beside training"
+    if config.policy.generation.colocated.enabled and config.policy.generation.backend == "vllm":
+        yield (
+            "async_rl needs policy.generation.colocated.enabled: false, for slow groups generate while others are "
+            "trained on"
+        )
+    if config.data.use_multiple_dataloader:
+        yield "async_rl does not take data.use_multiple_dataloader"
+    prompts, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    if prompts * samples != config.policy.train_global_batch_size:
+        yield (
+            f"async_rl makes one optimizer step of a step: policy.train_global_batch_size must be "
+            f"num_prompts_per_step * num_generations_per_prompt = {prompts * samples}, "
+            f"not {config.policy.train_global_batch_size}"
+        )
+    if stream.min_groups_for_streaming_train > prompts:
+        yield (
+            f"async_rl.min_groups_for_streaming_train={stream.min_groups_for_streaming_train} is more than "
+            f"grpo.num_prompts_per_step={prompts}; lower it to at most that"
+        )
+    ahead = stream.sampler.max_lookahead_versions
+    if stream.max_buffered_rollouts < prompts * (ahead + 1):
+        yield (
+            f"async_rl.max_buffered_rollouts={stream.max_buffered_rollouts} holds fewer groups than "
+            f"{ahead + 1} steps of {prompts}: set it to at least {prompts * (ahead + 1)}, or lower "
+            "async_rl.sampler.max_lookahead_versions"
+        )
+    if ahead > 0 and not config.loss_fn.use_importance_sampling_correction:
+        yield (
+            f"async_rl.sampler.max_lookahead_versions={ahead} needs loss_fn.use_importance_sampling_correction: true, "
+            "for samples of older weights; 0 is strictly on-policy"
+        )
+    for key in ("rollout_record", "rollout_replay"):
+        if config.grpo[key] is not None:
+            yield f"async_rl does not take grpo.{key}; record a synchronous run"
 
 
 def draft_models_need_megatron(config: MasterConfig) -> Iterator[str]:
@@ -168,27 +282,51 @@ def draft_models_need_megatron(config: MasterConfig) -> Iterator[str]:
 
 def rollouts_are_recorded_or_replayed(config: MasterConfig) -> Iterator[str]:
     if config.grpo.rollout_record is not None and config.grpo.rollout_record == config.grpo.rollout_replay:
-        yield f"grpo.rollout_record and grpo.rollout_replay are the same directory, {config.grpo.rollout_record}; a replay would write over what it reads"
+        yield (
+            "grpo.rollout_record and grpo.rollout_replay are the same directory, "
+            f"{config.grpo.rollout_record}; a replay would write over what it reads"
+        )
+
+
+def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if generation.temperature == 0:
+        yield (
+            "policy.generation.temperature is 0: every sample of a group would be the same greedy one, with nothing to "
+            "learn from; sample with a temperature above 0 (val_temperature may be 0)"
+        )
+        return
+    plain = {"temperature": 1, "top_p": 1, "top_k": None}
+    changed = [f"{name} {generation[name]}" for name, value in plain.items() if generation[name] != value]
+    if generation.vllm_cfg.logprobs_mode == "raw_logprobs" and changed:
+        yield (
+            "policy.generation.vllm_cfg.logprobs_mode is raw_logprobs, of before temperature and filters, but "
+            f"policy.generation samples with {', '.join(changed)} and training scores what was sampled; set it to "
+            "processed_logprobs"
+        )
 
 
 def _shown(value: int | None) -> str:
     return "null" if value is None else str(value)
 
 
-SHARED_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (
+SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     one_training_backend,
     packing_or_dynamic_batching,
     parallelism_divides_the_world,
-    rows_fit_the_parallel_shards,
     wide_tensor_parallelism_keeps_one_batch_size,
     ports_are_ranges,
     cpu_slots_suffice,
+    optimizers_exist,
+    adapters_are_possible,
     *DTENSOR_RULES,
 )
-GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
+GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     generation_has_its_own_accelerators,
     engines_fit_into_nodes,
     async_training_is_possible,
+    streaming_is_possible,
     draft_models_need_megatron,
     rollouts_are_recorded_or_replayed,
+    log_probabilities_are_of_what_was_sampled,
 )

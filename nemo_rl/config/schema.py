@@ -1,10 +1,12 @@
-"""The schema as data: every dotted key with its type, default, status and meaning.
+"""The schema as data: every dotted key with its type, default, status and meaning, and the reference page made of them.
 
-Docs, messages and the command line read keys from here. Knows pydantic's fields, no configuration. Invariant: a key has one entry.
+Docs, messages and the command line read keys from here. Knows pydantic's fields, no configuration. Invariant: a key has
+one entry, and the same schemas give the same page.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -12,13 +14,27 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config.defaults import admits_null, annotation_of, plain, section_type
-from nemo_rl.config.section import DefaultFrom, NotYet, Section
+from nemo_rl.config.defaults import plain
+from nemo_rl.config.evaluation import EvalMasterConfig
+from nemo_rl.config.master import MasterConfig, SFTMasterConfig
+from nemo_rl.config.section import (
+    AbsentIsDefault,
+    DefaultFrom,
+    NotYet,
+    Section,
+    admits_null,
+    annotation_of,
+    field_of,
+    holds_container,
+    section_within,
+)
 
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key of the schema. `default` is a value, or an interpolation; `not_yet` says what is missing, None when the key is honoured."""
+    """One key of the schema. `default` is a value, or an interpolation; `not_yet` says what is missing, None when the
+    key is honoured.
+    """
 
     name: str
     kind: str
@@ -34,8 +50,12 @@ class KeyInfo:
         return self.section is None or self.kind.startswith("list")
 
 
-def keys_of(schema: type[Section], prefix: str = "", inherited: str | None = None, default: Section | None = None) -> Iterator[KeyInfo]:
-    """Every key below `schema` in order, each section before its keys; a section that is not built yet makes its keys so."""
+def keys_of(
+    schema: type[Section], prefix: str = "", inherited: str | None = None, default: Section | None = None
+) -> Iterator[KeyInfo]:
+    """Every key below `schema` in order, each section before its keys; a section that is not built yet makes its keys
+    so.
+    """
     instance = schema.model_construct() if default is None else default
     for name, field in schema.model_fields.items():
         mark = annotation_of(field, NotYet)
@@ -56,6 +76,16 @@ def find_key(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:
     return next((entry for entry in keys_of(schema) if entry.name == name), None)
 
 
+def free_mapping(schema: type[Section], key: Sequence[str]) -> KeyInfo | None:
+    """The entry of the mapping that holds a dotted key and takes any name, such as `policy.optimizer.kwargs` for
+    `policy.optimizer.kwargs.lr`; None when no such mapping holds it.
+    """
+    if not is_known(schema, key):
+        return None
+    names = _without_indices(key)
+    return next((entry for end in range(len(names), 0, -1) if (entry := find_key(schema, names[:end]))), None)
+
+
 def is_known(schema: type[Section], key: Sequence[str]) -> bool:
     """Whether `key` may be written: the schema has it, or it lies in a free mapping that the schema has."""
     section: type[Section] | None = schema
@@ -63,10 +93,15 @@ def is_known(schema: type[Section], key: Sequence[str]) -> bool:
     for depth, part in enumerate(names):
         field = field_of(section, part) if section is not None else None
         if field is None:
-            return section is not None and depth > 0 and section.model_config.get("extra") == "allow" and depth + 1 < len(names)
+            return (
+                section is not None
+                and depth > 0
+                and section.model_config.get("extra") == "allow"
+                and depth + 1 < len(names)
+            )
         section = section_within(field)
         if section is None and depth + 1 < len(names):
-            return _is_mapping(field)
+            return holds_container(field, dict)
     return True
 
 
@@ -81,24 +116,6 @@ def names_in(schema: type[Section], key: Sequence[str]) -> list[str]:
 
 def _without_indices(key: Sequence[str]) -> list[str]:
     return [part for part in key if not part.isdigit()]
-
-
-def section_within(field: FieldInfo) -> type[Section] | None:
-    """The section class a field holds, alone or as the entries of a list."""
-    nested = section_type(field)
-    if nested is not None:
-        return nested
-    for candidate in (field.annotation, *get_args(field.annotation)):
-        inner = get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate
-        entries = get_args(inner) if get_origin(inner) is list else ()
-        if entries and isinstance(entries[0], type) and issubclass(entries[0], Section):
-            return entries[0]
-    return None
-
-
-def field_of(schema: type[Section], key: str) -> FieldInfo | None:
-    """The field behind one YAML key of a section."""
-    return next((field for name, field in schema.model_fields.items() if (field.alias or name) == key), None)
 
 
 def kind_of(annotation: Any) -> str:
@@ -123,17 +140,92 @@ def kind_of(annotation: Any) -> str:
     return {str: "text", int: "int", float: "float", bool: "bool"}.get(annotation, str(annotation))
 
 
-def _is_mapping(field: FieldInfo) -> bool:
-    candidates = (field.annotation, *get_args(field.annotation))
-    return any(get_origin(candidate) is dict for candidate in candidates)
-
-
 def _missing(mark: NotYet) -> str:
     only = ", ".join(str(value) for value in mark.values)
     return f"{only}: {mark.why}" if only else mark.why
 
 
-def null_where_allowed(schema: type[Section], key: Sequence[str]) -> bool:
-    """Whether the key may be null; a deleted key becomes null then, and its default otherwise."""
+def is_null_when_deleted(schema: type[Section], key: Sequence[str]) -> bool:
+    """Whether a deleted key becomes null, as NeMo-RL reads it, and not its default."""
     entry = find_key(schema, key)
-    return entry is not None and admits_null(entry.field)
+    return entry is not None and admits_null(entry.field) and annotation_of(entry.field, AbsentIsDefault) is None
+
+
+_INTRODUCTION = """# Configuration
+
+Generated from the schemas by `python -m nemo_rl.config docs`; edit the descriptions there.
+
+A run reads one YAML file. `defaults:` names the files it inherits (a path or a list of paths, relative to the file;
+later ones win, the file itself wins over all). A mapping with `_override_: true` replaces the inherited one instead of
+merging with it, and `???` marks a value that must be given. `${a.b}` takes another key's value, `${add:..}`,
+`${mul:..}`, `${div:..}` and `${max:..}` reckon with them. On the command line `a.b=v` sets a key, `+a.b=v` adds one,
+`++a.b=v` does either, `~a.b` deletes.
+
+A key that a file omits has the default below. A default such as `${policy.max_total_sequence_length}` follows that key.
+Unknown keys are refused. **Not yet** marks keys that are known but not built: set to another value than the default
+(or, for a section, enabled), they are refused by name.
+
+```
+python -m nemo_rl.config show FILE [OVERRIDES]     # the whole configuration, defaults included
+python -m nemo_rl.config diff FILE [FILE]          # against the defaults, or against another file
+python -m nemo_rl.config explain KEY [FILE] [OVERRIDES]   # what a key means and where its value comes from
+```
+"""
+
+
+def reference_page() -> str:
+    """The whole page as Markdown."""
+    seen = set(MasterConfig.model_fields)
+    parts = [
+        _INTRODUCTION,
+        "## GRPO\n",
+        *_tables(MasterConfig, ()),
+        "## SFT\n",
+        "Shares `policy`, `data`, `logger`, `cluster` and `checkpointing` with GRPO.\n",
+    ]
+    parts += _tables(SFTMasterConfig, tuple(seen))
+    parts += [
+        "## Evaluation\n",
+        "A tree of its own; `generation` has the keys of a run's `policy.generation` and some more.\n",
+        *_tables(EvalMasterConfig, ()),
+    ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would have it on one line."""
+    if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e9):
+        return f"{value:g}"
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _tables(schema: type[Section], without: tuple[str, ...]) -> list[str]:
+    lines: list[str] = []
+    for holder, keys in _by_section(schema, without):
+        if not keys:
+            continue
+        lines += [
+            f"### `{holder.name}`\n",
+            f"{holder.meaning}\n" if holder.not_yet is None else f"{holder.meaning} **Not yet**: {holder.not_yet}.\n",
+        ]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(key, holder) for key in keys]
+        lines.append("")
+    return lines
+
+
+def _by_section(schema: type[Section], without: tuple[str, ...]) -> Iterator[tuple[KeyInfo, list[KeyInfo]]]:
+    entries = [entry for entry in keys_of(schema) if entry.name.split(".")[0] not in without]
+    for holder in (entry for entry in entries if entry.section is not None):
+        yield holder, [entry for entry in entries if entry.has_value and entry.name.rpartition(".")[0] == holder.name]
+
+
+def _row(key: KeyInfo, holder: KeyInfo) -> str:
+    meaning = (
+        key.meaning
+        if key.not_yet is None or holder.not_yet is not None
+        else f"{key.meaning} **Not yet**: {key.not_yet}."
+    )
+    default = "required" if key.field.is_required() else f"`{shown(key.default)}`"
+    cells = (f"`{key.name.rpartition('.')[2]}`", key.kind, default, meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,17 +1,23 @@
-"""What every configuration section is: a pydantic model that refuses keys it does not know.
+"""What every configuration section is: a pydantic model that refuses keys it does not know, and marks on its keys.
 
-Also carries the two annotations by which a schema speaks about a key beyond its type: `NotYet` (known, but not built: any value that
-switches it on is refused by its dotted name) and `DefaultFrom` (the default is another key's value). This file knows no key, no file and
-no other section. Invariant: a default lives in the schema and nowhere else.
+The marks: `NotYet` (known, but not built: any value that switches it on is refused by its dotted name),
+`DefaultFrom` (the default is another key's value) and `AbsentIsDefault`. This file knows no key and no other section.
+Invariant: a default lives in the schema and nowhere else; removing a `NotYet` is all that honouring a key takes here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+from nemo_rl.config.errors import NotBuilt
+
+_Mark = TypeVar("_Mark")
 
 
 @dataclass(frozen=True)
@@ -20,30 +26,55 @@ class NotYet:
 
     Args:
         why: what is missing, as the end of the sentence "not built yet: ...".
-        values: the refused values. Empty: every value but the default; for a section, switching it on (`enabled`), or any difference from its defaults.
+        values: the refused values. Empty: every value but the default; for a section, switching it on (`enabled`), or
+            any difference from its defaults.
+        instead: what to do; empty: to leave the key at its default.
     """
 
     why: str
     values: tuple[object, ...] = ()
+    instead: str = ""
 
 
 @dataclass(frozen=True)
 class DefaultFrom:
     """Marks a key whose default is an interpolation over other keys, e.g. `${policy.max_total_sequence_length}`.
 
-    The literal default beside it is what the interpolation gives when every key has its default; it serves sections built on their own.
+    The literal default beside it is what the interpolation gives when every key has its default; it serves sections
+    built on their own.
     """
 
     interpolation: str
 
 
+@dataclass(frozen=True)
+class AbsentIsDefault:
+    """Marks a key for which null says something else than absence, so that deleting it (`~key`) brings its default."""
+
+
 class Section(BaseModel):
-    """One mapping of the configuration: attributes are the YAML keys, unknown keys are refused, assignments are checked.
+    """One mapping of the configuration: attributes are the YAML keys, unknown keys are refused, assignments are
+    checked.
 
     Items are readable as `section["key"]` too, as code written for NeMo-RL reads them.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, coerce_numbers_to_str=True, protected_namespaces=(), populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+        populate_by_name=True,
+    )
+
+    @classmethod
+    def read(cls, given: Self | Mapping[str, Any]) -> Self:
+        """The section itself, or one made of a plain mapping, as scripts written for NeMo-RL hold them.
+
+        Raises:
+            pydantic.ValidationError: a key is unknown or a value wrong.
+        """
+        return given if isinstance(given, cls) else cls.model_validate(dict(given))
 
     def __getitem__(self, key: str) -> Any:
         if key not in self:
@@ -77,3 +108,77 @@ class Section(BaseModel):
             if field.alias == key:
                 return name
         return key
+
+
+def section_type(field: FieldInfo) -> type[Section] | None:
+    """The section class a field holds, through `X | None`; None for plain values."""
+    union = get_origin(field.annotation) in (Union, UnionType)
+    candidates = get_args(field.annotation) if union else (field.annotation,)
+    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def admits_null(field: FieldInfo) -> bool:
+    """Whether null is a value of the field."""
+    return type(None) in get_args(field.annotation)
+
+
+def annotation_of(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
+    """The `NotYet` or `DefaultFrom` of a field, if it has one."""
+    return next((mark for mark in field.metadata if isinstance(mark, kind)), None)
+
+
+def section_within(field: FieldInfo) -> type[Section] | None:
+    """The section class a field holds, alone or as the entries of a list."""
+    nested = section_type(field)
+    if nested is not None:
+        return nested
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        inner = get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate
+        entries = get_args(inner) if get_origin(inner) is list else ()
+        if entries and isinstance(entries[0], type) and issubclass(entries[0], Section):
+            return entries[0]
+    return None
+
+
+def field_of(schema: type[Section], key: str) -> FieldInfo | None:
+    """The field behind one YAML key of a section."""
+    return next((field for name, field in schema.model_fields.items() if (field.alias or name) == key), None)
+
+
+def holds_container(field: FieldInfo, *kinds: type) -> bool:
+    """Whether a field takes a free mapping or a list; with `kinds`, one of these."""
+    candidates = (field.annotation, *get_args(field.annotation))
+    return any((get_origin(candidate) or candidate) in (kinds or (dict, list)) for candidate in candidates)
+
+
+def refusals(section: Section, prefix: str = "") -> Iterator[NotBuilt]:
+    """One line per key that is set to a value which is not built yet."""
+    for name, field in type(section).model_fields.items():
+        value, mark = getattr(section, name), annotation_of(field, NotYet)
+        key = f"{prefix}{field.alias or name}"
+        if mark is not None:
+            yield from _refused(key, value, field.get_default(call_default_factory=True), mark)
+        elif isinstance(value, Section):
+            yield from refusals(value, f"{key}.")
+
+
+def not_built(key: str, value: object, part: str, instead: str) -> NotBuilt:
+    """The refusal of one value."""
+    scalar = isinstance(value, (str, int, float))
+    shown = str(value).lower() if isinstance(value, bool) else repr(value) if scalar else "its value"
+    return NotBuilt(key, part, f"{key}: {shown} is not built yet: {part}; {instead}")
+
+
+def _refused(key: str, value: Any, default: Any, mark: NotYet) -> Iterator[NotBuilt]:
+    if mark.values:
+        if value in mark.values:
+            yield not_built(key, value, mark.why, mark.instead or "choose another value")
+    elif isinstance(value, Section) and "enabled" in value:
+        if value["enabled"]:
+            yield not_built(f"{key}.enabled", True, mark.why, mark.instead or "leave it false")
+    elif isinstance(value, Section) and isinstance(default, Section):
+        for name, inner in value.items():
+            yield from _refused(f"{key}.{name}", inner, default[name], mark)
+    elif value != default:
+        stay = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
+        yield not_built(key, value, mark.why, mark.instead or f"leave it at {stay}")

@@ -1,34 +1,54 @@
 """From a raw mapping to a checked configuration, or to one error that lists every mistake in it.
 
-Knows how pydantic reports and how users read; decides no rule itself. Invariant: what it returns has passed the schema, the list of what is
-not built yet, and the rules between sections.
+Knows how pydantic reports and how users read; decides no rule itself. Invariant: what it returns has passed the schema,
+the list of what is not built yet, and the rules between sections.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
-from nemo_rl.config.errors import ConfigError, did_you_mean
+from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean
+from nemo_rl.config.foreign import Foreign, adapt, find, switched_off
 from nemo_rl.config.layers import MANDATORY
-from nemo_rl.config.master import CompleteConfig
+from nemo_rl.config.master import COMPLETE, CompleteConfig
 from nemo_rl.config.rules import broken_rules
-from nemo_rl.config.schema import field_of, keys_of, names_in
-from nemo_rl.config.section import Section
-from nemo_rl.config.status import refusals
+from nemo_rl.config.schema import keys_of, names_in
+from nemo_rl.config.section import Section, field_of, not_built, refusals
+from nemo_rl.config.tree import ABSENT, at, take
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=CompleteConfig)
 Key = tuple[str | int, ...]
 
 
+@dataclass
+class Examined(Generic[Config]):
+    """What a mapping is worth.
+
+    Attributes:
+        config: the configuration, where it has no problem.
+        problems: one per mistake, and per part that is not built.
+        notes: what was read differently than it is written, one line each.
+    """
+
+    config: Config | None = None
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = None) -> Config:
-    """Checks a merged mapping and returns the configuration.
+    """Checks a merged mapping and returns the configuration; notes go to the log.
 
     Args:
         raw: plain containers; interpolations may be unresolved, keys may be missing.
@@ -38,19 +58,48 @@ def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = No
     Raises:
         ConfigError: with one line per mistake.
     """
-    missing = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
-    if missing:
-        raise ConfigError(missing, source)
-    filled = complete(raw, kind)
     try:
-        config = kind.model_validate(filled)
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        raise ConfigError([*_describe(_without_echoes(found, raw, filled), filled, kind), *_refusals_besides(found, filled, kind)], source) from error
-    problems = [*_required_sections(raw, kind), *refusals(config), *broken_rules(config)]
-    if problems:
-        raise ConfigError(problems, source)
-    return config
+        examined = examine(raw, kind)
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from error
+    for note in examined.notes:
+        logger.warning("%s: %s", source or "the configuration", note)
+    if examined.problems or examined.config is None:
+        raise ConfigError(examined.problems, source)
+    return examined.config
+
+
+def examine(raw: Mapping[str, Any], kind: type[Config]) -> Examined[Config]:
+    """Everything that is to be said about a merged mapping.
+
+    Raises:
+        ConfigError: an interpolation cannot be resolved.
+    """
+    missing: list[Problem] = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
+    if missing:
+        return Examined(problems=missing)
+    if len(raw) > 1 and not any(field_of(kind, str(key)) or find([str(key)]) for key in raw):
+        return Examined(problems=[_of_another_framework(raw, kind)])
+    adapted = adapt(raw, kind)
+    given, notes = adapted.values, adapted.notes
+    filled = complete(given, kind)
+    config, found = _parsed(filled, kind)
+    unused = [key for key in (key_of(error, filled) for error in found) if _is_unused(filled, kind, key)]
+    if unused:
+        for key in unused:
+            take(given, key)
+        notes.append(f"values that change nothing here: {', '.join(map(_dotted, unused))} (sections not enabled)")
+        filled = complete(given, kind)
+        config, found = _parsed(filled, kind)
+    problems = _describe(_without_echoes(found, given, filled), filled, kind)
+    if found:
+        # The rest is looked at as well: one run should show every mistake.
+        config = _without(filled, found, kind)
+    if config is not None:
+        problems += refusals(config)
+        if all(isinstance(problem, NotBuilt) for problem in problems):
+            problems += [*_required_sections(given, kind), *broken_rules(config)]
+    return Examined(None if problems else config, problems, notes)
 
 
 def check_config(config: CompleteConfig) -> None:
@@ -59,7 +108,7 @@ def check_config(config: CompleteConfig) -> None:
     Raises:
         ConfigError: with one line per mistake.
     """
-    problems = [*refusals(config), *broken_rules(config)]
+    problems: list[Problem] = [*refusals(config), *broken_rules(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -79,28 +128,68 @@ def _required_sections(raw: Mapping[str, Any], kind: type[CompleteConfig]) -> It
         yield "policy.generation: null, but GRPO generates its samples; leave the key out for the defaults"
 
 
-def _without_echoes(errors: list[ErrorDetails], given: Mapping[str, Any], filled: Mapping[str, Any]) -> list[ErrorDetails]:
-    """The errors about keys that were given; a default that follows a wrong value is wrong too, and not worth a second line."""
+def _without_echoes(
+    errors: list[ErrorDetails], given: Mapping[str, Any], filled: Mapping[str, Any]
+) -> list[ErrorDetails]:
+    """The errors about keys that were given; a default that follows a wrong value is wrong too, and not worth a second
+    line.
+    """
     original = [error for error in errors if error["type"] == "missing" or _is_given(given, key_of(error, filled))]
     return original or errors
 
 
 def _is_given(given: Any, key: Key) -> bool:
-    for part in key[:-1]:
-        given = _child(given, part)
-    return not key or _child(given, key[-1]) is not None or (isinstance(given, Mapping) and key[-1] in given)
+    return at(given, key) is not ABSENT
 
 
-def _describe(errors: list[ErrorDetails], raw: Mapping[str, Any], kind: type[Section]) -> list[str]:
+def _parsed(filled: Mapping[str, Any], kind: type[Config]) -> tuple[Config | None, list[ErrorDetails]]:
+    try:
+        return kind.model_validate(filled, context=COMPLETE), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _is_unused(filled: Mapping[str, Any], kind: type[Section], key: Key) -> bool:
+    names = [str(part) for part in key]
+    known = len(names) > 1 and names[-1] in names_in(kind, names)
+    return known and names[-1] != "enabled" and switched_off(filled, kind, names) is not None
+
+
+def _of_another_framework(raw: Mapping[str, Any], kind: type[Section]) -> str:
+    sections = ", ".join(known.alias or name for name, known in kind.model_fields.items())
+    return (
+        f"none of {', '.join(map(str, raw))} is a section of a NeMo-RL recipe; this looks like a configuration of "
+        f"another framework. Sections are {sections}"
+    )
+
+
+def _describe(errors: list[ErrorDetails], raw: Mapping[str, Any], kind: type[Section]) -> list[Problem]:
     lines: dict[str, list[str]] = {}
+    problems: list[Problem] = []
     for error in errors:
         key = key_of(error, raw)
-        dotted = ".".join(str(part) for part in key)
-        for line in _lines(error, key, kind):
-            messages = lines.setdefault(dotted, [])
+        foreign = _foreign_keys(error, key)
+        problems += [not_built(_dotted(name), at(raw, name), entry.part, entry.instead) for name, entry in foreign]
+        for line in _lines(error, key, kind) if not foreign else []:
+            messages = lines.setdefault(_dotted(key), [])
             if line not in messages:
                 messages.append(line)
-    return [f"{key}: {', or '.join(messages)}" if key else ", or ".join(messages) for key, messages in lines.items()]
+    return [
+        f"{key}: {', or '.join(messages)}" if key else ", or ".join(messages) for key, messages in lines.items()
+    ] + problems
+
+
+def _foreign_keys(error: ErrorDetails, key: Key) -> list[tuple[Key, Foreign]]:
+    cause = error.get("ctx", {}).get("error")
+    keys = [key] if error["type"] == "extra_forbidden" else []
+    if isinstance(cause, UnknownKeys):
+        keys = [(*key, name) for name in cause.keys]
+    found = [(name, find([str(part) for part in name])) for name in keys]
+    return [(name, entry) for name, entry in found if entry is not None]
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)
 
 
 def key_of(error: ErrorDetails, raw: Mapping[str, Any]) -> Key:
@@ -108,7 +197,9 @@ def key_of(error: ErrorDetails, raw: Mapping[str, Any]) -> Key:
     node: Any = raw
     key: list[str | int] = []
     for part in error["loc"]:
-        if (isinstance(node, Mapping) and part in node) or (isinstance(node, list) and isinstance(part, int) and part < len(node)):
+        if (isinstance(node, Mapping) and part in node) or (
+            isinstance(node, list) and isinstance(part, int) and part < len(node)
+        ):
             key.append(part)
             node = node[part]
     if error["type"] == "missing":
@@ -127,7 +218,8 @@ def _lines(error: ErrorDetails, key: Key, kind: type[Section]) -> Iterator[str]:
             yield f"unknown key {name!r}.{did_you_mean(name, cause.valid)}"
     elif error["type"] == "literal_error":
         allowed = str(context.get("expected", ""))
-        yield f"{value!r} is not one of {allowed}.{did_you_mean(str(value), [name.strip(chr(39)) for name in allowed.replace(' or ', ', ').split(', ')])}"
+        names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
+        yield f"{value!r} is not one of {allowed}.{did_you_mean(str(value), names)}"
     elif error["type"] == "missing":
         yield "required, and not given"
     else:
@@ -145,26 +237,9 @@ def _suggestion(name: str, valid: list[str], kind: type[Section]) -> str:
     return f" Valid here: {', '.join(valid)}." if 0 < len(valid) <= 20 else ""
 
 
-def _refusals_besides(errors: list[ErrorDetails], raw: Mapping[str, Any], kind: type[Config]) -> list[str]:
-    """What is not built yet, in the part of the configuration that has no other mistake."""
+def _without(raw: Mapping[str, Any], errors: list[ErrorDetails], kind: type[Config]) -> Config | None:
+    """The configuration without the keys that have a mistake; None where it takes more than that."""
     pruned = copy.deepcopy(dict(raw))
     for error in errors:
-        _remove(pruned, key_of(error, raw))
-    try:
-        return list(refusals(kind.model_validate(pruned)))
-    except ValidationError:
-        return []
-
-
-def _remove(node: Any, key: Key) -> None:
-    for part in key[:-1]:
-        node = _child(node, part)
-    if isinstance(node, dict) and key:
-        node.pop(key[-1], None)
-
-
-def _child(node: Any, part: str | int) -> Any:
-    try:
-        return node[part]
-    except (KeyError, IndexError, TypeError):
-        return None
+        take(pruned, key_of(error, raw))
+    return _parsed(complete(pruned, kind), kind)[0]

@@ -18,8 +18,8 @@ def rl_collate_fn(data_batch: Sequence[DatumSpec]) -> BatchedDataDict[Any]:
     """Joins prompts into columns.
 
     Returns:
-        `message_log`, `extra_env_info`, `task_name`, `stop_strings` (lists of B), `length` and `idx` (int64 [B] and list), `loss_multiplier`
-        (float32 [B]), and `batch_max_length` (int64 [B], the longest prompt in every row).
+        `message_log`, `extra_env_info`, `task_name`, `stop_strings` (lists of B), `length` and `idx` (int64 [B] and
+        list), `loss_multiplier` (float32 [B]), and `batch_max_length` (int64 [B], the longest prompt in every row).
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     return BatchedDataDict(

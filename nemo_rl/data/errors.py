@@ -3,6 +3,8 @@
 Knows no dataset. Raised while data is being set up, so before anything is trained.
 """
 
+from nemo_rl.config.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError, ValueError):
     """A dataset, column, prompt file, tokenizer or processor cannot be used as configured."""

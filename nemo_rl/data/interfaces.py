@@ -1,6 +1,8 @@
-"""What travels from a dataset to the rollout: messages, one prompt (`DatumSpec`), and how a task is prompted (`TaskDataSpec`).
+"""What travels from a dataset to the rollout: messages, one prompt (`DatumSpec`), and how a task is prompted
+(`TaskDataSpec`).
 
-Types only; processors fill them, collation batches them. Invariant: `length` is the number of prompt tokens over all messages.
+Types only; processors fill them, collation batches them. Invariant: `length` is the number of prompt tokens over all
+messages.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import Any, NotRequired, TypedDict
 
 from nemo_rl.data.prompts import load_prompt, load_text
 
-# One conversation: dicts with `role`, `content` and `token_ids` (int64 [length]); assistant messages also carry `generation_logprobs`, and
-# losses need `token_loss_mask`. A plain dict because environments and processors of users add keys of their own.
+# One conversation: dicts with `role`, `content` and `token_ids` (int64 [length]); assistant messages also carry
+# `generation_logprobs`, and losses need `token_loss_mask`. A plain dict because environments and processors of users
+# add keys of their own.
 LLMMessageLogType = list[dict[str, Any]]
 # The same before tokenization: `role` and `content` only.
 FlatMessagesType = dict[str, Any]

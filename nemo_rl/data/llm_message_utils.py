@@ -1,7 +1,8 @@
-"""Message logs: tokenizing a conversation message by message, masking what the loss sees, and flattening logs into padded columns.
+"""Message logs: tokenizing a conversation message by message, masking what the loss sees, and flattening logs into
+padded columns.
 
-B is conversations, S tokens of the longest one. Knows chat templates only through the tokenizer. Invariant: the token ids of a formatted
-log, joined, are the ids of the whole rendered conversation cut at message borders.
+B is conversations, S tokens of the longest one. Knows chat templates only through the tokenizer. Invariant: the token
+ids of a formatted log, joined, are the ids of the whole rendered conversation cut at message borders.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str
 
 
 def add_loss_mask_to_message_log(
-    batch_message_log: Sequence[LLMMessageLogType], roles_to_train_on: Sequence[str] = ("assistant",), only_unmask_final: bool = False
+    batch_message_log: Sequence[LLMMessageLogType],
+    roles_to_train_on: Sequence[str] = ("assistant",),
+    only_unmask_final: bool = False,
 ) -> None:
     """Sets `token_loss_mask` (int64 [length], 1 where the loss sees the token) on every message, in place.
 
@@ -40,21 +43,29 @@ def add_loss_mask_to_message_log(
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:
     """One entry per key: tensors joined along the tokens, anything else as a list with one item per message.
 
-    A tensor that some messages lack (`generation_logprobs` of a prompt) is zero over their tokens, so that tensors stay aligned with `token_ids`.
+    A tensor that some messages lack (`generation_logprobs` of a prompt) is zero over their tokens, so that tensors stay
+    aligned with `token_ids`.
     """
     keys = dict.fromkeys(key for message in message_log for key in message)
     flat: dict[str, Any] = {}
     for key in keys:
         example = next(message[key] for message in message_log if key in message)
         if isinstance(example, torch.Tensor):
-            flat[key] = torch.cat([message[key] if key in message else torch.zeros(len(message["token_ids"]), dtype=example.dtype) for message in message_log])
+            flat[key] = torch.cat(
+                [
+                    message[key] if key in message else torch.zeros(len(message["token_ids"]), dtype=example.dtype)
+                    for message in message_log
+                ]
+            )
         else:
             flat[key] = [message[key] for message in message_log if key in message]
     return flat
 
 
 def batched_message_log_to_flat_message(
-    message_logs: Sequence[LLMMessageLogType], pad_value_dict: Mapping[str, float] | None = None, make_sequence_length_divisible_by: int = 1
+    message_logs: Sequence[LLMMessageLogType],
+    pad_value_dict: Mapping[str, float] | None = None,
+    make_sequence_length_divisible_by: int = 1,
 ) -> tuple[BatchedDataDict[Any], torch.Tensor]:
     """Flattens each log and pads all of them on the right to one length.
 
@@ -88,6 +99,7 @@ def get_formatted_message_log(
     add_bos_token: bool = False,
     add_eos_token: bool = False,
     add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> LLMMessageLogType:
     """Renders a conversation through the chat template and tokenizes it message by message.
 
@@ -98,6 +110,7 @@ def get_formatted_message_log(
         add_bos_token: begin with the tokenizer's first token, if the template does not.
         add_eos_token: end with the tokenizer's last token, if the template does not.
         add_generation_prompt: end with the template's opening of an assistant message.
+        tools: what the chat template is told of tools, as JSON schemas.
 
     Returns:
         Messages with `role`, `content` (as rendered) and `token_ids` (int64).
@@ -110,7 +123,7 @@ def get_formatted_message_log(
     rendered = ""
     for index, message in enumerate(messages):
         last = index == len(messages) - 1
-        whole = render_chat(tokenizer, messages[: index + 1], add_generation_prompt=last and add_generation_prompt)
+        whole = render_chat(tokenizer, messages[: index + 1], last and add_generation_prompt, tools)
         shared = _shared_prefix(rendered, whole)
         text, rendered = whole[shared:], whole
         if index == 0 and add_bos_token and tokenizer.bos_token and not text.startswith(tokenizer.bos_token):
@@ -133,24 +146,40 @@ def prompted(message_log: Sequence[Mapping[str, Any]], spec: TaskDataSpec | None
     return messages
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-    """The conversation as text.
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The conversation, and the tools it may use, as text.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template rejects the conversation.
     """
     if tokenizer.chat_template is None:
         raise DataError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template; set policy.tokenizer.chat_template to one, to a .jinja file, "
+            f"the tokenizer {tokenizer.name_or_path} has no chat template; set "
+            "policy.tokenizer.chat_template to one, to a .jinja file, "
             "or to null for plain concatenation"
         )
     from jinja2 import TemplateError
 
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                add_special_tokens=False,
+                **({} if tools is None else {"tools": list(tools)}),
+            )
+        )
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise DataError(f"the chat template of {tokenizer.name_or_path} rejects a conversation with the roles {roles}: {error}") from error
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} rejects a conversation with the roles {roles}: {error}"
+        ) from error
 
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
@@ -168,4 +197,6 @@ def _padded(values: torch.Tensor | None, example: torch.Tensor, width: int, padd
 def _shared_prefix(shorter: str, longer: str) -> int:
     if longer.startswith(shorter):
         return len(shorter)
-    return next(index for index, (left, right) in enumerate(zip(shorter + "\0", longer + "\1", strict=False)) if left != right)
+    return next(
+        index for index, (left, right) in enumerate(zip(shorter + "\0", longer + "\1", strict=False)) if left != right
+    )

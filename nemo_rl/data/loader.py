@@ -46,22 +46,27 @@ class EpochBatches:
     def __iter__(self) -> _EpochIterator:
         return _EpochIterator(self)
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int, seed: int) -> list[int]:
         """Row indices of an epoch, in the order they are visited."""
         if not self.shuffle:
             return list(range(self.rows))
         generator = torch.Generator()
-        generator.manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        generator.manual_seed((seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self.rows, generator=generator).tolist()
 
 
 class _EpochIterator:
-    """One epoch; it takes its number at the first batch, because the loader makes iterators that it never uses."""
+    """One epoch; it takes its number at the first batch, because the loader makes iterators that it never uses.
+
+    An epoch that goes on from a state keeps the order it began with and goes on at the row where it was, whatever
+    batch size and seed are now: no row is repeated or left out.
+    """
 
     def __init__(self, batches: EpochBatches) -> None:
         self._batches = batches
         self._epoch: int | None = None
-        self._next = 0
+        self._seed = batches.seed
+        self._row = 0
         self._order: list[int] = []
 
     def __iter__(self) -> _EpochIterator:
@@ -70,23 +75,24 @@ class _EpochIterator:
     def __next__(self) -> list[int]:
         if self._epoch is None:
             self._start(self._batches.next_epoch)
-        if self._next >= len(self._batches):
+        batch = self._order[self._row : self._row + self._batches.batch_size]
+        if not batch or (self._batches.drop_last and len(batch) < self._batches.batch_size):
             raise StopIteration
-        start = self._next * self._batches.batch_size
-        self._next += 1
-        return self._order[start : start + self._batches.batch_size]
+        self._row += len(batch)
+        return batch
 
     def state_dict(self) -> dict[str, int]:
         epoch = self._batches.next_epoch if self._epoch is None else self._epoch
-        return {"epoch": epoch, "next_batch": self._next}
+        return {"epoch": epoch, "next_row": self._row, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._seed = state["seed"]
         self._start(state["epoch"])
-        self._next = state["next_batch"]
+        self._row = state["next_row"]
 
     def _start(self, epoch: int) -> None:
         self._epoch = epoch
-        self._order = self._batches.order(epoch)
+        self._order = self._batches.order(epoch, self._seed)
         self._batches.next_epoch = epoch + 1
 
 
@@ -119,7 +125,9 @@ def make_loader(
         raise DataError(f"{name} is empty")
     batches = EpochBatches(rows, batch_size, shuffle, seed, drop_last)
     if len(batches) == 0:
-        raise DataError(f"{name} has {rows} rows, fewer than one batch of {batch_size}; take more data or smaller batches")
+        raise DataError(
+            f"{name} has {rows} rows, fewer than one batch of {batch_size}; take more data or smaller batches"
+        )
     with warnings.catch_warnings():
         # torchdata calls a function that torch has deprecated; nobody here can change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -132,11 +140,16 @@ class MultipleLoaders:
     Args:
         loaders: loader per task.
         loaders_per_batch: how many loaders, in turn, make up one batch.
-        custom: `data.custom_dataloader`; called with the iterators, the loaders and what `set_records` was given, it returns a batch and the
-            iterators, and starts exhausted ones anew itself.
+        custom: `data.custom_dataloader`; called with the iterators, the loaders and what `set_records` was given, it
+            returns a batch and the iterators, and starts exhausted ones anew itself.
     """
 
-    def __init__(self, loaders: Mapping[str, StatefulDataLoader[Batch]], loaders_per_batch: int = 1, custom: CustomLoader | None = None) -> None:
+    def __init__(
+        self,
+        loaders: Mapping[str, StatefulDataLoader[Batch]],
+        loaders_per_batch: int = 1,
+        custom: CustomLoader | None = None,
+    ) -> None:
         if not loaders:
             raise DataError("data.use_multiple_dataloader needs at least one dataset in data.train")
         self.loaders = dict(loaders)
@@ -159,7 +172,9 @@ class MultipleLoaders:
         if self._custom is not None:
             batch, self._iterators = self._custom(self._iterators, self.loaders, **self._records)
             return batch
-        return BatchedDataDict.from_batches([self._from_next_loader(self._iterators) for _ in range(self._loaders_per_batch)])
+        return BatchedDataDict.from_batches(
+            [self._from_next_loader(self._iterators) for _ in range(self._loaders_per_batch)]
+        )
 
     def _from_next_loader(self, iterators: dict[str, Iterator[Batch]]) -> Batch:
         name = list(self.loaders)[self._turn % len(self.loaders)]

@@ -1,7 +1,7 @@
 """Processors: functions that turn one row of a dataset into one prompt, by name.
 
-Knows rows and chat templates, neither loaders nor environments. Invariant: a prompt longer than the limit is cut to at most 4 tokens and
-has loss multiplier 0, so that it costs nothing and trains nothing.
+Knows rows and chat templates, neither loaders nor environments. Invariant: a prompt longer than the limit is cut to at
+most 4 tokens and has loss multiplier 0, so that it costs nothing and trains nothing.
 """
 
 from __future__ import annotations
@@ -10,48 +10,99 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
 
 _CUT_TO = 4
-_NOT_BUILT = ("vlm_hf_data_processor", "nemo_gym_data_processor")
 
 
-def math_hf_data_processor(datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int) -> DatumSpec:
-    """A row with `messages` [user: problem, assistant: expected answer]; the answer goes to the environment as `ground_truth`."""
+def math_hf_data_processor(
+    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
+    """A row with `messages` [user: problem, assistant: expected answer]; the answer goes to the environment as
+    `ground_truth`.
+    """
     problem, answer = _question_and_answer(datum_dict)
-    return _prompt([{"role": "user", "content": problem}], {"ground_truth": answer}, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt(
+        [{"role": "user", "content": problem}],
+        {"ground_truth": answer},
+        datum_dict,
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+    )
 
 
-def math_data_processor(datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int) -> DatumSpec:
+def math_data_processor(
+    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
     """A row with `problem` and `expected_answer`."""
     problem, answer = _column(datum_dict, "problem"), _column(datum_dict, "expected_answer")
-    return _prompt([{"role": "user", "content": str(problem)}], {"ground_truth": str(answer)}, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt(
+        [{"role": "user", "content": str(problem)}],
+        {"ground_truth": str(answer)},
+        datum_dict,
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+    )
 
 
-def multichoice_qa_processor(datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int) -> DatumSpec:
+def multichoice_qa_processor(
+    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
     """A row with `question`, `options` (letter to text) and `answer` (a letter)."""
     options = _column(datum_dict, "options")
-    lines = [str(_column(datum_dict, "question")), *(f"{letter}) {text}" for letter, text in options.items() if text is not None)]
+    lines = [
+        str(_column(datum_dict, "question")),
+        *(f"{letter}) {text}" for letter, text in options.items() if text is not None),
+    ]
     info = {"ground_truth": str(_column(datum_dict, "answer"))}
     if "subject" in datum_dict:
         info["subject"] = str(datum_dict["subject"])
-    return _prompt([{"role": "user", "content": "\n".join(lines)}], info, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt(
+        [{"role": "user", "content": "\n".join(lines)}],
+        info,
+        datum_dict,
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+    )
 
 
-def helpsteer3_data_processor(datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int) -> DatumSpec:
+def helpsteer3_data_processor(
+    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
     """A row with `messages` whose last one is the wanted response; the conversation before it is the prompt."""
     messages = _column(datum_dict, "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(f"row {idx} of {datum_dict.get('task_name')}: needs a conversation that ends with an assistant message")
+        raise DataError(
+            f"row {idx} of {datum_dict.get('task_name')}: needs a conversation that ends with an assistant message"
+        )
     context = [{"role": message["role"], "content": message["content"]} for message in messages[:-1]]
-    return _prompt(context, {"ground_truth": str(messages[-1]["content"])}, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt(
+        context,
+        {"ground_truth": str(messages[-1]["content"])},
+        datum_dict,
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+    )
 
 
-def state_processor(datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int) -> DatumSpec:
-    """A row with `messages` that begins with the prompt, and `state`: JSON that its environment is given back as metadata."""
+def state_processor(
+    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+) -> DatumSpec:
+    """A row with `messages` that begins with the prompt, and `state`: JSON that its environment is given back as
+    metadata.
+    """
     prompt, state = _column(datum_dict, "messages")[0], json.loads(_column(datum_dict, "state"))
     messages = [{"role": prompt["role"], "content": prompt["content"]}]
     return _prompt(messages, state, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
@@ -67,9 +118,14 @@ def sft_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = False,
 ) -> DatumSpec:
-    """A row with `messages`; the whole conversation is tokenized, to be trained on."""
+    """A row with `messages`, and perhaps `tools` (JSON) for the chat template; the whole conversation is tokenized, to
+    be trained on.
+    """
     messages = [{"role": message["role"], "content": message["content"]} for message in _column(datum_dict, "messages")]
-    log = get_formatted_message_log(messages, tokenizer, task_data_spec, add_bos, add_eos, add_generation_prompt)
+    tools = json.loads(datum_dict["tools"]) if datum_dict.get("tools") else None
+    log = get_formatted_message_log(
+        messages, tokenizer, task_data_spec, add_bos, add_eos, add_generation_prompt, tools=tools
+    )
     return _datum(log, None, datum_dict, max_seq_length, idx)
 
 
@@ -93,7 +149,10 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
     """
     known = _PROCESSORS.get(processor_name)
     if known is not None and known is not processor_function:
-        raise DataError(f"there is a processor {processor_name!r} already: {known.__module__}.{getattr(known, '__qualname__', known)}")
+        raise DataError(
+            f"there is a processor {processor_name!r} already: "
+            f"{known.__module__}.{getattr(known, '__qualname__', known)}"
+        )
     _PROCESSORS[processor_name] = processor_function
 
 
@@ -103,22 +162,33 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
     Raises:
         DataError: there is none.
     """
-    if name in _NOT_BUILT:
-        raise DataError(f"data.*.processor {name!r} is not built yet")
+    if name in UNBUILT_PROCESSORS:
+        raise DataError(f"data.*.processor {name!r} is not built yet: {UNBUILT_PROCESSORS[name]}")
     if name not in _PROCESSORS:
         known = ", ".join(sorted(_PROCESSORS))
-        raise DataError(f"data.*.processor: there is no processor {name!r}.{did_you_mean(name, _PROCESSORS)} Known: {known}; add one with register_processor")
+        raise DataError(
+            f"data.*.processor: there is no processor {name!r}.{did_you_mean(name, _PROCESSORS)} Known: "
+            f"{known}; add one with register_processor"
+        )
     return _PROCESSORS[name]
 
 
 def _prompt(
-    messages: Sequence[Mapping[str, Any]], info: dict[str, Any], row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    messages: Sequence[Mapping[str, Any]],
+    info: dict[str, Any],
+    row: Mapping[str, Any],
+    spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int,
+    idx: int,
 ) -> DatumSpec:
     log = get_formatted_message_log(messages, tokenizer, spec, add_generation_prompt=True)
     return _datum(log, info, row, max_seq_length, idx)
 
 
-def _datum(log: LLMMessageLogType, info: dict[str, Any] | None, row: Mapping[str, Any], max_seq_length: int, idx: int) -> DatumSpec:
+def _datum(
+    log: LLMMessageLogType, info: dict[str, Any] | None, row: Mapping[str, Any], max_seq_length: int, idx: int
+) -> DatumSpec:
     length, loss_multiplier = sum(len(message["token_ids"]) for message in log), 1.0
     if length > max_seq_length:
         loss_multiplier = 0.0
@@ -126,18 +196,30 @@ def _datum(log: LLMMessageLogType, info: dict[str, Any] | None, row: Mapping[str
         log = [{**message, "token_ids": message["token_ids"][:each]} for message in log[: min(_CUT_TO, max_seq_length)]]
         length = sum(len(message["token_ids"]) for message in log)
     return DatumSpec(
-        message_log=log, length=length, extra_env_info=info, loss_multiplier=loss_multiplier, idx=idx, task_name=str(row.get("task_name")), stop_strings=None
+        message_log=log,
+        length=length,
+        extra_env_info=info,
+        loss_multiplier=loss_multiplier,
+        idx=idx,
+        task_name=str(row.get("task_name")),
+        stop_strings=None,
     )
 
 
 def _question_and_answer(row: Mapping[str, Any]) -> tuple[str, str]:
     messages = _column(row, "messages")
     if len(messages) < 2:
-        raise DataError(f"a row of {row.get('task_name')}: `messages` needs a user and an assistant message, and has {len(messages)}")
+        raise DataError(
+            f"a row of {row.get('task_name')}: `messages` needs a user and an assistant message, and has "
+            f"{len(messages)}"
+        )
     return str(messages[0]["content"]), str(messages[1]["content"])
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
-        raise DataError(f"a row of {row.get('task_name')}: there is no column {name!r}.{did_you_mean(name, row)} It has {', '.join(row)}")
+        raise DataError(
+            f"a row of {row.get('task_name')}: there is no column {name!r}.{did_you_mean(name, row)} It has "
+            f"{', '.join(row)}"
+        )
     return row[name]

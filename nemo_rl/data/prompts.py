@@ -17,7 +17,8 @@ def load_prompt(path: str | None) -> str | None:
     """The prompt text of a file; None for None.
 
     Raises:
-        DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal braces are written twice.
+        DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal braces
+            are written twice.
     """
     text = load_text(path, "prompt_file")
     if text is None:
@@ -28,7 +29,10 @@ def load_prompt(path: str | None) -> str | None:
         raise DataError(f"prompt_file {path}: {error}; literal braces are written twice, as {{{{ and }}}}") from error
     if fields not in ([""], ["0"]):
         found = "none" if not fields else ", ".join(f"{{{name}}}" for name in fields)
-        raise DataError(f"prompt_file {path}: needs exactly one {{}} where the problem goes, and has {found}; literal braces are written twice")
+        raise DataError(
+            f"prompt_file {path}: needs exactly one {{}} where the problem goes, and has {found}; literal "
+            "braces are written twice"
+        )
     return text
 
 
@@ -43,7 +47,10 @@ def load_text(path: str | None, key: str) -> str | None:
     candidates = [Path(path).expanduser(), _ROOT / path]
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
-        raise DataError(f"{key} {path}: there is no such file (looked for {' and '.join(str(candidate.absolute()) for candidate in candidates)})")
+        raise DataError(
+            f"{key} {path}: there is no such file (looked for "
+            f"{' and '.join(str(candidate.absolute()) for candidate in candidates)})"
+        )
     try:
         return found.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

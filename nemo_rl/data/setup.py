@@ -1,11 +1,14 @@
 """All data of a run: training and validation prompts, and which environment judges which task.
 
-Reads `data.*` and decides how several datasets become one; environments are known by name only. Invariant: a task name belongs to one
-entry, so a row's task decides its prompt, processor and environment.
+Reads `data.*` and decides how several datasets become one; environments are known by name only. Invariant: a task name
+belongs to one entry, so a row's task decides its prompt, processor and environment.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +19,7 @@ from nemo_rl.config import DataConfig, DatasetConfig
 from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.raw import RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
-from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 
 
 @dataclass(frozen=True)
@@ -50,22 +53,39 @@ def load_datasets(tokenizer: Any, config: DataConfig) -> TaskDatasets:
     """
     train = _load(config.train, "data.train")
     held_out = [(entry, dataset, dataset.val_dataset) for entry, dataset in train if dataset.val_dataset is not None]
-    validation = held_out + [(entry, dataset, dataset.dataset) for entry, dataset in _load(config.validation or [], "data.validation", held_out)]
+    validation = held_out + [
+        (entry, dataset, dataset.dataset)
+        for entry, dataset in _load(config.validation or [], "data.validation", held_out)
+    ]
     rows = [(dataset, dataset.dataset) for _, dataset in train]
     held_out_rows = [(dataset, part) for _, dataset, part in validation]
+    for dataset, _ in [*rows, *held_out_rows]:
+        dataset.processor = with_options(dataset.processor, config)
+    longest = config.max_input_seq_length or sys.maxsize
     return TaskDatasets(
-        train=processed(rows, tokenizer, config.max_input_seq_length),
-        validation=processed(held_out_rows, tokenizer, config.max_input_seq_length) if validation else None,
+        train=processed(rows, tokenizer, longest),
+        validation=processed(held_out_rows, tokenizer, longest) if validation else None,
         env_of_task={dataset.task_name: entry.env_name for entry, dataset in train},
         env_of_validation_task={dataset.task_name: entry.env_name for entry, dataset, _ in validation},
-        train_by_task={one[0].task_name: processed([one], tokenizer, config.max_input_seq_length) for one in rows},
+        train_by_task={one[0].task_name: processed([one], tokenizer, longest) for one in rows},
     )
 
 
+def with_options(processor: TaskDataProcessFnCallable, config: DataConfig) -> TaskDataProcessFnCallable:
+    """A processor with those of `data.add_bos`, `add_eos` and `add_generation_prompt` bound that it takes."""
+    if isinstance(processor, functools.partial):
+        return processor
+    taken = [name for name in _PROCESSOR_OPTIONS if name in inspect.signature(processor).parameters]
+    return functools.partial(processor, **{name: config[name] for name in taken}) if taken else processor
+
+
+_PROCESSOR_OPTIONS = ("add_bos", "add_eos", "add_generation_prompt")
 _Entry = tuple[DatasetConfig, RawDataset, Any]
 
 
-def _load(entries: Sequence[DatasetConfig], key: str, before: Sequence[_Entry] = ()) -> list[tuple[DatasetConfig, RawDataset]]:
+def _load(
+    entries: Sequence[DatasetConfig], key: str, before: Sequence[_Entry] = ()
+) -> list[tuple[DatasetConfig, RawDataset]]:
     taken = {dataset.task_name for _, dataset, _ in before}
     loaded: list[tuple[DatasetConfig, RawDataset]] = []
     for index, entry in enumerate(entries):
@@ -88,6 +108,8 @@ def processed(parts: Sequence[tuple[RawDataset, Any]], tokenizer: Any, max_seq_l
         max_seq_length: longest prompt in tokens.
     """
     processors = {dataset.task_name: (dataset.task_spec, dataset.processor) for dataset, _ in parts}
-    preprocessors = {dataset.task_name: dataset.preprocessor for dataset, _ in parts if dataset.preprocessor is not None}
+    preprocessors = {
+        dataset.task_name: dataset.preprocessor for dataset, _ in parts if dataset.preprocessor is not None
+    }
     rows = parts[0][1] if len(parts) == 1 else ConcatDataset([part for _, part in parts])
     return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec(), processors, max_seq_length, preprocessors)

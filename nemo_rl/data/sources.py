@@ -1,4 +1,5 @@
-"""Reads rows from where they are: JSONL, parquet, arrow and CSV files, directories saved by `save_to_disk`, and the Hugging Face hub.
+"""Reads rows from where they are: JSONL, parquet, arrow and CSV files, directories saved by `save_to_disk`, and the
+Hugging Face hub.
 
 Decides how a path is read and what is said when it cannot be; what the columns mean is the datasets' business.
 Invariant: what is returned has at least one row.
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
-def read_rows(location: str, *, split: str | None = None, subset: str | None = None, cache_dir: str | None = None, key: str = "data") -> Dataset:
+def read_rows(
+    location: str,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    cache_dir: str | None = None,
+    key: str = "data",
+) -> Dataset:
     """The rows at a location.
 
     Args:
@@ -48,18 +56,24 @@ def read_rows(location: str, *, split: str | None = None, subset: str | None = N
 def require_column(rows: Dataset, column: str, key: str) -> None:
     """Raises DataError, with the nearest name, when `rows` has no such column."""
     if column not in rows.column_names:
-        raise DataError(f"{key}: there is no column {column!r}.{did_you_mean(column, rows.column_names)} It has {', '.join(rows.column_names)}")
+        raise DataError(
+            f"{key}: there is no column {column!r}.{did_you_mean(column, rows.column_names)} It has "
+            f"{', '.join(rows.column_names)}"
+        )
 
 
 def require_values(rows: Dataset, column: str, key: str) -> None:
-    """Raises DataError when some rows have no value in a column, as happens when rows of different kinds lie in one file."""
+    """Raises DataError when some rows have no value in a column, as happens when rows of different kinds lie in one
+    file.
+    """
     values = rows.data.column(column)
     if not values.null_count:
         return
     empty = [index for index, missing in enumerate(values.is_null().to_pylist()) if missing]
     shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
     raise DataError(
-        f"{key}: {len(empty)} of {len(rows)} rows have nothing in column {column!r} (rows {shown}, from 0); the data mixes rows of different columns "
+        f"{key}: {len(empty)} of {len(rows)} rows have nothing in column {column!r} (rows {shown}, from 0); "
+        "the data mixes rows of different columns "
         f"({', '.join(rows.column_names)}). Keep one kind of row per dataset"
     )
 
@@ -97,7 +111,9 @@ def _from_directory(path: Path, split: str | None, key: str) -> Dataset:
     splits = [str(name) for name in loaded]
     wanted = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if wanted not in splits:
-        raise DataError(f"{key}.split: {path} has no split {wanted!r}.{did_you_mean(wanted, splits)} It has {', '.join(splits)}")
+        raise DataError(
+            f"{key}.split: {path} has no split {wanted!r}.{did_you_mean(wanted, splits)} It has {', '.join(splits)}"
+        )
     return loaded[wanted]
 
 
@@ -107,9 +123,14 @@ def _from_hub(name: str, subset: str | None, split: str | None, cache_dir: str |
     try:
         return datasets.load_dataset(name, subset, split=split or "train", cache_dir=cache_dir)
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        raise DataError(f"{key}: {name} is neither a path here nor a dataset that can be reached on the Hugging Face hub: {_root_cause(error)}") from error
+        raise DataError(
+            f"{key}: {name} is neither a path here nor a dataset that can be reached on the Hugging Face "
+            f"hub: {_root_cause(error)}"
+        ) from error
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(f"{key}: {name} (subset {subset}, split {split or 'train'}) cannot be read: {_root_cause(error)}") from error
+        raise DataError(
+            f"{key}: {name} (subset {subset}, split {split or 'train'}) cannot be read: {_root_cause(error)}"
+        ) from error
 
 
 def _root_cause(error: BaseException) -> str:

@@ -6,7 +6,7 @@ Decides what `policy.tokenizer.*` means; the rest is Hugging Face's. Invariant: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from nemo_rl.data.prompts import load_text
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def get_tokenizer(config: TokenizerConfig, trust_remote_code: bool = False) -> Any:
+def get_tokenizer(config: TokenizerConfig | Mapping[str, Any], trust_remote_code: bool = False) -> Any:
     """Loads a tokenizer.
 
     Args:
-        config: `policy.tokenizer`.
+        config: `policy.tokenizer`, as a section or a plain mapping.
         trust_remote_code: `policy.trust_remote_code`; off, a repository's own Python code is never run.
 
     Returns:
@@ -34,15 +34,22 @@ def get_tokenizer(config: TokenizerConfig, trust_remote_code: bool = False) -> A
     """
     from transformers import AutoTokenizer
 
+    config = TokenizerConfig.read(config)
     try:
         with _fast_backend() if config.use_fastokens else nullcontext():
             tokenizer: Any = AutoTokenizer.from_pretrained(config.name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"policy.tokenizer.name {config.name}: cannot be loaded as a tokenizer, neither as a directory nor from the hub: {reason}") from error
+        raise DataError(
+            f"policy.tokenizer.name {config.name}: cannot be loaded as a tokenizer, neither as a directory "
+            f"nor from the hub: {reason}"
+        ) from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise DataError(f"policy.tokenizer.name {config.name}: has neither a padding nor an end-of-sequence token, so rows cannot be padded")
+            raise DataError(
+                f"policy.tokenizer.name {config.name}: has neither a padding nor an end-of-sequence token, "
+                "so rows cannot be padded"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     template = chat_template(config.chat_template)
     if template is not None:
@@ -54,7 +61,8 @@ def get_tokenizer(config: TokenizerConfig, trust_remote_code: bool = False) -> A
 
 @contextmanager
 def _fast_backend() -> Iterator[None]:
-    """Tokenizers loaded meanwhile encode with the fastokens package (https://pypi.org/project/fastokens), which gives the same ids.
+    """Tokenizers loaded meanwhile encode with the fastokens package (https://pypi.org/project/fastokens), which gives
+    the same ids.
 
     Raises:
         DataError: it is not installed.
@@ -62,7 +70,10 @@ def _fast_backend() -> Iterator[None]:
     try:
         import fastokens
     except ImportError as error:
-        raise DataError(f"policy.tokenizer.use_fastokens=true needs the package fastokens ({error}); pip install fastokens, or set it to false") from error
+        raise DataError(
+            f"policy.tokenizer.use_fastokens=true needs the package fastokens ({error}); pip install "
+            "fastokens, or set it to false"
+        ) from error
     fastokens.patch_transformers()
     try:
         yield

@@ -1,5 +1,5 @@
-"""The path under which NeMo-RL's scripts import data set-up; it is defined in `nemo_rl.environments.setup`, which starts the environments."""
+"""NeMo-RL's import path for data set-up; see `nemo_rl.compat.names`."""
 
-from nemo_rl.environments.setup import setup_response_data
+from nemo_rl.lazy import names_of
 
-__all__ = ["setup_response_data"]
+__getattr__, __dir__ = names_of(__name__)

@@ -1,8 +1,9 @@
-"""Columns to bytes and back: padded batches, jagged tensors and objects as one buffer per row, without padding on the wire.
+"""Columns to bytes and back: padded batches, jagged tensors and objects as one buffer per row, without padding on the
+wire.
 
-Packs token columns of equal lengths and row columns into one block; rows are copied as plain bytes, so every dtype comes
-back bit for bit. Knows no store, and nothing from the wire is unpickled. Invariant: decode(encode(x)) == x, whatever the
-row order in between.
+Packs token columns of equal lengths and row columns into one block; rows are copied as plain bytes, so every dtype
+comes back bit for bit. Knows no store, and nothing from the wire is unpickled. Invariant: decode(encode(x)) == x,
+whatever the row order in between.
 
 Shapes: N rows, S padded width.
 """
@@ -73,7 +74,9 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
             per_token.setdefault(column.lengths, []).append((slot, column))
         elif isinstance(column, torch.Tensor):
             _check_rows(name, len(column), rows)
-            per_row.append((Slot(name, "r", dtype_name(column.dtype), tuple(column.shape[1:])), _as_bytes(column, rows)))
+            per_row.append(
+                (Slot(name, "r", dtype_name(column.dtype), tuple(column.shape[1:])), _as_bytes(column, rows))
+            )
         else:
             _check_rows(name, len(column), rows)
             blocks[Layout((Slot(name, "o"),))] = [_encode_object(name, row, value) for row, value in enumerate(column)]
@@ -86,8 +89,11 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
     return blocks
 
 
-def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Collection[str], width: int, pad: Mapping[str, float]) -> dict[str, Any]:
-    """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that is longer.
+def decode_padded(
+    layout: Layout, buffers: Sequence[Any], columns: Collection[str], width: int, pad: Mapping[str, float]
+) -> dict[str, Any]:
+    """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that
+    is longer.
 
     Args:
         layout: Of the block.
@@ -96,16 +102,26 @@ def decode_padded(layout: Layout, buffers: Sequence[Any], columns: Collection[st
         width: Wanted width; 0 for the longest row.
         pad: Padding by column; 0 where absent.
     """
-    return _decode(layout, buffers, columns, lambda slot, parts, lengths: _padded(slot, parts, max(width, max(lengths, default=0)), pad.get(slot.column, 0)))
+    return _decode(
+        layout,
+        buffers,
+        columns,
+        lambda slot, parts, lengths: _padded(slot, parts, max(width, max(lengths, default=0)), pad.get(slot.column, 0)),
+    )
 
 
 def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Collection[str]) -> dict[str, Any]:
     """Columns of a block: token columns as `Jagged`, rows' as tensors, objects as lists."""
-    return _decode(layout, buffers, columns, lambda slot, parts, lengths: Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths)))
+    return _decode(
+        layout, buffers, columns, lambda slot, parts, lengths: Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths))
+    )
 
 
 def _decode(
-    layout: Layout, buffers: Sequence[Any], columns: Collection[str], of_tokens: Callable[[Slot, list[Buffer], list[int]], torch.Tensor | Jagged]
+    layout: Layout,
+    buffers: Sequence[Any],
+    columns: Collection[str],
+    of_tokens: Callable[[Slot, list[Buffer], list[int]], torch.Tensor | Jagged],
 ) -> dict[str, Any]:
     """Columns of a block; `of_tokens` makes a token column of its rows' bytes."""
     rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
@@ -139,7 +155,9 @@ def _byte_matrix(tensor: torch.Tensor) -> Buffer:
     return flat.view(torch.uint8).numpy()
 
 
-def _pack(lengths: Sequence[int], heads: Sequence[Buffer], group: Sequence[tuple[Slot, Jagged | Padded]]) -> list[Buffer]:
+def _pack(
+    lengths: Sequence[int], heads: Sequence[Buffer], group: Sequence[tuple[Slot, Jagged | Padded]]
+) -> list[Buffer]:
     count = len(lengths)
     header = np.asarray(lengths, dtype=np.int64).reshape(count, 1).view(np.uint8)
     head = np.concatenate([header, *heads], axis=1) if count else np.empty((0, HEADER_BYTES), np.uint8)
@@ -227,7 +245,9 @@ def _decode_object(row: Buffer) -> Any:
 def _is_plain(value: Any) -> bool:
     """Whether JSON gives back the very value."""
     if isinstance(value, dict):
-        return type(value) is dict and all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+        return (
+            type(value) is dict and all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+        )
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
@@ -246,7 +266,8 @@ def _storable(name: str, row: int, value: Any) -> Any:
         return type(value)(items) if type(value) in (list, tuple, set) else value
     if not isinstance(value, _LEAVES) or isinstance(value, np.generic):
         raise TypeError(
-            f"column {name!r}, row {row}: non-tensor value of type {type(value).__module__}.{type(value).__name__} cannot be stored; "
+            f"column {name!r}, row {row}: non-tensor value of type "
+            f"{type(value).__module__}.{type(value).__name__} cannot be stored; "
             "tensors, text, numbers and lists, tuples and dicts of them can"
         )
     return value

@@ -1,7 +1,8 @@
 """The client over any storage: codec, tags, waiting for space and the claim cursor, written once.
 
-An adapter only moves blocks of bytes; what the operations mean is decided here, so every backend means the same. Knows no
-backend. Invariants: a put either lands whole or raises and leaves earlier rows as they were; a row is given to a task once.
+An adapter only moves blocks of bytes; what the operations mean is decided here, so every backend means the same. Knows
+no backend. Invariants: a put either lands whole or raises and leaves earlier rows as they were; a row is given to a
+task once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import torch
 
 from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
 from nemo_rl.data_plane.codec import object_array
-from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, MissingColumnsError, MissingRowsError
+from nemo_rl.data_plane.errors import (
+    DataPlaneCapacityError,
+    DataPlaneClosedError,
+    MissingColumnsError,
+    MissingRowsError,
+)
 from nemo_rl.data_plane.interfaces import DataPlaneClient, Located, Storage
 from nemo_rl.data_plane.layout import Layout, holders, newest_blocks, next_generation
 from nemo_rl.data_plane.meta import KVBatchMeta
@@ -48,7 +54,14 @@ class StoredClient(DataPlaneClient):
         on_close: Ends what this client started; not pickled.
     """
 
-    def __init__(self, connect: Callable[[], Storage], *, poll_s: float = 0.5, full_wait_s: float = 60.0, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Storage],
+        *,
+        poll_s: float = 0.5,
+        full_wait_s: float = 60.0,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self._connect = connect
         self._poll_s = poll_s
         self._full_wait_s = full_wait_s
@@ -95,22 +108,47 @@ class StoredClient(DataPlaneClient):
         self._tasks.setdefault(partition_id, set()).update(consumer_tasks)
 
     def put_samples(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Any | None = None, tags: Sequence[Mapping[str, Any]] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Any | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
         names = list(fields.keys()) if fields is not None else []
-        return self._put(sample_ids, partition_id, {name: _column(name, fields[name]) for name in names} if fields is not None else {}, tags)
+        return self._put(
+            sample_ids,
+            partition_id,
+            {name: _column(name, fields[name]) for name in names} if fields is not None else {},
+            tags,
+        )
 
     def put_padded(
-        self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Any], lengths: Sequence[int], tags: Sequence[Mapping[str, Any]] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        columns: Mapping[str, Any],
+        lengths: Sequence[int],
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`; columns go to bytes without a jagged tensor in between."""
         counts = tuple(int(length) for length in lengths)
         if len(counts) != len(sample_ids):
             raise ValueError(f"the number of lengths ({len(counts)}) must match batch size: {len(sample_ids)} ids")
-        return self._put(sample_ids, partition_id, {name: _padded_column(name, value, counts) for name, value in columns.items()}, tags)
+        return self._put(
+            sample_ids,
+            partition_id,
+            {name: _padded_column(name, value, counts) for name, value in columns.items()},
+            tags,
+        )
 
-    def _put(self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Column], tags: Sequence[Mapping[str, Any]] | None) -> KVBatchMeta:
+    def _put(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        columns: Mapping[str, Column],
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> KVBatchMeta:
         ids = list(sample_ids)
         if tags is not None and len(tags) != len(ids):
             raise ValueError(f"tags must align 1:1 with sample_ids: {len(tags)} tags for {len(ids)} ids")
@@ -118,13 +156,17 @@ class StoredClient(DataPlaneClient):
             raise ValueError(f"partition {partition_id!r}: sample ids repeat in one put: {_repeated(ids)}")
         for name, column in columns.items():
             _check_dtype(name, column)
-        meta = KVBatchMeta(partition_id, None, ids, list(columns), tags=None if tags is None else [dict(tag) for tag in tags])
+        meta = KVBatchMeta(
+            partition_id, None, ids, list(columns), tags=None if tags is None else [dict(tag) for tag in tags]
+        )
         if ids and (columns or tags is not None):
             blocks = encode(columns, len(ids))
             self._when_there_is_room(lambda: self._write(ids, partition_id, blocks, tags), partition_id)
         return meta
 
-    def _write(self, ids: list[str], partition_id: str, blocks: Mapping[Layout, Any], tags: Sequence[Mapping[str, Any]] | None) -> None:
+    def _write(
+        self, ids: list[str], partition_id: str, blocks: Mapping[Layout, Any], tags: Sequence[Mapping[str, Any]] | None
+    ) -> None:
         rows = self.storage.locate(partition_id, ids, create=True)
         named = {next_generation(layout, rows.blocks).name: buffers for layout, buffers in blocks.items()}
         merged = None if tags is None else [dict(old) | dict(new) for old, new in zip(rows.tags, tags, strict=True)]
@@ -139,11 +181,14 @@ class StoredClient(DataPlaneClient):
             except StorageFull as full:
                 if time.monotonic() >= deadline:
                     raise DataPlaneCapacityError(
-                        f"partition {partition_id!r}: no room for {self._full_wait_s:.0f} s ({full}); what is stored is untouched. Clear rows sooner, "
+                        f"partition {partition_id!r}: no room for {self._full_wait_s:.0f} s ({full}); what "
+                        "is stored is untouched. Clear rows sooner, "
                         "or raise data_plane.storage_capacity (simple) or data_plane.global_segment_size (mooncake_cpu)"
                     ) from full
                 if not waited:
-                    logger.warning("data_plane=full partition=%s waiting_s=%.0f reason=%s", partition_id, self._full_wait_s, full)
+                    logger.warning(
+                        "data_plane=full partition=%s waiting_s=%.0f reason=%s", partition_id, self._full_wait_s, full
+                    )
                 waited = True
             time.sleep(self._poll_s)
 
@@ -151,7 +196,10 @@ class StoredClient(DataPlaneClient):
         """See `DataPlaneClient`."""
         names = select_fields if select_fields is not None else meta.fields
         if names is None:
-            raise ValueError("get_data needs select_fields, or a meta that names its fields; there is no implicit choice of all of them")
+            raise ValueError(
+                "get_data needs select_fields, or a meta that names its fields; there is no implicit choice "
+                "of all of them"
+            )
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
@@ -161,10 +209,18 @@ class StoredClient(DataPlaneClient):
         found: dict[str, Any] = {}
         for layout, buffers, columns in self._fetch(sample_ids, partition_id, select_fields):
             found.update(decode_jagged(layout, buffers, columns))
-        return TensorDict({name: _wire_form(found[name]) for name in select_fields if name in found}, batch_size=[len(sample_ids)])
+        return TensorDict(
+            {name: _wire_form(found[name]) for name in select_fields if name in found}, batch_size=[len(sample_ids)]
+        )
 
     def get_padded(
-        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str], *, width: int = 0, pad_value_dict: Mapping[str, float] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        width: int = 0,
+        pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient`; bytes go straight into the padded tensors."""
         found: dict[str, Any] = {}
@@ -172,11 +228,15 @@ class StoredClient(DataPlaneClient):
             found.update(decode_padded(layout, buffers, columns, width, pad_value_dict or {}))
         return BatchedDataDict({name: found[name] for name in select_fields if name in found})
 
-    def _fetch(self, sample_ids: Sequence[str], partition_id: str, columns: Sequence[str]) -> Iterable[tuple[Layout, list[Any], list[str]]]:
+    def _fetch(
+        self, sample_ids: Sequence[str], partition_id: str, columns: Sequence[str]
+    ) -> Iterable[tuple[Layout, list[Any], list[str]]]:
         if not len(sample_ids) or not len(columns):
             return
         rows = self.storage.locate(partition_id, sample_ids, create=False)
-        chosen = holders(rows.blocks, list(dict.fromkeys(columns)), where=f"the {len(sample_ids)} rows of partition {partition_id!r}")
+        chosen = holders(
+            rows.blocks, list(dict.fromkeys(columns)), where=f"the {len(sample_ids)} rows of partition {partition_id!r}"
+        )
         buffers = self.storage.get(rows, list(chosen))
         for name, wanted in chosen.items():
             yield Layout.parse(name), buffers[name], wanted
@@ -215,7 +275,9 @@ class StoredClient(DataPlaneClient):
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient`. The cursor lies in the rows' tags, so that everybody sees it and it goes with the rows."""
+        """See `DataPlaneClient`. The cursor lies in the rows' tags, so that everybody sees it and it goes with the
+        rows.
+        """
         self._check_task(partition_id, task_name)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -226,7 +288,8 @@ class StoredClient(DataPlaneClient):
                 return self._claim(partition_id, task_name, ready, tags, required_fields)
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"task {task_name!r} of partition {partition_id!r} (dp_rank={dp_rank}): {len(ready)} of {batch_size} rows have {sorted(required_fields)} "
+                    f"task {task_name!r} of partition {partition_id!r} (dp_rank={dp_rank}): {len(ready)} of "
+                    f"{batch_size} rows have {sorted(required_fields)} "
                     f"after {timeout_s:.1f} s"
                 )
             time.sleep(min(self._poll_s, max(0.0, deadline - time.monotonic())))
@@ -247,7 +310,9 @@ class StoredClient(DataPlaneClient):
         half = len(ids) // 2
         return self._ready(partition_id, ids[:half], required) + self._ready(partition_id, ids[half:], required)
 
-    def _claim(self, partition_id: str, task: str, ids: list[str], tags: Mapping[str, Mapping[str, Any]], fields: Sequence[str]) -> KVBatchMeta:
+    def _claim(
+        self, partition_id: str, task: str, ids: list[str], tags: Mapping[str, Mapping[str, Any]], fields: Sequence[str]
+    ) -> KVBatchMeta:
         if ids:
             self.put_samples(ids, partition_id, tags=[{_CLAIMED + task: True} for _ in ids])
         own = [_users_tags(tags[identity]) for identity in ids]
@@ -258,7 +323,9 @@ class StoredClient(DataPlaneClient):
     def _read_lengths(self, ids: Sequence[str], partition_id: str, fields: Sequence[str]) -> list[int] | None:
         if "input_lengths" not in fields or not ids:
             return None
-        return [int(length) for length in self.get_padded(ids, partition_id, ["input_lengths"])["input_lengths"].flatten()]
+        return [
+            int(length) for length in self.get_padded(ids, partition_id, ["input_lengths"])["input_lengths"].flatten()
+        ]
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """See `DataPlaneClient`."""
@@ -269,7 +336,9 @@ class StoredClient(DataPlaneClient):
     def _check_task(self, partition_id: str, task_name: str) -> None:
         known = self._tasks.get(partition_id, set())
         if task_name not in known:
-            raise KeyError(f"task {task_name!r} is not registered for partition {partition_id!r}; its tasks are {sorted(known)}")
+            raise KeyError(
+                f"task {task_name!r} is not registered for partition {partition_id!r}; its tasks are {sorted(known)}"
+            )
 
 
 def _column(name: str, value: Any) -> Column:
@@ -283,7 +352,10 @@ def _column(name: str, value: Any) -> Column:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return torch.from_numpy(value)
     if not isinstance(value, (list, tuple)) and not hasattr(value, "tolist"):
-        raise TypeError(f"column {name!r}: a non-tensor value of type {type(value).__name__} cannot be stored; give one object per row")
+        raise TypeError(
+            f"column {name!r}: a non-tensor value of type {type(value).__name__} cannot be stored; give one "
+            "object per row"
+        )
     return list(value) if isinstance(value, (list, tuple)) else value.tolist()
 
 
@@ -295,7 +367,9 @@ def _padded_column(name: str, value: Any, lengths: tuple[int, ...]) -> Column:
 
 
 def _check_dtype(name: str, column: Column) -> None:
-    """A known column of whole numbers holds whole numbers, one of real numbers real ones; their width is the writer's choice."""
+    """A known column of whole numbers holds whole numbers, one of real numbers real ones; their width is the writer's
+    choice.
+    """
     values = column.values if isinstance(column, (Jagged, Padded)) else column
     expected = SCHEMA[name].dtype if name in SCHEMA else None
     if expected is None:
@@ -303,7 +377,10 @@ def _check_dtype(name: str, column: Column) -> None:
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"column {name!r} holds {expected}, a tensor; {type(values).__name__} was given")
     if values.is_floating_point() != expected.startswith("float"):
-        raise TypeError(f"column {name!r} holds {expected}, {str(values.dtype).removeprefix('torch.')} was given; convert it before it is put")
+        raise TypeError(
+            f"column {name!r} holds {expected}, {str(values.dtype).removeprefix('torch.')} was given; "
+            "convert it before it is put"
+        )
 
 
 def _wire_form(column: Column) -> Any:
@@ -312,7 +389,11 @@ def _wire_form(column: Column) -> Any:
             return column.values.view(len(column.lengths), column.lengths[0], *column.values.shape[1:])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(column.lengths).cumsum(0)])
         return torch.nested.nested_tensor_from_jagged(column.values, offsets)
-    return column if isinstance(column, torch.Tensor) else object_array(list(column) if not isinstance(column, Padded) else [])
+    return (
+        column
+        if isinstance(column, torch.Tensor)
+        else object_array(list(column) if not isinstance(column, Padded) else [])
+    )
 
 
 def _users_tags(tags: Mapping[str, Any]) -> dict[str, Any]:

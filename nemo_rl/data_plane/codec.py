@@ -1,7 +1,7 @@
 """Padded batches to jagged tensors and back, in the forms that NeMo-RL's data plane has.
 
-On the wire and in TensorDicts token columns are jagged; consumers get them padded. Knows no store. Invariant: padding is
-the consumer's choice and never stored.
+On the wire and in TensorDicts token columns are jagged; consumers get them padded. Knows no store. Invariant: padding
+is the consumer's choice and never stored.
 
 Shapes: N rows, S padded width.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.data_plane.schema import TOKEN_ALIGNED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -34,7 +35,10 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
     """
     counts = torch.as_tensor(lengths)
     if padded.ndim < 2 or counts.shape != (padded.shape[0],):
-        raise ValueError(f"a padded tensor [N, S, ...] and lengths [N] are needed, got {tuple(padded.shape)} and {tuple(counts.shape)}")
+        raise ValueError(
+            f"a padded tensor [N, S, ...] and lengths [N] are needed, got {tuple(padded.shape)} and "
+            f"{tuple(counts.shape)}"
+        )
     counts = counts.to("cpu", torch.int64)
     rows = [row[:n] for row, n in zip(padded.detach(), counts.tolist(), strict=True)]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(padded.device)
@@ -43,14 +47,21 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor | Sequence[i
 
 
 def pack_per_token_field(val: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Jagged where the tensor has a row of tokens for each length (it may be wider: what lies beyond is padding), else as it is."""
+    """Jagged where the tensor has a row of tokens for each length (it may be wider: what lies beyond is padding), else
+    as it is.
+    """
     counts = torch.as_tensor(lengths)
-    wide_enough = val.ndim >= 2 and len(counts) > 0 and val.shape[0] == len(counts) and val.shape[1] >= int(counts.max())
+    wide_enough = (
+        val.ndim >= 2 and len(counts) > 0 and val.shape[0] == len(counts) and val.shape[1] >= int(counts.max())
+    )
     return to_nested_by_length(val, counts) if wide_enough else val.detach().contiguous()
 
 
 def pack_jagged_fields(
-    fields: Mapping[str, Any], *, lengths: torch.Tensor | Sequence[int] | None, token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS
+    fields: Mapping[str, Any],
+    *,
+    lengths: torch.Tensor | Sequence[int] | None,
+    token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
 ) -> TensorDict:
     """Columns as a TensorDict for the wire.
 
@@ -72,13 +83,17 @@ def pack_jagged_fields(
         elif isinstance(value, (list, np.ndarray)):
             packed[name] = object_array(value)
         else:
-            raise TypeError(f"column {name!r} is a {type(value).__name__}; tensors and arrays or lists of objects can be stored")
+            raise TypeError(
+                f"column {name!r} is a {type(value).__name__}; tensors and arrays or lists of objects can be stored"
+            )
     size = len(lengths) if lengths is not None else next((len(value) for value in packed.values()), 0)
     return TensorDict(packed, batch_size=[size])
 
 
 def object_array(values: Any) -> np.ndarray[Any, Any]:
-    """A one-dimensional array of objects; sequences among them stay objects, which numpy's own conversion would take apart."""
+    """A one-dimensional array of objects; sequences among them stay objects, which numpy's own conversion would take
+    apart.
+    """
     array = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value
@@ -95,18 +110,24 @@ def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Per row the values that belong to the response's tokens, shifted left by one: position i of `full` scores token i + 1.
+    """Per row the values that belong to the response's tokens, shifted left by one: position i of `full` scores token i
+    + 1.
 
     Args:
         full: Jagged, one value per token.
         response_mask: Jagged, the response's own mask; its lengths are the responses'.
     """
     pairs = zip(full.unbind(), response_mask.unbind(), strict=True)
-    return torch.nested.as_nested_tensor([row[len(row) - len(mask) - 1 : len(row) - 1] for row, mask in pairs], layout=torch.jagged)
+    return torch.nested.as_nested_tensor(
+        [row[len(row) - len(mask) - 1 : len(row) - 1] for row, mask in pairs], layout=torch.jagged
+    )
 
 
 def materialize(
-    td: Any, layout: Literal["padded", "jagged"] = "padded", pad_value_dict: Mapping[str, float] | None = None, pad_to_seqlen: int = 0
+    td: Any,
+    layout: Literal["padded", "jagged"] = "padded",
+    pad_value_dict: Mapping[str, float] | None = None,
+    pad_to_seqlen: int = 0,
 ) -> BatchedDataDict[Any]:
     """A batch as consumers take it.
 
@@ -125,7 +146,9 @@ def materialize(
         pad = (pad_value_dict or {}).get(name, 0)
         if isinstance(value, torch.Tensor):
             if layout == "padded":
-                value = torch.nested.to_padded_tensor(value, pad) if value.is_nested else value
+                # torch's own padding of a jagged tensor made of offsets pads to its total length.
+                if value.is_nested:
+                    value = pad_sequence(list(value.unbind()), batch_first=True, padding_value=pad)
                 value = _widened(value, pad_to_seqlen, pad)
             batch[name] = value
         elif isinstance(value, (list, np.ndarray)):

@@ -47,7 +47,9 @@ def read_columns(
     if layout == "jagged":
         return materialize(client.get_samples(meta.sample_ids, meta.partition_id, select_fields), layout="jagged")
     wanted = batch_width(meta) if width is None else width
-    batch = client.get_padded(meta.sample_ids, meta.partition_id, select_fields, width=wanted, pad_value_dict=pad_value_dict)
+    batch = client.get_padded(
+        meta.sample_ids, meta.partition_id, select_fields, width=wanted, pad_value_dict=pad_value_dict
+    )
     attach_message_log_view(batch)
     return batch
 
@@ -62,7 +64,10 @@ def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[st
         return
     if meta.sequence_lengths is None:
         if any(isinstance(value, torch.Tensor) and value.ndim > 1 for value in fields.values()):
-            raise ValueError(f"writing {sorted(fields)} needs the rows' lengths: this meta of partition {meta.partition_id!r} has no sequence_lengths")
+            raise ValueError(
+                f"writing {sorted(fields)} needs the rows' lengths: this meta of partition "
+                f"{meta.partition_id!r} has no sequence_lengths"
+            )
         client.put_samples(meta.sample_ids, meta.partition_id, dict(fields))
         return
     client.put_padded(meta.sample_ids, meta.partition_id, fields, meta.sequence_lengths)

@@ -5,8 +5,10 @@ Knows no adapter. Invariant: a message names the operation, the partition and wh
 
 from __future__ import annotations
 
+from nemo_rl.config.errors import UserError
 
-class DataPlaneError(RuntimeError):
+
+class DataPlaneError(UserError, RuntimeError):
     """The data plane cannot serve; the message says what and where."""
 
 

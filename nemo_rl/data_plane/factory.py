@@ -7,7 +7,8 @@ a client that stores nothing.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.client import StoredClient
@@ -23,21 +24,42 @@ _IMPLEMENTATIONS = ("transfer_queue",)
 _BACKENDS = ("simple", "mooncake_cpu")
 
 
-def build_data_plane_client(cfg: DataPlaneConfig | None, *, bootstrap: bool = True, address: TransferQueueAddress | None = None) -> DataPlaneClient:
+def check_data_plane(cfg: DataPlaneConfig) -> None:
+    """Checks on this host what the storage needs, before anything is started.
+
+    Raises:
+        MooncakeUnavailableError: Mooncake's package, a shared library or its master is missing.
+    """
+    if cfg.enabled and cfg.backend == "mooncake_cpu":
+        from nemo_rl.data_plane.adapters.mooncake import check_mooncake
+
+        check_mooncake()
+
+
+def build_data_plane_client(
+    cfg: DataPlaneConfig | Mapping[str, Any] | None,
+    *,
+    bootstrap: bool = True,
+    address: TransferQueueAddress | None = None,
+) -> DataPlaneClient:
     """A client of the data plane.
 
     Args:
-        cfg: The `data_plane` section.
-        bootstrap: Start the system: once per run, on the driver. The client then owns it and ends it when closed; pickled
-            copies attach to it and own nothing.
+        cfg: The `data_plane` section, or a plain mapping.
+        bootstrap: Start the system: once per run, on the driver. The client then owns it and ends it when closed;
+            pickled copies attach to it and own nothing.
         address: Where to attach when not bootstrapping.
 
     Raises:
         ValueError: The section is absent, disabled, or names something unknown; or there is nothing to attach to.
         DataPlaneError: The system did not start.
     """
+    cfg = None if cfg is None else DataPlaneConfig.read(cfg)
     if cfg is None or not cfg.enabled:
-        raise ValueError("data_plane is disabled: set data_plane.enabled=true, or run GRPO with rollouts in the driver, which needs no data plane")
+        raise ValueError(
+            "data_plane is disabled: set data_plane.enabled=true, or run GRPO with rollouts in the driver, "
+            "which needs no data plane"
+        )
     if cfg.impl not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown data_plane.impl={cfg.impl!r}; there are {', '.join(_IMPLEMENTATIONS)}")
     if cfg.backend not in _BACKENDS:
@@ -49,8 +71,13 @@ def build_data_plane_client(cfg: DataPlaneConfig | None, *, bootstrap: bool = Tr
         system = start_transfer_queue(cfg)
         address, on_close = system.address, system.close
     if address is None:
-        raise ValueError("attaching to a data plane (bootstrap=False) needs the address of the client that started it; or pass that client on, it pickles")
-    client = StoredClient(address.connect, poll_s=cfg.claim_meta_poll_interval_s, full_wait_s=cfg.full_wait_s, on_close=on_close)
+        raise ValueError(
+            "attaching to a data plane (bootstrap=False) needs the address of the client that started it; or "
+            "pass that client on, it pickles"
+        )
+    client = StoredClient(
+        address.connect, poll_s=cfg.claim_meta_poll_interval_s, full_wait_s=cfg.full_wait_s, on_close=on_close
+    )
     if not cfg.observability.enabled:
         return client
     counted = MetricsDataPlaneClient(client, on_event=log_event)

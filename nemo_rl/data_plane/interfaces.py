@@ -85,7 +85,11 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def put_samples(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Any | None = None, tags: Sequence[Mapping[str, Any]] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Any | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """Writes columns and tags of rows; rows and columns that exist are written over.
 
@@ -122,7 +126,12 @@ class DataPlaneClient(ABC):
         """Ends this client, and the data plane when this client started it. Safe to call twice."""
 
     def put_padded(
-        self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Any], lengths: Sequence[int], tags: Sequence[Mapping[str, Any]] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        columns: Mapping[str, Any],
+        lengths: Sequence[int],
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """`put_samples` of a padded batch: token columns travel without their padding.
 
@@ -138,7 +147,13 @@ class DataPlaneClient(ABC):
         return self.put_samples(sample_ids, partition_id, pack_jagged_fields(columns, lengths=lengths), tags)
 
     def get_padded(
-        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str], *, width: int = 0, pad_value_dict: Mapping[str, float] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        width: int = 0,
+        pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict[Any]:
         """`get_samples` as a padded batch.
 
@@ -151,7 +166,11 @@ class DataPlaneClient(ABC):
         """
         from nemo_rl.data_plane.codec import materialize
 
-        return materialize(self.get_samples(sample_ids, partition_id, select_fields), pad_value_dict=pad_value_dict, pad_to_seqlen=width)
+        return materialize(
+            self.get_samples(sample_ids, partition_id, select_fields),
+            pad_value_dict=pad_value_dict,
+            pad_to_seqlen=width,
+        )
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:
         """Tags of every row of a partition, by id.

@@ -2,7 +2,8 @@
 
 Columns that are written together travel together: a store pays per row and field, not per byte. A block's layout is
 written in its name, so that any process can read it without asking another. Knows no store and no column by name.
-Invariant: `Layout.parse(layout.name) == layout`, and of two blocks with one column the later generation holds its value.
+Invariant: `Layout.parse(layout.name) == layout`, and of two blocks with one column the later generation holds its
+value.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class Layout:
     @property
     def name(self) -> str:
         """The layout as text."""
-        return json.dumps([self.generation, *([s.column, s.kind, s.dtype, *s.shape] for s in self.slots)], separators=(",", ":"))
+        return json.dumps(
+            [self.generation, *([s.column, s.kind, s.dtype, *s.shape] for s in self.slots)], separators=(",", ":")
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -113,11 +116,15 @@ class Layout:
     def parse(name: str) -> Layout:
         """The layout behind a block's name."""
         generation, *slots = json.loads(name)
-        return Layout(tuple(Slot(column, kind, dtype, tuple(shape)) for column, kind, dtype, *shape in slots), generation)
+        return Layout(
+            tuple(Slot(column, kind, dtype, tuple(shape)) for column, kind, dtype, *shape in slots), generation
+        )
 
 
 def next_generation(layout: Layout, present: Iterable[str]) -> Layout:
-    """The layout under which a block is written to rows that have the blocks `present`: later than any of them that shares a column."""
+    """The layout under which a block is written to rows that have the blocks `present`: later than any of them that
+    shares a column.
+    """
     wanted = set(layout.columns)
     later = 0
     for name in present:

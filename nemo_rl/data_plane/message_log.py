@@ -39,12 +39,21 @@ def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -
             lengths_BT[row, turn] = len(message.get("token_ids", ()))
         roles.append([str(message["role"]) for message in log])
         contents.append([str(message.get("content", "")) for message in log])
-        responses_B[row] = next((int(lengths_BT[row, turn]) for turn, role in enumerate(roles[-1]) if role == "assistant"), 0)
-    return {"turn_lengths": lengths_BT, "turn_roles": roles, "turn_contents": contents, "response_token_lengths": responses_B}
+        responses_B[row] = next(
+            (int(lengths_BT[row, turn]) for turn, role in enumerate(roles[-1]) if role == "assistant"), 0
+        )
+    return {
+        "turn_lengths": lengths_BT,
+        "turn_roles": roles,
+        "turn_contents": contents,
+        "response_token_lengths": responses_B,
+    }
 
 
 def attach_message_log_view(batch: BatchedDataDict[Any]) -> None:
-    """Adds `message_log`, whose tensors are views into the batch's own token columns; nothing to do without the columns of `decompose_message_log`."""
+    """Adds `message_log`, whose tensors are views into the batch's own token columns; nothing to do without the columns
+    of `decompose_message_log`.
+    """
     if "message_log" in batch or any(name not in batch for name in (*MESSAGE_LOG_BULK_FIELDS, "input_ids")):
         return
     logprobs = batch.get("generation_logprobs")
@@ -55,7 +64,12 @@ def attach_message_log_view(batch: BatchedDataDict[Any]) -> None:
 
 
 def _messages(
-    row: int, lengths: list[int], roles: list[str], contents: list[str], ids_BS: torch.Tensor, logprobs_BS: torch.Tensor | None
+    row: int,
+    lengths: list[int],
+    roles: list[str],
+    contents: list[str],
+    ids_BS: torch.Tensor,
+    logprobs_BS: torch.Tensor | None,
 ) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     start = 0

@@ -38,9 +38,14 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if self.tags is not None and len(self.tags) != len(self.sample_ids):
-            raise ValueError(f"tags must align 1:1 with sample_ids: {len(self.tags)} tags for {len(self.sample_ids)} ids")
+            raise ValueError(
+                f"tags must align 1:1 with sample_ids: {len(self.tags)} tags for {len(self.sample_ids)} ids"
+            )
         if self.sequence_lengths is not None and len(self.sequence_lengths) != len(self.sample_ids):
-            raise ValueError(f"sequence_lengths must align 1:1 with sample_ids: {len(self.sequence_lengths)} lengths for {len(self.sample_ids)} ids")
+            raise ValueError(
+                f"sequence_lengths must align 1:1 with sample_ids: {len(self.sequence_lengths)} lengths for "
+                f"{len(self.sample_ids)} ids"
+            )
 
     @property
     def size(self) -> int:
@@ -55,7 +60,9 @@ class KVBatchMeta:
         """
         for name, column in values.items():
             if len(column) != self.size:
-                raise ValueError(f"tag {name!r} must align 1:1 with sample_ids: {len(column)} values for {self.size} ids")
+                raise ValueError(
+                    f"tag {name!r} must align 1:1 with sample_ids: {len(column)} values for {self.size} ids"
+                )
         tags = self.tags if self.tags is not None else [{} for _ in self.sample_ids]
         for name, column in values.items():
             for tag, value in zip(tags, column, strict=True):
@@ -71,7 +78,10 @@ class KVBatchMeta:
         tags = self.tags if self.tags is not None else [{} for _ in self.sample_ids]
         lacking = [identity for identity, tag in zip(self.sample_ids, tags, strict=True) if name not in tag]
         if lacking:
-            raise KeyError(f"partition {self.partition_id!r}: {len(lacking)} of {self.size} rows have no tag {name!r}, {lacking[:3]} among them")
+            raise KeyError(
+                f"partition {self.partition_id!r}: {len(lacking)} of {self.size} rows have no tag {name!r}, "
+                f"{lacking[:3]} among them"
+            )
         return [tag[name] for tag in tags]
 
     def subset(self, indices: Sequence[int]) -> KVBatchMeta:
@@ -96,7 +106,8 @@ class KVBatchMeta:
         return self.subset(kept) if kept else None
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """These rows, then the others'. Lengths and tags remain only where all have them; fields and extra_info are this meta's.
+        """These rows, then the others'. Lengths and tags remain only where all have them; fields and extra_info are
+        this meta's.
 
         Raises:
             ValueError: The partitions differ.
@@ -110,7 +121,9 @@ class KVBatchMeta:
             self,
             sample_ids=[identity for meta in metas for identity in meta.sample_ids],
             fields=_copied(self.fields),
-            sequence_lengths=None if any(part is None for part in lengths) else [n for part in lengths for n in part or []],
+            sequence_lengths=None
+            if any(part is None for part in lengths)
+            else [n for part in lengths for n in part or []],
             extra_info=dict(self.extra_info),
             tags=None if any(part is None for part in tags) else [dict(tag) for part in tags for tag in part or []],
         )

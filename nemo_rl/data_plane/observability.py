@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -80,10 +81,20 @@ class MetricsDataPlaneClient(DataPlaneClient):
             kind = "counter" if name.startswith("total_") else "gauge"
             lines += [f"# TYPE nemo_rl_data_plane_{name} {kind}", f"nemo_rl_data_plane_{name} {value:g}"]
         lines.append("# TYPE nemo_rl_data_plane_partition_bytes gauge")
-        lines += [f'nemo_rl_data_plane_partition_bytes{{partition="{name}"}} {value:g}' for name, value in self.bytes_outstanding_by_partition().items()]
+        lines += [
+            f'nemo_rl_data_plane_partition_bytes{{partition="{name}"}} {value:g}'
+            for name, value in self.bytes_outstanding_by_partition().items()
+        ]
         return "\n".join(lines) + "\n"
 
-    def _observed(self, op: str, partition_id: str, keys: int, work: Callable[[], T], measure: Callable[[T], tuple[int, int]] | None = None) -> T:
+    def _observed(
+        self,
+        op: str,
+        partition_id: str,
+        keys: int,
+        work: Callable[[], T],
+        measure: Callable[[T], tuple[int, int]] | None = None,
+    ) -> T:
         """Runs an operation; `measure` gives keys and bytes of its result."""
         started = time.perf_counter()
         size, status = 0, "error"
@@ -99,7 +110,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
         finally:
             wall_ms = (time.perf_counter() - started) * 1e3
             self._counts.operation(op, keys, size, ok=status == "ok")
-            self._on_event({"op": op, "partition_id": partition_id, "n_keys": keys, "n_bytes": size, "wall_ms": round(wall_ms, 3), "status": status})
+            self._on_event(
+                {
+                    "op": op,
+                    "partition_id": partition_id,
+                    "n_keys": keys,
+                    "n_bytes": size,
+                    "wall_ms": round(wall_ms, 3),
+                    "status": status,
+                }
+            )
 
     def register_partition(
         self,
@@ -111,7 +131,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """See `DataPlaneClient`."""
-        work = lambda: self.inner.register_partition(partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)  # noqa: E731
+        work = partial(
+            self.inner.register_partition, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
+        )
         self._observed("register", partition_id, 0, work)
 
     def claim_meta(
@@ -125,53 +147,81 @@ class MetricsDataPlaneClient(DataPlaneClient):
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
-        work = lambda: self.inner.claim_meta(partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s)  # noqa: E731
+        work = partial(
+            self.inner.claim_meta, partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
+        )
         return self._observed("claim_meta", partition_id, 0, work, lambda meta: (meta.size, 0))
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """See `DataPlaneClient`."""
-        work = lambda: self.inner.get_data(meta, select_fields)  # noqa: E731
+        work = partial(self.inner.get_data, meta, select_fields)
         return self._observed("get_data", meta.partition_id, meta.size, work, lambda td: (meta.size, nbytes(td)))
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """See `DataPlaneClient`."""
-        return self._observed("check_consumption_status", partition_id, 0, lambda: self.inner.check_consumption_status(partition_id, task_names))
+        return self._observed(
+            "check_consumption_status",
+            partition_id,
+            0,
+            lambda: self.inner.check_consumption_status(partition_id, task_names),
+        )
 
     def put_samples(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Any | None = None, tags: Sequence[Mapping[str, Any]] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Any | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
         size = nbytes(fields) if fields is not None else 0
-        work = lambda: self.inner.put_samples(sample_ids, partition_id, fields, tags)  # noqa: E731
+        work = partial(self.inner.put_samples, sample_ids, partition_id, fields, tags)
         meta = self._observed("put", partition_id, len(sample_ids), work, lambda _: (len(sample_ids), size))
         self._counts.put(partition_id, sample_ids, size)
         return meta
 
     def put_padded(
-        self, sample_ids: Sequence[str], partition_id: str, columns: Mapping[str, Any], lengths: Sequence[int], tags: Sequence[Mapping[str, Any]] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        columns: Mapping[str, Any],
+        lengths: Sequence[int],
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
         size = nbytes(columns)
-        work = lambda: self.inner.put_padded(sample_ids, partition_id, columns, lengths, tags)  # noqa: E731
+        work = partial(self.inner.put_padded, sample_ids, partition_id, columns, lengths, tags)
         meta = self._observed("put", partition_id, len(sample_ids), work, lambda _: (len(sample_ids), size))
         self._counts.put(partition_id, sample_ids, size)
         return meta
 
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
         """See `DataPlaneClient`."""
-        work = lambda: self.inner.get_samples(sample_ids, partition_id, select_fields)  # noqa: E731
+        work = partial(self.inner.get_samples, sample_ids, partition_id, select_fields)
         return self._observed("get", partition_id, len(sample_ids), work, lambda td: (len(sample_ids), nbytes(td)))
 
     def get_padded(
-        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str], *, width: int = 0, pad_value_dict: Mapping[str, float] | None = None
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str],
+        *,
+        width: int = 0,
+        pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict[Any]:
         """See `DataPlaneClient`."""
-        work = lambda: self.inner.get_padded(sample_ids, partition_id, select_fields, width=width, pad_value_dict=pad_value_dict)  # noqa: E731
-        return self._observed("get", partition_id, len(sample_ids), work, lambda batch: (len(sample_ids), nbytes(batch)))
+        work = partial(
+            self.inner.get_padded, sample_ids, partition_id, select_fields, width=width, pad_value_dict=pad_value_dict
+        )
+        return self._observed(
+            "get", partition_id, len(sample_ids), work, lambda batch: (len(sample_ids), nbytes(batch))
+        )
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """See `DataPlaneClient`."""
-        self._observed("clear", partition_id, len(sample_ids or ()), lambda: self.inner.clear_samples(sample_ids, partition_id))
+        self._observed(
+            "clear", partition_id, len(sample_ids or ()), lambda: self.inner.clear_samples(sample_ids, partition_id)
+        )
         self._counts.clear(partition_id, sample_ids)
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """One fetch for the ranks that need the same rows: the leader reads, the others receive.
 
-Works on host memory over one host-side group, whatever the devices train with. Knows no store. Invariant: a failed fetch
-fails on every rank of the group at once, instead of leaving the others in a collective.
+Works on host memory over one host-side group, whatever the devices train with. Knows no store. Invariant: a failed
+fetch fails on every rank of the group at once, instead of leaving the others in a collective.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def _lead(fetch: Callable[[], BatchedDataDict[Any]], group: dist.ProcessGroup, l
     except Exception as error:
         dist.broadcast_object_list([f"{type(error).__name__}: {error}"], src=leader, group=group)
         raise
-    header = [(name, _TensorForm(value) if isinstance(value, torch.Tensor) else value) for name, value in batch.items() if name != "message_log"]
+    header = [
+        (name, _TensorForm(value) if isinstance(value, torch.Tensor) else value)
+        for name, value in batch.items()
+        if name != "message_log"
+    ]
     dist.broadcast_object_list([header], src=leader, group=group)
     for value in batch.values():
         if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
 """The columns that the data plane knows by name: how each lies in memory, how it is padded, who reads it.
 
 One registry from which token alignment, padding and fetch sets follow; whoever adds a column adds one line here. A
-column that is not in it travels too, as the values it has. Invariant: a name means the same axis and padding everywhere.
+column that is not in it travels too, as the values it has. Invariant: a name means the same axis and padding
+everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class FieldSchema:
     Attributes:
         name: Column name.
         axis: What it has one value of.
-        dtype: Name of its torch dtype where it is always the same; a writer may choose another width of the same kind (bfloat16 for float32).
+        dtype: Name of its torch dtype where it is always the same; a writer may choose another width of the same kind
+            (bfloat16 for float32).
         pad: What it is padded with.
         pad_with_token: Padded with the tokenizer's pad id instead.
         producer: The stage that writes it.
@@ -67,7 +69,7 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("advantages", Axis.TOKEN, "float32", producer="advantages", consumers=_TRAIN),
         FieldSchema("token_versions", Axis.TOKEN, "int32", pad=-1),
         FieldSchema("token_mask", Axis.TOKEN, consumers=_ALL),
-        FieldSchema("sample_mask", Axis.ROW, "float32", consumers=_ALL),
+        FieldSchema("sample_mask", Axis.ROW, consumers=_ALL),
         FieldSchema("unwhitened_advantages", Axis.TOKEN, "float32", producer="advantages"),
         FieldSchema("teacher_logprobs", Axis.TOKEN, "float32", producer="teacher"),
         FieldSchema("routed_experts", Axis.TOKEN, consumers=frozenset()),
@@ -111,7 +113,9 @@ def model_inputs(names: Iterable[str]) -> list[str]:
 
 
 def columns_of_others(names: Iterable[str]) -> list[str]:
-    """Those of the columns that training takes along although no stage names them: the model's, and those that nobody here knows."""
+    """Those of the columns that training takes along although no stage names them: the model's, and those that nobody
+    here knows.
+    """
     return [name for name in names if name not in SCHEMA or Consumer.MODEL in SCHEMA[name].consumers]
 
 
@@ -128,7 +132,11 @@ def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool)
 
 def pad_values(pad_token_id: int) -> dict[str, int]:
     """Padding of each column that is not padded with 0."""
-    return {name: pad_token_id if field.pad_with_token else field.pad for name, field in SCHEMA.items() if field.pad_with_token or field.pad}
+    return {
+        name: pad_token_id if field.pad_with_token else field.pad
+        for name, field in SCHEMA.items()
+        if field.pad_with_token or field.pad
+    }
 
 
 def is_token_column(name: str) -> bool:

@@ -69,8 +69,8 @@ def shard_meta_for_dp(
         dynamic_batching_args: Sort rows by length into microbatches.
 
     Returns:
-        The metas in rank order, and the permutation with which `reorder_data` restores the caller's order of results joined
-        in rank order; None when they are in order.
+        The metas in rank order, and the permutation with which `reorder_data` restores the caller's order of results
+        joined in rank order; None when they are in order.
 
     Raises:
         ValueError: There are no rows or no lengths, sizes do not divide, or both kinds of microbatches are asked for.
@@ -78,7 +78,9 @@ def shard_meta_for_dp(
     if not meta.size:
         raise ValueError(f"partition {meta.partition_id!r}: there are no rows to shard")
     if meta.sequence_lengths is None:
-        raise ValueError(f"partition {meta.partition_id!r}: sharding needs sequence_lengths, one for each of the {meta.size} rows")
+        raise ValueError(
+            f"partition {meta.partition_id!r}: sharding needs sequence_lengths, one for each of the {meta.size} rows"
+        )
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ValueError("sequence_packing_args and dynamic_batching_args exclude each other")
     width = batch_width(meta)

@@ -1,8 +1,8 @@
 """What a training worker does on the data plane: fetch its rows, run its ordinary method, write the result back.
 
-Mixed into a backend's worker class; it knows rows and plans, the backend knows models. Workers lay rows out as the driver
-planned and never plan again. Invariants: of the ranks that share rows one writes, at coordinate 0 of every axis that is
-not data parallel; results stay with the rows and never travel through Ray.
+Mixed into a backend's worker class; it knows rows and plans, the backend knows models. Workers lay rows out as the
+driver planned and never plan again. Invariants: of the ranks that share rows one writes, at coordinate 0 of every axis
+that is not data parallel; results stay with the rows and never travel through Ray.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class TQWorkerMixin:
         raise NotImplementedError(f"{type(self).__name__} does not say where its rank sits")
 
     def _make_replica_group(self) -> dist.ProcessGroup | None:
-        """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None when there is one."""
+        """A host-side group of the ranks that share this rank's rows, its leader first; called on all ranks. None when
+        there is one.
+        """
         return None
 
     @abstractmethod
@@ -93,7 +95,9 @@ class TQWorkerMixin:
 
     # -- rows in and out ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, fetch_policy: FetchPolicy = "auto") -> SlicedDataDict[Any]:
+    def _fetch(
+        self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, fetch_policy: FetchPolicy = "auto"
+    ) -> SlicedDataDict[Any]:
         """This rank's rows, padded and cut as planned.
 
         Args:
@@ -113,7 +117,9 @@ class TQWorkerMixin:
             raise ValueError(f"partition {meta.partition_id!r}: the meta names no columns to fetch")
         client, plan, group = self._require_dp_client(), BatchPlan.of(meta), self._dp_replica_group
         if fetch_policy == "leader_broadcast" and group is None:
-            raise RuntimeError("fetch_policy='leader_broadcast' needs a replica group, and no other rank shares this one's rows")
+            raise RuntimeError(
+                "fetch_policy='leader_broadcast' needs a replica group, and no other rank shares this one's rows"
+            )
 
         def read() -> BatchedDataDict[Any]:
             return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=plan.width)
@@ -140,23 +146,32 @@ class TQWorkerMixin:
 
     def _write_back_result(self, meta: KVBatchMeta, result: Mapping[str, Any], name: str, column: str) -> None:
         if name not in result:
-            raise RuntimeError(f"the worker's result lacks {name!r}, from which the column {column!r} is written; it has {sorted(result)}")
+            raise RuntimeError(
+                f"the worker's result lacks {name!r}, from which the column {column!r} is written; it has "
+                f"{sorted(result)}"
+            )
         self._write_back(meta, {column: result[name].cpu()})
 
     # -- entry points -------------------------------------------------------------------------------------------------
 
-    def train_presharded(self, meta: KVBatchMeta, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int) -> dict[str, Any]:
+    def train_presharded(
+        self, meta: KVBatchMeta, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int
+    ) -> dict[str, Any]:
         """`train` on this rank's rows."""
         return self.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
     def train_microbatches_presharded(self, meta: KVBatchMeta) -> None:
-        """`train_microbatches` on this rank's rows."""
-        self.train_microbatches(self._fetch(meta))
+        """`train_microbatches` on this rank's rows, of which a chunk may have none."""
+        self.train_microbatches(self._fetch(meta) if meta.size else SlicedDataDict())
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None) -> None:
         """`get_logprobs` of this rank's rows, into a column."""
         self._write_back_result(meta, self.get_logprobs(self._fetch(meta), micro_batch_size), "logprobs", column)
 
-    def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None) -> None:
+    def get_reference_policy_logprobs_presharded(
+        self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None
+    ) -> None:
         """`get_reference_policy_logprobs` of this rank's rows, into a column."""
-        self._write_back_result(meta, self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size), "reference_logprobs", column)
+        self._write_back_result(
+            meta, self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size), "reference_logprobs", column
+        )

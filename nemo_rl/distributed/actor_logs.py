@@ -1,7 +1,8 @@
 """What this node's actors printed, one file per actor, beside the run's metrics.
 
-Ray keeps its workers' output under names that say nothing; each file holds a line with its actor's class. Knows Ray's log directory, no
-actor. Invariant: a file here is the actor's output as it was, without Ray's own marks; an actor that printed nothing has none.
+Ray keeps its workers' output under names that say nothing; each file holds a line with its actor's class. Knows Ray's
+log directory, no actor. Invariant: a file here is the actor's output as it was, without Ray's own marks; an actor that
+printed nothing has none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which rows of a global batch go to which data-parallel rank, and how each rank cuts them into microbatches.
 
-Works on row counts and lengths alone, so that the driver can plan for rows it does not hold; it knows nothing of tensors.
-Invariant: every row goes to exactly one rank (in the uneven mode too), and every rank has the same number of microbatches
-per global batch, since one more on one rank would hang the gradient collectives of all.
+Works on row counts and lengths alone, so that the driver can plan for rows it does not hold; it knows nothing of
+tensors. Invariant: every row goes to exactly one rank (in the uneven mode too), and every rank has the same number of
+microbatches per global batch, since one more on one rank would hang the gradient collectives of all.
 """
 
 import itertools
@@ -41,8 +41,10 @@ class ShardPlan:
     Attributes:
         rows: indices into the unsharded batch.
         elem_counts_per_gb: rows of each global batch (None when microbatches are not planned).
-        micro_batch_indices: per global batch, `[start, end)` of each microbatch, counted from that global batch's first row.
-        micro_batch_lengths: per global batch and microbatch: its padded sequence length (dynamic batching) or its padded tokens in all (packing).
+        micro_batch_indices: per global batch, `[start, end)` of each microbatch, counted from that global batch's first
+            row.
+        micro_batch_lengths: per global batch and microbatch: its padded sequence length (dynamic batching) or its
+            padded tokens in all (packing).
     """
 
     rows: list[int] = field(default_factory=list)
@@ -52,7 +54,8 @@ class ShardPlan:
 
 
 def plan_even(size: int, shards: int, batch_size: int | None = None) -> list[ShardPlan]:
-    """Cut rows into chunks of `batch_size`, each chunk into `shards` equal parts, and give rank i part i of every chunk.
+    """Cut rows into chunks of `batch_size`, each chunk into `shards` equal parts, and give rank i part i of every
+    chunk.
 
     Args:
         size: rows in all.
@@ -64,7 +67,10 @@ def plan_even(size: int, shards: int, batch_size: int | None = None) -> list[Sha
     """
     chunk = _chunk_size(size, shards, batch_size)
     part = chunk // shards
-    return [ShardPlan([row for start in range(rank * part, size, chunk) for row in range(start, start + part)]) for rank in range(shards)]
+    return [
+        ShardPlan([row for start in range(rank * part, size, chunk) for row in range(start, start + part)])
+        for rank in range(shards)
+    ]
 
 
 def plan_uneven(size: int, shards: int) -> list[ShardPlan]:
@@ -76,10 +82,17 @@ def plan_uneven(size: int, shards: int) -> list[ShardPlan]:
 
 
 def plan_dynamic(
-    lengths: Sequence[int], shards: int, batch_size: int | None, *, max_tokens: int, length_round: int, max_length: int | None = None
+    lengths: Sequence[int],
+    shards: int,
+    batch_size: int | None,
+    *,
+    max_tokens: int,
+    length_round: int,
+    max_length: int | None = None,
 ) -> list[ShardPlan]:
-    """Microbatches of similar lengths: sort each global batch by length, deal it round-robin over the ranks, and close a microbatch
-    when one more row would lift rows x padded length above `max_tokens`. All ranks share one microbatch plan, of the longest row in each slot.
+    """Microbatches of similar lengths: sort each global batch by length, deal it round-robin over the ranks, and close
+    a microbatch when one more row would lift rows x padded length above `max_tokens`. All ranks share one microbatch
+    plan, of the longest row in each slot.
 
     Args:
         lengths: tokens of each row.
@@ -97,7 +110,10 @@ def plan_dynamic(
         raise ValueError(f"sequence_length_round={length_round} must be at least 1")
     longest = max(lengths)
     if longest > max_tokens:
-        raise ValueError(f"a sequence of {longest} tokens is above the {max_tokens} tokens a microbatch may hold; raise the token cap of dynamic_batching")
+        raise ValueError(
+            f"a sequence of {longest} tokens is above the {max_tokens} tokens a microbatch may hold; raise "
+            "the token cap of dynamic_batching"
+        )
     plans = [ShardPlan([], [], [], []) for _ in range(shards)]
     limit = max_tokens if max_length is None else min(max_tokens, max_length)
     for start in range(0, len(lengths), chunk):
@@ -111,7 +127,14 @@ def plan_dynamic(
 
 
 def plan_packed(
-    lengths: Sequence[int], shards: int, batch_size: int | None, *, max_tokens: int, algorithm: str, pad_multiple: int, order: str = "packer"
+    lengths: Sequence[int],
+    shards: int,
+    batch_size: int | None,
+    *,
+    max_tokens: int,
+    algorithm: str,
+    pad_multiple: int,
+    order: str = "packer",
 ) -> list[ShardPlan]:
     """Pack each global batch into bins, as many as a multiple of `shards`, and give bin j to rank `j mod shards`.
 
@@ -122,7 +145,7 @@ def plan_packed(
         max_tokens: most tokens of one bin, after padding each row.
         algorithm: a `nemo_rl.distributed.bin_packing.PackingAlgorithm`.
         pad_multiple: each row counts as its length rounded up to a multiple of this.
-        order: `packer` keeps the packer's order of bins, `largest_first` sorts them by tokens.
+        order: `packer` keeps the packer's order of bins, `largest_first` sorts each rank's bins by tokens.
 
     Raises:
         ValueError: a row is above `max_tokens`, there are fewer rows than ranks, or an argument is unknown.
@@ -143,15 +166,20 @@ def plan_packed(
             bins = packer.pack(padded)
         except BinPackingError as error:
             raise BinPackingError(f"global batch of rows {start} to {start + chunk - 1}: {error}") from error
-        if order == "largest_first":
-            bins = sorted(bins, key=lambda items: -sum(padded[i] for i in items))
         for rank, plan in enumerate(plans):
             own = bins[rank::shards]
+            if order == "largest_first":
+                own = sorted(own, key=lambda items: -sum(padded[i] for i in items))
             ends = [0]
             for items in own:
                 ends.append(ends[-1] + len(items))
             spans = list(itertools.pairwise(ends))
-            _extend(plan, [start + i for items in own for i in items], spans, [sum(padded[i] for i in items) for items in own])
+            _extend(
+                plan,
+                [start + i for items in own for i in items],
+                spans,
+                [sum(padded[i] for i in items) for items in own],
+            )
     return plans
 
 
@@ -167,7 +195,10 @@ def _chunk_size(size: int, shards: int, batch_size: int | None) -> int:
     if size % chunk:
         raise ValueError(f"{size} rows are not a multiple of batch_size={chunk}")
     if chunk % shards:
-        raise ValueError(f"batch_size={chunk} is not a multiple of shards={shards}; choose a global batch size that the data-parallel size divides")
+        raise ValueError(
+            f"batch_size={chunk} is not a multiple of shards={shards}; choose a global batch size that the "
+            "data-parallel size divides"
+        )
     return chunk
 
 

@@ -1,7 +1,7 @@
 """A dictionary of columns over the same rows: tensors (dim 0 is the batch) and lists.
 
-Carries samples between the driver, the policy and the environments, and cuts them into shards and microbatches.
-It decides nothing about lengths or packing (`batch_sharding` does) and knows no column by name except through arguments.
+Carries samples between the driver, the policy and the environments, and cuts them into shards and microbatches. It
+decides nothing about lengths or packing (`batch_sharding` does) and knows no column by name except through arguments.
 Invariant: an operation on rows is applied to every column alike, so row i of all columns is always the same sample.
 """
 
@@ -25,8 +25,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Columns over the same rows.
 
     Attributes:
-        micro_batch_indices: per global batch, `[start, end)` of each microbatch within it; None until sharded with packing or dynamic batching.
-        micro_batch_lengths: per global batch and microbatch, its padded length (dynamic batching) or its tokens in all (packing).
+        micro_batch_indices: per global batch, `[start, end)` of each microbatch within it; None until sharded with
+            packing or dynamic batching.
+        micro_batch_lengths: per global batch and microbatch, its padded length (dynamic batching) or its tokens in all
+            (packing).
         elem_counts_per_gb: rows of each global batch in this shard.
     """
 
@@ -42,10 +44,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return next((len(column) for column in self.data.values()), 0)
 
     @classmethod
-    def from_batches(cls, batches: Sequence[Mapping[str, Column]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Column]], pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
         """Join batches row-wise.
 
-        Lists extend; 1-D tensors are concatenated; tensors of two or more dimensions are right-padded along dim 1 to the longest first.
+        Lists extend; 1-D tensors are concatenated; tensors of two or more dimensions are right-padded along dim 1 to
+        the longest first.
 
         Args:
             batches: batches of the same columns; empty ones are skipped.
@@ -62,7 +67,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for key in dict.fromkeys(key for batch in filled for key in batch):
             for n, batch in enumerate(filled):
                 if key not in batch:
-                    raise KeyError(f"column {key!r} is missing from batch {n} of {len(filled)}, which has {sorted(batch)}")
+                    raise KeyError(
+                        f"column {key!r} is missing from batch {n} of {len(filled)}, which has {sorted(batch)}"
+                    )
             pad_value = (pad_value_dict or {}).get(key, 0)
             joined[key] = _join(key, [batch[key] for batch in filled], pad_value)
         return joined
@@ -77,11 +84,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         as_list = rows.tolist()
         selected = type(self)()
         for key, column in self.data.items():
-            selected[key] = column[rows.to(column.device)] if isinstance(column, torch.Tensor) else [column[i] for i in as_list]
+            selected[key] = (
+                column[rows.to(column.device)] if isinstance(column, torch.Tensor) else [column[i] for i in as_list]
+            )
         return selected
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times in a row. List items are deep copies, so that changing one repeat leaves the others alone."""
+        """Each row `num_repeats` times in a row. List items are deep copies, so that changing one repeat leaves the
+        others alone.
+        """
         repeated = type(self)()
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor):
@@ -101,7 +112,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(self.size * rank // chunks, self.size * (rank + 1) // chunks)
 
     def reorder_data(self, permutation: Sequence[int] | torch.Tensor) -> Self:
-        """Move row i to position `permutation[i]`: undoes `select_indices(permutation)` and the permutation of `shard_by_batch_size`.
+        """Move row i to position `permutation[i]`, in place, and return self: undoes `select_indices(permutation)` and
+        the permutation of `shard_by_batch_size`.
 
         Raises:
             ValueError: `permutation` is not a permutation of the rows.
@@ -110,10 +122,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         inverse = torch.argsort(target)
         if len(target) != self.size or not torch.equal(target[inverse], torch.arange(self.size)):
             raise ValueError(f"expected a permutation of {self.size} rows, got {target.tolist()}")
-        return self.select_indices(inverse)
+        self.data = self.select_indices(inverse).data
+        return self
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has dimension `dim` to its first `truncated_len` entries along it, in place (as views)."""
+        """Cut every tensor that has dimension `dim` to its first `truncated_len` entries along it, in place (as
+        views).
+        """
         for key, column in self.data.items():
             if isinstance(column, torch.Tensor) and column.ndim > dim:
                 self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
@@ -130,7 +145,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.data
 
     def all_gather(self, group: dist.ProcessGroup) -> Self:
-        """Rows of every rank of `group`, joined in rank order, on every rank. Tensors must differ between ranks in dim 0 at most."""
+        """Rows of every rank of `group`, joined in rank order, on every rank. Tensors must differ between ranks in dim
+        0 at most.
+        """
         world = dist.get_world_size(group)
         sizes: list[Any] = [None] * world
         dist.all_gather_object(sizes, self.size, group=group)
@@ -149,7 +166,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return gathered
 
     @overload
-    def shard_by_batch_size(self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False) -> "list[SlicedDataDict]": ...
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> "list[SlicedDataDict]": ...
     @overload
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, *, dynamic_batching_args: DynamicBatchingArgs
@@ -166,18 +185,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> "list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]":
-        """Cut into chunks of `batch_size` rows, each chunk into `shards` equal parts, and join part i of every chunk into shard i.
+        """Cut into chunks of `batch_size` rows, each chunk into `shards` equal parts, and join part i of every chunk
+        into shard i.
 
         Args:
             shards: number of shards.
             batch_size: rows of one global batch; all rows when None.
-            allow_uneven_shards: contiguous shards of `ceil(size / shards)` rows, the last ones short or empty; `batch_size` must be None.
+            allow_uneven_shards: contiguous shards of `ceil(size / shards)` rows, the last ones short or empty;
+                `batch_size` must be None.
             dynamic_batching_args: sort by length and plan microbatches of a bounded number of padded tokens.
             sequence_packing_args: pack rows into microbatches of a bounded number of tokens.
 
         Returns:
-            A list of `SlicedDataDict`; with either args, `(that list, permutation)`, where `permutation[i]` is the original row at position i of
-            the joined shards: `from_batches(results).reorder_data(permutation)` restores the order.
+            A list of `SlicedDataDict`; with either args, `(that list, permutation)`, where `permutation[i]` is the
+            original row at position i of the joined shards: `from_batches(results).reorder_data(permutation)` restores
+            the order.
 
         Raises:
             ValueError: the sizes do not divide, arguments exclude each other, or a row is longer than a microbatch.
@@ -252,7 +274,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if not 0 <= batch_idx < batches:
             raise ValueError(f"global batch {batch_idx} is outside the {batches} of this shard")
         batch = self.slice(start, start + rows)
-        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None and self.elem_counts_per_gb is not None:
+        if (
+            self.micro_batch_indices is not None
+            and self.micro_batch_lengths is not None
+            and self.elem_counts_per_gb is not None
+        ):
             batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
             batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
             batch.elem_counts_per_gb = [rows]
@@ -294,11 +320,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def _planned_spans(self) -> list[tuple[int, int, int]]:
         if self.micro_batch_indices is None or self.micro_batch_lengths is None or self.elem_counts_per_gb is None:
-            raise ValueError("this batch has no microbatch plan; shard it with dynamic_batching_args or sequence_packing_args first")
+            raise ValueError(
+                "this batch has no microbatch plan; shard it with dynamic_batching_args or sequence_packing_args first"
+            )
         spans: list[tuple[int, int, int]] = []
         offset = 0
-        for indices, lengths, rows in zip(self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb, strict=True):
-            spans.extend((offset + start, offset + end, length) for (start, end), length in zip(indices, lengths, strict=True))
+        for indices, lengths, rows in zip(
+            self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb, strict=True
+        ):
+            spans.extend(
+                (offset + start, offset + end, length) for (start, end), length in zip(indices, lengths, strict=True)
+            )
             offset += rows
         return spans
 

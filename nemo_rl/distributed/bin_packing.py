@@ -13,8 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
+from nemo_rl.config.errors import UserError
 
-class BinPackingError(ValueError):
+
+class BinPackingError(UserError, ValueError):
     """The sequences cannot be packed as asked."""
 
 
@@ -39,7 +41,8 @@ class SequencePacker(ABC):
     def __init__(self, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1) -> None:
         if bin_capacity < 1 or min_bin_count < 1 or bin_count_multiple < 1:
             raise BinPackingError(
-                f"bin_capacity={bin_capacity}, min_bin_count={min_bin_count} and bin_count_multiple={bin_count_multiple} must each be at least 1"
+                f"bin_capacity={bin_capacity}, min_bin_count={min_bin_count} and "
+                f"bin_count_multiple={bin_count_multiple} must each be at least 1"
             )
         self.bin_capacity = bin_capacity
         self.min_bin_count = min_bin_count
@@ -65,7 +68,8 @@ class SequencePacker(ABC):
         longest = max(range(len(lengths)), key=lambda i: lengths[i])
         if lengths[longest] > self.bin_capacity:
             raise BinPackingError(
-                f"sequence {longest} has {lengths[longest]} tokens after padding, more than a microbatch may hold ({self.bin_capacity}); "
+                f"sequence {longest} has {lengths[longest]} tokens after padding, more than a microbatch may "
+                f"hold ({self.bin_capacity}); "
                 "raise the token cap (train_mb_tokens or logprob_mb_tokens) or lower policy.max_total_sequence_length"
             )
         bins = [items for items in self._pack(lengths) if items]
@@ -76,10 +80,12 @@ class SequencePacker(ABC):
         target = math.ceil(max(len(bins), self.min_bin_count) / multiple) * multiple
         if target > len(lengths):
             raise BinPackingError(
-                f"{len(lengths)} sequences cannot fill {target} microbatches (at least {self.min_bin_count}, a multiple of {multiple}); "
+                f"{len(lengths)} sequences cannot fill {target} microbatches (at least {self.min_bin_count}, "
+                f"a multiple of {multiple}); "
                 "use a larger batch or fewer data-parallel ranks"
             )
-        # A heap of splittable bins, fullest first. Taking the longest item out of the fullest bin keeps the slowest microbatch as fast as it can be.
+        # A heap of splittable bins, fullest first. Taking the longest item out of the fullest bin keeps the slowest
+        # microbatch as fast as it can be.
         splittable = [(-sum(lengths[i] for i in items), n) for n, items in enumerate(bins) if len(items) > 1]
         heapq.heapify(splittable)
         while len(bins) < target:
@@ -120,7 +126,9 @@ class FirstFitShufflePacker(SequencePacker):
     The order depends on `seed` and the number of sequences alone, so every process of a job packs alike.
     """
 
-    def __init__(self, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1, seed: int = 0
+    ) -> None:
         super().__init__(bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
         self.seed = seed
 
@@ -133,9 +141,9 @@ class FirstFitShufflePacker(SequencePacker):
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Modified first-fit decreasing (Johnson and Garey, 1985), worst case 71/60 of the optimum.
 
-    Items are large (> C/2), medium (> C/3), small (> C/6) or tiny. Each large item opens a bin; one medium item joins each
-    bin going forward (largest bin first); two small items join each bin without a medium one going backward; what is left is
-    filled in greedily, and the leftovers go, descending, into the emptiest open bin, or a new one.
+    Items are large (> C/2), medium (> C/3), small (> C/6) or tiny. Each large item opens a bin; one medium item joins
+    each bin going forward (largest bin first); two small items join each bin without a medium one going backward; what
+    is left is filled in greedily, and the leftovers go, descending, into the emptiest open bin, or a new one.
     """
 
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -170,7 +178,9 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         return has_medium
 
     @staticmethod
-    def _add_small_pairs(bins: list[list[int]], room: list[int], small: list[int], has_medium: list[bool], lengths: Sequence[int]) -> None:
+    def _add_small_pairs(
+        bins: list[list[int]], room: list[int], small: list[int], has_medium: list[bool], lengths: Sequence[int]
+    ) -> None:
         """Backward pass: the smallest item and the largest that fits beside it join each bin without a medium one."""
         for n in reversed(range(len(bins))):
             if has_medium[n] or len(small) < 2 or lengths[small[-1]] + lengths[small[-2]] > room[n]:
@@ -214,7 +224,9 @@ def _fill_greedily(bins: list[list[int]], room: list[int], items: list[int], len
     return items
 
 
-def _into_emptiest(bins: list[list[int]], room: list[int], items: list[int], lengths: Sequence[int], capacity: int) -> None:
+def _into_emptiest(
+    bins: list[list[int]], room: list[int], items: list[int], lengths: Sequence[int], capacity: int
+) -> None:
     emptiest = [(-free, n) for n, free in enumerate(room)]
     heapq.heapify(emptiest)
     for i in items:
@@ -235,7 +247,9 @@ _PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 }
 
 
-def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1) -> SequencePacker:
+def get_packer(
+    algorithm: PackingAlgorithm | str, bin_capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1
+) -> SequencePacker:
     """The packer called `algorithm`.
 
     Args:
@@ -251,4 +265,6 @@ def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int, *, min_bin_
     known = [a.value for a in PackingAlgorithm]
     if name not in known:
         raise BinPackingError(f"unknown packing algorithm {algorithm!r}; expected one of {', '.join(known)}")
-    return _PACKERS[PackingAlgorithm(name)](bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+    return _PACKERS[PackingAlgorithm(name)](
+        bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
+    )

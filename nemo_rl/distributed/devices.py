@@ -16,11 +16,13 @@ from typing import Literal
 
 import torch
 
+from nemo_rl.config.errors import UserError
+
 DeviceKind = Literal["cuda", "cpu"]
 CPU_SLOT_RESOURCE = "cpu_slot"
 
 
-class DeviceUnavailableError(RuntimeError):
+class DeviceUnavailableError(UserError, RuntimeError):
     """The configured device does not exist on this machine."""
 
 
@@ -119,7 +121,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_uuid(device: torch.device) -> str:
-    """An identity `device@host` of the physical device that is equal in every process on it; all CPU slots of a host share one."""
+    """An identity `device@host` of the physical device that is equal in every process on it; all CPU slots of a host
+    share one.
+    """
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
         host = boot_id.read().strip()
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

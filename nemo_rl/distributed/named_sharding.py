@@ -32,7 +32,9 @@ class NamedSharding:
         self._layout = _as_rank_grid(layout)
         self._names = list(names)
         if self._layout.ndim != len(self._names):
-            raise ValueError(f"layout has {self._layout.ndim} axes but {len(self._names)} names were given: {self._names}")
+            raise ValueError(
+                f"layout has {self._layout.ndim} axes but {len(self._names)} names were given: {self._names}"
+            )
         if len(set(self._names)) != len(self._names):
             raise ValueError(f"axis names must be distinct, got {self._names}")
         self._coords = {int(rank): tuple(int(c) for c in at) for at, rank in np.ndenumerate(self._layout)}
@@ -122,7 +124,11 @@ class NamedSharding:
         return all(coords[axis] == 0 for axis in ([axes] if isinstance(axes, str) else axes))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NamedSharding) and self._names == other._names and np.array_equal(self._layout, other._layout)
+        return (
+            isinstance(other, NamedSharding)
+            and self._names == other._names
+            and np.array_equal(self._layout, other._layout)
+        )
 
     def __hash__(self) -> int:
         return hash((tuple(self._names), self._layout.shape, self._layout.tobytes()))

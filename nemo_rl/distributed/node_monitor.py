@@ -1,7 +1,8 @@
 """Memory and accelerator use of every node, sampled while a run goes on.
 
-One small Ray actor per node reads the node; a thread of the driver asks them all and hands numbers to the logger. Knows no logger but by its
-`log_metrics`. Invariant: a slow or lost node costs its own numbers, never the run: every question has a deadline.
+One small Ray actor per node reads the node; a thread of the driver asks them all and hands numbers to the logger. Knows
+no logger but by its `log_metrics`. Invariant: a slow or lost node costs its own numbers, never the run: every question
+has a deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ PREFIX = "ray"
 class MetricsSink(Protocol):
     """Where numbers go."""
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """See `nemo_rl.utils.logger.Logger`."""
         ...
 
@@ -44,7 +52,9 @@ class NodeSampler:
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """`mem_gb`, `cpu_util` (percent of all cores since the last sample), and per GPU `gpu.M.util` (percent) and `gpu.M.mem_gb`."""
+        """`mem_gb`, `cpu_util` (percent of all cores since the last sample), and per GPU `gpu.M.util` (percent) and
+        `gpu.M.mem_gb`.
+        """
         usage = {"mem_gb": psutil.virtual_memory().used / _GIB, "cpu_util": psutil.cpu_percent()}
         if self._nvidia_smi is None:
             return usage
@@ -54,7 +64,8 @@ class NodeSampler:
 
 
 def parse_nvidia_smi(text: str) -> dict[str, float]:
-    """`gpu.M.util` and `gpu.M.mem_gb` from lines of `index, percent, MiB`; values that are no number (`[N/A]`) are left out.
+    """`gpu.M.util` and `gpu.M.mem_gb` from lines of `index, percent, MiB`; values that are no number (`[N/A]`) are left
+    out.
 
     >>> parse_nvidia_smi("0, 87, 2048")
     {'gpu.0.util': 87.0, 'gpu.0.mem_gb': 2.0}
@@ -76,9 +87,15 @@ class RaySamplers:
     """One `NodeSampler` per node that was alive when this was made; node numbers follow the order of node addresses."""
 
     def __init__(self) -> None:
-        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+        nodes = sorted(
+            (node for node in ray.nodes() if node["Alive"]),
+            key=lambda node: (node["NodeManagerAddress"], node["NodeID"]),
+        )
         sampler: Any = ray.remote(num_cpus=0)(NodeSampler)
-        self._actors: list[Any] = [sampler.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote() for node in nodes]
+        self._actors: list[Any] = [
+            sampler.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+            for node in nodes
+        ]
         self._silent: set[int] = set()
 
     def __call__(self) -> dict[str, float]:
@@ -105,7 +122,38 @@ class RaySamplers:
     def _report(self, number: int, reason: str) -> None:
         if number not in self._silent:
             self._silent.add(number)
-            logger.warning("node_usage_missing node=%d: %s; its memory and GPU curves end here or have gaps", number, reason)
+            logger.warning(
+                "node_usage_missing node=%d: %s; its memory and GPU curves end here or have gaps", number, reason
+            )
+
+
+class GpuMemoryShown(Protocol):
+    """Where a person watches the run."""
+
+    def gpu_memory(self, gigabytes: float) -> None:
+        """The fullest GPU's memory in use."""
+        ...
+
+
+class ShownUsage:
+    """Passes numbers on to a sink, and shows the memory of the fullest GPU."""
+
+    def __init__(self, sink: MetricsSink, shown: GpuMemoryShown) -> None:
+        self._sink, self._shown = sink, shown
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """See `MetricsSink`."""
+        memory = [value for name, value in metrics.items() if ".gpu." in name and name.endswith(".mem_gb")]
+        if memory:
+            self._shown.gpu_memory(max(memory))
+        self._sink.log_metrics(metrics, step, prefix, step_metric, step_finished)
 
 
 class NodeMonitor:
@@ -138,7 +186,9 @@ class NodeMonitor:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ended.set()
         self._thread.join(timeout=2 * _QUERY_DEADLINE_S)
         if self._samplers is not None:

@@ -1,4 +1,6 @@
-"""Ending processes of this node for good. Knows neither Ray nor torch. Invariant: whoever is told that all are gone may give on what they held."""
+"""Ending processes of this node for good. Knows neither Ray nor torch. Invariant: whoever is told that all are gone may
+give on what they held.
+"""
 
 from __future__ import annotations
 

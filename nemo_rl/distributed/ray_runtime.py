@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import psutil
@@ -17,6 +19,7 @@ import ray
 from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import kill_and_wait
 
@@ -25,9 +28,14 @@ logger = logging.getLogger(__name__)
 # Launchers leave variables behind that make libraries inside workers believe they are part of an MPI or Slurm job step.
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_", "SLURM_")
 # Actors here do little Ray work of their own; the default pools cost hundreds of threads per process.
-_RAY_PROCESS_ENV = {"RAY_num_server_call_thread": "4", "TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_RAY_PROCESS_ENV = {
+    "RAY_num_server_call_thread": "4",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 _LOCAL_CLUSTER_ENV = {
-    # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the machine starves them.
+    # Ray would run its workers at the lowest priority but one; here they are the work, and whatever else runs on the
+    # machine starves them.
     "RAY_worker_niceness": "0",
     # Workers started ahead are never used: every actor has an environment of its own.
     "RAY_prestart_worker_first_driver": "0",
@@ -36,19 +44,17 @@ _LOCAL_CLUSTER_ENV = {
 _LOCAL = "local"
 _ANSWER_S = 5.0
 _START_ATTEMPTS = 3
+# The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="ray-start")
 _END_TIMEOUT_S = 10.0
 
 
-class RayStartError(RuntimeError):
+class RayStartError(UserError, RuntimeError):
     """Ray could not be started or joined."""
 
 
 def init_ray(
-    *,
-    device: str = "auto",
-    cpu_slots: int = 2,
-    log_to_driver: bool | None = None,
-    log_dir: str | None = None,
+    *, device: str = "auto", cpu_slots: int = 2, log_to_driver: bool | None = None, log_dir: str | None = None
 ) -> Accelerator:
     """Joins the cluster named by RAY_ADDRESS, or the one that `ray start` started on this machine, or starts one here.
 
@@ -107,32 +113,88 @@ def _joined(echo: bool, worker_env: dict[str, str]) -> bool:
     address = _running_here() if not named else None if named == _LOCAL else named
     if address is None:
         return False
+    if named:
+        _probe(named)
     try:
         # Ray takes the token of this machine's clusters only where it finds the cluster itself.
-        ray.init(address=named or "auto", log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False)
+        ray.init(
+            address=named or "auto", log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False
+        )
     except (ConnectionError, RuntimeError, RayError) as error:
         if named:
-            raise RayStartError(f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS") from error
+            raise RayStartError(
+                f"RAY_ADDRESS={address} does not answer: {error}; start the cluster or unset RAY_ADDRESS"
+            ) from error
         logger.warning("ray=not_joined address=%s reason=%s", address, error)
         ray.shutdown()
         return False
     if not named:
-        logger.warning("ray=joined address=%s: it runs on this machine; RAY_ADDRESS=local starts a cluster of the run's own", address)
+        logger.warning(
+            "ray=joined address=%s: it runs on this machine; RAY_ADDRESS=local starts a cluster of the run's own",
+            address,
+        )
     return True
 
 
+def running_cluster() -> str | None:
+    """Address of a cluster that can be joined: the one that RAY_ADDRESS names, or one that runs on this machine."""
+    named = os.environ.get("RAY_ADDRESS")
+    return _running_here() if not named else None if named == _LOCAL else named
+
+
 def _running_here() -> str | None:
-    """Address of the cluster that `ray start` left on this machine, if anybody listens there: a cluster that was killed leaves its address behind."""
+    """Address of the cluster that `ray start` left on this machine, if anybody listens there: a cluster that was killed
+    leaves its address behind.
+    """
     address = read_ray_address()
     if not address:
         return None
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
-            return address
+        _connect(address)
     except (OSError, ValueError):
         logger.info("ray=stale_address address=%s", address)
         return None
+    return address
+
+
+def _probe(address: str) -> None:
+    """Finds out in seconds whether anybody listens at RAY_ADDRESS; Ray itself would ask for minutes.
+
+    Raises:
+        RayStartError: Nobody does.
+    """
+    if ":" not in address:
+        # `auto`, or a name that Ray resolves.
+        return
+    try:
+        _connect(address.rpartition("://")[2])
+    except ValueError as error:
+        raise RayStartError(f"RAY_ADDRESS={address} is no address; expected host:port, auto or local") from error
+    except OSError as error:
+        raise RayStartError(
+            f"RAY_ADDRESS={address} does not answer ({error.strerror or error}); start the cluster, unset RAY_ADDRESS, "
+            "or set it to local"
+        ) from error
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+        pass
+
+
+def accelerator_here(device: str) -> Accelerator | None:
+    """The accelerator of a run that will start a cluster on this machine; None for one that joins a cluster.
+
+    Args:
+        device: `cluster.device`.
+
+    Raises:
+        DeviceUnavailableError: `cuda` was asked for and this machine has none.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    joins = ray.is_initialized() or (named not in (None, "", _LOCAL)) or (not named and _running_here() is not None)
+    return None if joins else resolve_accelerator(device)
 
 
 def _start_local(**options: Any) -> None:
@@ -151,14 +213,46 @@ def _start_local(**options: Any) -> None:
                 raise
             _end_half_started(before)
             if attempt == _START_ATTEMPTS:
-                raise RayStartError(f"Ray did not start within half a minute, {attempt} times; is this machine overloaded? ({error})") from error
+                raise RayStartError(
+                    f"Ray did not start within half a minute, {attempt} times; is this machine overloaded? ({error})"
+                ) from error
             logger.warning("ray=start_timed_out attempt=%d", attempt)
 
 
 def _end_half_started(before: set[psutil.Process]) -> None:
-    """Ends the processes of a cluster that did not come up; Ray itself would leave them running until this process ends."""
+    """Ends the processes of a cluster that did not come up; Ray itself would leave them running until this process
+    ends.
+    """
     ray.shutdown()
-    kill_and_wait([process for process in psutil.Process().children(recursive=True) if process not in before], _END_TIMEOUT_S)
+    kill_and_wait(
+        [process for process in psutil.Process().children(recursive=True) if process not in before], _END_TIMEOUT_S
+    )
+
+
+class RayStart:
+    """Ray coming up beside other work.
+
+    Args:
+        connect: Joins or starts Ray; its kind of accelerator.
+    """
+
+    def __init__(self, connect: Callable[[], Accelerator]) -> None:
+        # Ray tells every thread but the main one that it leaves signals alone.
+        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+        self._accelerator = _STARTER.submit(connect)
+
+    def result(self) -> Accelerator:
+        """Waits until Ray is up.
+
+        Raises:
+            RayStartError, DeviceUnavailableError: See `init_ray`.
+        """
+        return self._accelerator.result()
+
+    def end(self, disconnect: Callable[[], None]) -> None:
+        """Leaves the cluster with `disconnect`, once it is known whether it came up."""
+        wait([self._accelerator])
+        disconnect()
 
 
 def shutdown_ray() -> None:

@@ -19,12 +19,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import CPU, CUDA, Accelerator
+from nemo_rl.lazy import names_of
 
 logger = logging.getLogger(__name__)
 
 
-class ResourceInsufficientError(RuntimeError):
+class ResourceInsufficientError(UserError, RuntimeError):
     """The Ray cluster does not have the slots that were asked for."""
 
 
@@ -37,7 +39,8 @@ class Slot:
         bundle_index: Bundle inside the node's placement group.
         node_id: Ray's id of the node.
         node_ip: Address of the node.
-        device_index: Physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by index, UUID or MIG slice; the running slot number on a CPU node.
+        device_index: Physical GPU of the node as CUDA_VISIBLE_DEVICES names it, by index, UUID or MIG slice; the
+            running slot number on a CPU node.
     """
 
     node_rank: int
@@ -50,7 +53,11 @@ class Slot:
 @ray.remote(num_cpus=0)
 def _describe_slot() -> tuple[str, str, list[str]]:
     context = ray.get_runtime_context()
-    return context.get_node_id(), ray.util.get_node_ip_address(), [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])]
+    return (
+        context.get_node_id(),
+        ray.util.get_node_ip_address(),
+        [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
+    )
 
 
 def _device(gpu: str) -> int | str:
@@ -107,7 +114,10 @@ class RayVirtualCluster:
         if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
             raise ValueError(f"cluster {name!r}: every node needs at least one slot, got {bundle_ct_per_node_list}")
         if max(bundle_ct_per_node_list) > num_gpus_per_node:
-            raise ValueError(f"cluster {name!r}: {max(bundle_ct_per_node_list)} slots on one node, but a node has {num_gpus_per_node}")
+            raise ValueError(
+                f"cluster {name!r}: {max(bundle_ct_per_node_list)} slots on one node, but a node has "
+                f"{num_gpus_per_node}"
+            )
         self.name = name
         self.accelerator: Accelerator = CUDA if use_gpus else CPU
         self.max_colocated_worker_groups = max_colocated_worker_groups
@@ -161,16 +171,24 @@ class RayVirtualCluster:
                 for other in groups:
                     remove_placement_group(other)
                 raise ResourceInsufficientError(
-                    f"cluster {self.name!r}: node {index} could not reserve {self._bundle_counts[index]} x {self.accelerator.ray_resource} within "
-                    f"{self._timeout_s:.0f} s; free now: {ray.available_resources().get(self.accelerator.ray_resource, 0.0):.0f}"
+                    f"cluster {self.name!r}: node {index} could not reserve {self._bundle_counts[index]} x "
+                    f"{self.accelerator.ray_resource} within "
+                    f"{self._timeout_s:.0f} s; free now: "
+                    f"{ray.available_resources().get(self.accelerator.ray_resource, 0.0):.0f}"
                 )
         return groups
+
+    def places(self) -> list[tuple[int, int]]:
+        """Placement group and bundle of each slot, in rank order."""
+        return [(node, bundle) for node, count in enumerate(self._bundle_counts) for bundle in range(count)]
 
     def slots(self) -> list[Slot]:
         """Every slot in rank order, with its node and physical device."""
         if self._slots is None:
-            places = [(node, bundle) for node, count in enumerate(self._bundle_counts) for bundle in range(count)]
-            answers = ray.get([self._on(node, bundle, _describe_slot).remote() for node, bundle in places], timeout=self._timeout_s)
+            places = self.places()
+            answers = ray.get(
+                [self._on(node, bundle, _describe_slot).remote() for node, bundle in places], timeout=self._timeout_s
+            )
             running: dict[str, int] = {}
             slots = []
             for (node, bundle), (node_id, node_ip, gpus) in zip(places, answers, strict=True):
@@ -180,9 +198,15 @@ class RayVirtualCluster:
             self._slots = slots
         return self._slots
 
+    def actor_name(self, group: str, rank: int) -> dict[str, str]:
+        """Ray options that name the actor of a worker group's rank; none here, where nobody looks for actors."""
+        return {}
+
     def strategy_for(self, node_rank: int, bundle_index: int) -> PlacementGroupSchedulingStrategy:
         """Ray scheduling strategy that puts an actor on one slot."""
-        return PlacementGroupSchedulingStrategy(self.get_placement_groups()[node_rank], placement_group_bundle_index=bundle_index)
+        return PlacementGroupSchedulingStrategy(
+            self.get_placement_groups()[node_rank], placement_group_bundle_index=bundle_index
+        )
 
     def _on(self, node_rank: int, bundle_index: int, task: Any) -> Any:
         gpu = {"num_gpus": 0.01} if self.accelerator.is_cuda else {}
@@ -192,17 +216,22 @@ class RayVirtualCluster:
         """Address of the first slot's node and a free port there that this cluster never handed out before."""
         return self.slots()[0].node_ip, self.free_ports(1)[0]
 
-    def free_ports(self, count: int, *, node_rank: int = 0) -> list[int]:
-        """Free ports on one node, each handed out once.
+    def free_ports(self, count: int, *, node_rank: int | None = None) -> list[int]:
+        """Free ports on one node (by default that of the first slot), each handed out once.
 
         Raises:
             ResourceInsufficientError: Fewer than `count` ports of the range are free.
         """
         low, high = self._ports
-        ports = ray.get(self._on(node_rank, 0, _free_ports).remote(low, high, count, sorted(self._handed_out)), timeout=self._timeout_s)
+        place = self.places()[0] if node_rank is None else (node_rank, 0)
+        ports = ray.get(
+            self._on(*place, _free_ports).remote(low, high, count, sorted(self._handed_out)),
+            timeout=self._timeout_s,
+        )
         if len(ports) < count:
             raise ResourceInsufficientError(
-                f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen cluster.master_port_range_low/high"
+                f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen "
+                "cluster.master_port_range_low/high"
             )
         self._handed_out.update(ports)
         return ports
@@ -218,3 +247,7 @@ class RayVirtualCluster:
 def cores_per_slot(slots_on_node: int) -> int:
     """CPU threads that each of `slots_on_node` slots may use on this kind of node."""
     return max(1, (os.cpu_count() or 1) // max(1, slots_on_node))
+
+
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

@@ -16,11 +16,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from nemo_rl.config.errors import UserError
+
 TIMEOUT_VARIABLE = "NRL_WORKER_TIMEOUT_SECONDS"
 _ROOT_CAUSE_WAIT_S = 5.0
 
 
-class WorkerError(RuntimeError):
+class WorkerError(UserError, RuntimeError):
     """A worker raised or died. The message names worker, rank, node and the remote traceback."""
 
 
@@ -45,7 +47,9 @@ class WorkerIdentity:
 
 
 def worker_timeout_s() -> float:
-    """Seconds that workers may take for one call (a training step, a start with its download): `NRL_WORKER_TIMEOUT_SECONDS`, by default half an hour."""
+    """Seconds that workers may take for one call (a training step, a start with its download):
+    `NRL_WORKER_TIMEOUT_SECONDS`, by default half an hour.
+    """
     return float(os.environ.get(TIMEOUT_VARIABLE, "1800"))
 
 
@@ -74,7 +78,9 @@ def wait_for_workers(
     deadline = time.monotonic() + limit_s
     pending = list(refs)
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+        ready, pending = ray.wait(
+            pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False
+        )
         if not ready:
             missing = ", ".join(str(who[ref]) for ref in pending)
             hint = f"; where calls take longer, set {TIMEOUT_VARIABLE}" if timeout_s is None else ""
@@ -86,11 +92,15 @@ def wait_for_workers(
     return ray.get(list(refs), timeout=max(1.0, deadline - time.monotonic()))
 
 
-def _root_failure(first: WorkerError, others: Sequence[tuple[ray.ObjectRef[Any], WorkerIdentity]], what: str) -> WorkerError:
+def _root_failure(
+    first: WorkerError, others: Sequence[tuple[ray.ObjectRef[Any], WorkerIdentity]], what: str
+) -> WorkerError:
     """The failure to report: a worker whose peer died often raises a moment before the death itself is known."""
     if isinstance(first, WorkerDiedError) or not others:
         return first
-    ready, _ = ray.wait([ref for ref, _ in others], num_returns=len(others), timeout=_ROOT_CAUSE_WAIT_S, fetch_local=False)
+    ready, _ = ray.wait(
+        [ref for ref, _ in others], num_returns=len(others), timeout=_ROOT_CAUSE_WAIT_S, fetch_local=False
+    )
     failures = [worker_failure(ref, identity, what) for ref, identity in others if ref in ready]
     return next((failure for failure in failures if isinstance(failure, WorkerDiedError)), first)
 
@@ -105,7 +115,10 @@ def worker_failure(ref: ray.ObjectRef[Any], identity: WorkerIdentity, what: str)
             return _caused(WorkerError(f"{what}: {identity} could not start: {_last_line(text)}\n{text}"), error)
         return _caused(WorkerDiedError(f"{what}: {identity} died: {text}"), error)
     except RayTaskError as error:
-        return _caused(WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}\n{_plain(error)}"), error.cause)
+        return _caused(
+            WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}\n{_plain(error)}"),
+            error.cause,
+        )
     except RayError as error:
         return _caused(WorkerError(f"{what}: {identity} failed: {_plain(error)}"), error)
     return None

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
-from nemo_rl.distributed.worker_calls import WorkerIdentity, wait_for_workers
+from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
 
 logger = logging.getLogger(__name__)
+
+_NAME_FREE_S = 30.0
 
 
 def resolve_fqn(fqn: str) -> Any:
@@ -73,11 +75,15 @@ class RayWorkerGroup:
         builder: What to build.
         workers_per_node: Limits the slots used on each node; all by default.
         name_prefix: Start of the actors' names in messages.
-        bundle_indices_list: Tied groups `(node_rank, [bundle, ...])`; the group's actor sits on its first slot and sees all devices.
+        bundle_indices_list: Tied groups `(node_rank, [bundle, ...])`; the group's actor sits on its first slot and sees
+            all devices.
         sharding_annotations: Rank grid with named axes for sharded calls; a plain data-parallel grid by default.
         env_vars: Environment of every actor.
         max_concurrency: Calls an actor may run at once (asynchronous actors).
         timeout_s: Default deadline of calls, in seconds; `worker_timeout_s` by default.
+
+    Attributes:
+        workers: The actors by rank. Changed in place where one is started anew.
     """
 
     def __init__(
@@ -98,15 +104,44 @@ class RayWorkerGroup:
         self._slots = _group_slots(cluster, bundle_indices_list, workers_per_node)
         self.sharding_annotations = sharding_annotations or NamedSharding([*range(len(self._slots))], ["data_parallel"])
         if self.sharding_annotations.size != len(self._slots):
-            raise ValueError(f"{self.name_prefix}: sharding grid has {self.sharding_annotations.size} ranks, there are {len(self._slots)} workers")
-        self.identities = [WorkerIdentity(self.name_prefix, rank, slots[0].node_ip) for rank, slots in enumerate(self._slots)]
-        actor_class = ray.remote(resolve_fqn(builder.fqn))
-        address, port = cluster.get_master_address_and_port()
-        self.workers: list[ActorHandle[Any]] = []
-        for rank, slots in enumerate(self._slots):
-            env = self._environment(rank, slots, address, port) | (env_vars or {})
-            options = self._options(slots, env, max_concurrency)
-            self.workers.append(actor_class.options(**options).remote(*builder.args, **builder.kwargs))
+            raise ValueError(
+                f"{self.name_prefix}: sharding grid has {self.sharding_annotations.size} ranks, there are "
+                f"{len(self._slots)} workers"
+            )
+        self.identities = [
+            WorkerIdentity(self.name_prefix, rank, slots[0].node_ip) for rank, slots in enumerate(self._slots)
+        ]
+        self._builder = builder
+        self._actor_class = ray.remote(resolve_fqn(builder.fqn))
+        self._rendezvous = cluster.get_master_address_and_port()
+        self._env_vars, self._max_concurrency = env_vars or {}, max_concurrency
+        self.workers: list[Any] = [None] * len(self._slots)
+        for rank in range(len(self._slots)):
+            self.start_worker(rank)
+
+    def start_worker(self, rank: int) -> None:
+        """Starts the actor of a rank, in the place of one that was there before, which is ended.
+
+        Raises:
+            WorkerError: The name of the one before did not become free.
+        """
+        if self.workers[rank] is not None:
+            ray.kill(self.workers[rank])
+        slots = self._slots[rank]
+        env = self._environment(rank, slots, *self._rendezvous) | self._env_vars
+        options = self._options(slots, env, self._max_concurrency) | self.cluster.actor_name(self.name_prefix, rank)
+        deadline = time.monotonic() + _NAME_FREE_S
+        while True:
+            try:
+                actor = self._actor_class.options(**options).remote(*self._builder.args, **self._builder.kwargs)
+            except ValueError as error:
+                # Ray keeps the name of an actor for a moment after its end.
+                if "name" not in options or time.monotonic() > deadline:
+                    raise WorkerError(f"{self.identities[rank]}: could not be started: {error}") from error
+                time.sleep(0.05)
+                continue
+            self.workers[rank] = actor
+            return
 
     def _environment(self, rank: int, slots: list[Slot], address: str, port: int) -> dict[str, str]:
         first = slots[0]
@@ -120,12 +155,14 @@ class RayWorkerGroup:
             "MASTER_PORT": str(port),
         }
         if self.cluster.accelerator.is_cuda:
-            # The slot's device is fixed by its bundle; two actors of one slot must see the same device, and a leader all of its group.
+            # The slot's device is fixed by its bundle; two actors of one slot must see the same device, and a leader
+            # all of its group.
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot.device_index) for slot in slots)
         else:
             env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(group) for group in on_node)))
-            # Threads that wait by spinning take the cores from whoever they wait for when the machine has other work too.
+            # Threads that wait by spinning take the cores from whoever they wait for when the machine has other work
+            # too.
             env["OMP_WAIT_POLICY"] = "PASSIVE"
             env["CUDA_VISIBLE_DEVICES"] = ""
         return env
@@ -172,12 +209,16 @@ class RayWorkerGroup:
         """Calls one worker; the reference of its answer."""
         return self._call(worker_idx, method, kwargs)
 
-    def run_all_workers_single_data(self, method: str, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any) -> MultiWorkerFuture:
+    def run_all_workers_single_data(
+        self, method: str, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
+    ) -> MultiWorkerFuture:
         """Calls every worker (or those at coordinate 0 of the given axes) with the same arguments."""
         called = [rank for rank in range(self.world_size) if self._is_zero_on(rank, run_rank_0_only_axes or ())]
         return self._future(method, called, [kwargs] * len(called))
 
-    def run_all_workers_multiple_data(self, method: str, common_kwargs: dict[str, Any] | None = None, **per_worker: Sequence[Any]) -> MultiWorkerFuture:
+    def run_all_workers_multiple_data(
+        self, method: str, common_kwargs: dict[str, Any] | None = None, **per_worker: Sequence[Any]
+    ) -> MultiWorkerFuture:
         """Calls worker i with the i-th entry of every list.
 
         Raises:
@@ -185,8 +226,13 @@ class RayWorkerGroup:
         """
         for key, values in per_worker.items():
             if len(values) != self.world_size:
-                raise ValueError(f"{self.name_prefix}.{method}: {key} has {len(values)} entries for {self.world_size} workers")
-        calls = [{key: values[rank] for key, values in per_worker.items()} | (common_kwargs or {}) for rank in range(self.world_size)]
+                raise ValueError(
+                    f"{self.name_prefix}.{method}: {key} has {len(values)} entries for {self.world_size} workers"
+                )
+        calls = [
+            {key: values[rank] for key, values in per_worker.items()} | (common_kwargs or {})
+            for rank in range(self.world_size)
+        ]
         return self._future(method, list(range(self.world_size)), calls)
 
     def run_all_workers_sharded_data(
@@ -204,7 +250,8 @@ class RayWorkerGroup:
         Args:
             method: Worker method.
             in_sharded_axes: Axes along which the arguments are nested lists, outermost first.
-            replicate_on_axes: Axes whose workers all get the same shard; on an axis named nowhere only coordinate 0 is called.
+            replicate_on_axes: Axes whose workers all get the same shard; on an axis named nowhere only coordinate 0 is
+                called.
             output_is_replicated: Axes along which only coordinate 0's answer is kept.
             common_kwargs: Arguments that are the same for all.
             **sharded: Arguments, nested along `in_sharded_axes`.
@@ -225,7 +272,9 @@ class RayWorkerGroup:
                 kwargs[key] = shard
             calls.append(kwargs)
         future = self._future(method, called, calls)
-        future.return_from = [position for position, rank in enumerate(called) if self._is_zero_on(rank, output_is_replicated)]
+        future.return_from = [
+            position for position, rank in enumerate(called) if self._is_zero_on(rank, output_is_replicated)
+        ]
         return future
 
     def get_all_worker_results(self, future: MultiWorkerFuture, *, timeout_s: float | None = None) -> list[Any]:
@@ -235,7 +284,9 @@ class RayWorkerGroup:
             WorkerError: As soon as one worker failed.
         """
         identities = [self.identities[rank] for rank in future.called_workers]
-        results = wait_for_workers(future.futures, identities, what=future.what, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
+        results = wait_for_workers(
+            future.futures, identities, what=future.what, timeout_s=self.timeout_s if timeout_s is None else timeout_s
+        )
         return [results[position] for position in future.return_from]
 
     def run(self, method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
@@ -251,14 +302,18 @@ class RayWorkerGroup:
         return MultiWorkerFuture(refs, called, list(range(len(called))), f"{self.name_prefix}.{method}")
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
-        """Ends the workers, after `cleanup_method` where given. True when every cleanup answered in time. Safe to call twice."""
+        """Ends the workers, after `cleanup_method` where given. True when every cleanup answered in time. Safe to call
+        twice.
+        """
         clean = True
         if cleanup_method and not force and self.workers and ray.is_initialized():
             refs = [getattr(worker, cleanup_method).remote() for worker in self.workers]
             _, late = ray.wait(refs, num_returns=len(refs), timeout=timeout)
             clean = not late
             if late:
-                logger.warning("workers=%s cleanup=%s late=%d timeout_s=%.0f", self.name_prefix, cleanup_method, len(late), timeout)
+                logger.warning(
+                    "workers=%s cleanup=%s late=%d timeout_s=%.0f", self.name_prefix, cleanup_method, len(late), timeout
+                )
         if ray.is_initialized():
             for worker in self.workers:
                 ray.kill(worker)
@@ -266,7 +321,9 @@ class RayWorkerGroup:
         return clean
 
 
-def _group_slots(cluster: RayVirtualCluster, tied: Sequence[tuple[int, list[int]]] | None, workers_per_node: int | None) -> list[list[Slot]]:
+def _group_slots(
+    cluster: RayVirtualCluster, tied: Sequence[tuple[int, list[int]]] | None, workers_per_node: int | None
+) -> list[list[Slot]]:
     slots = cluster.slots()
     if tied is None:
         return [[slot] for slot in slots if workers_per_node is None or slot.bundle_index < workers_per_node]

@@ -1,6 +1,7 @@
 """One checked call of an environment: in time, without an exception, and with one answer per conversation.
 
-Decides what a failure looks like; what to do about it is the rollout's business. Invariant: what is returned has B entries everywhere.
+Decides what a failure looks like; what to do about it is the rollout's business. Invariant: what is returned has B
+entries everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
 
-def step_environment(handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], *, timeout_s: float, name: str) -> EnvironmentReturn[Any]:
+def step_environment(
+    handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], *, timeout_s: float, name: str
+) -> EnvironmentReturn[Any]:
     """Calls `step` and checks what comes back.
 
     Args:
@@ -43,7 +46,9 @@ def step_environment(handle: Any, message_logs: Sequence[LLMMessageLogType], met
     return _checked(returned, len(message_logs), name)
 
 
-def _call_actor(handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str) -> Any:
+def _call_actor(
+    handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str
+) -> Any:
     import ray
 
     reference = handle.step.remote(list(message_logs), list(metadata))
@@ -53,25 +58,37 @@ def _call_actor(handle: Any, message_logs: Sequence[LLMMessageLogType], metadata
         ray.cancel(reference, force=False)
         raise _too_slow(name, len(message_logs), timeout_s) from error
     except ray.exceptions.RayTaskError as error:
-        raise EnvironmentFailure(f"environment {name} raised on {len(message_logs)} conversations: {error.cause!r}\n{error}") from error
+        raise EnvironmentFailure(
+            f"environment {name} raised on {len(message_logs)} conversations: {error.cause!r}\n{error}"
+        ) from error
     except ray.exceptions.RayActorError as error:
-        raise EnvironmentFailure(f"environment {name} died while judging {len(message_logs)} conversations: {error}") from error
+        raise EnvironmentFailure(
+            f"environment {name} died while judging {len(message_logs)} conversations: {error}"
+        ) from error
 
 
-def _call_object(environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str) -> Any:
+def _call_object(
+    environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str
+) -> Any:
     future: Future[Any] = Future()
     # A daemon, so that an environment that never returns cannot keep the process alive.
-    Thread(target=_run, args=(future, environment, message_logs, metadata), name=f"environment-{name}", daemon=True).start()
+    Thread(
+        target=_run, args=(future, environment, message_logs, metadata), name=f"environment-{name}", daemon=True
+    ).start()
     try:
         error = future.exception(timeout=timeout_s)
     except FutureTimeout:
         raise _too_slow(name, len(message_logs), timeout_s) from None
     if error is not None:
-        raise EnvironmentFailure(f"environment {name} raised on {len(message_logs)} conversations: {error!r}") from error
+        raise EnvironmentFailure(
+            f"environment {name} raised on {len(message_logs)} conversations: {error!r}"
+        ) from error
     return future.result()
 
 
-def _run(future: Future[Any], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any]) -> None:
+def _run(
+    future: Future[Any], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any]
+) -> None:
     try:
         future.set_result(environment.step(list(message_logs), list(metadata)))
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is handed to the caller, which names the environment
@@ -80,7 +97,8 @@ def _run(future: Future[Any], environment: Any, message_logs: Sequence[LLMMessag
 
 def _too_slow(name: str, count: int, timeout_s: float) -> EnvironmentFailure:
     return EnvironmentFailure(
-        f"environment {name} did not answer for {count} conversations within {timeout_s:g} s; it hangs, or env.{name}.step_timeout_s is too short"
+        f"environment {name} did not answer for {count} conversations within {timeout_s:g} s; it hangs, or "
+        f"env.{name}.step_timeout_s is too short"
     )
 
 
@@ -90,14 +108,23 @@ def _checked(returned: Any, size: int, name: str) -> EnvironmentReturn[Any]:
     result = EnvironmentReturn(*returned)
     stops = result.next_stop_strings if result.next_stop_strings is not None else [None] * size
     answers = result.answers if result.answers is not None else [None] * size
-    for what, values in (("observations", result.observations), ("metadata", result.metadata), ("next_stop_strings", stops), ("answers", answers)):
+    for what, values in (
+        ("observations", result.observations),
+        ("metadata", result.metadata),
+        ("next_stop_strings", stops),
+        ("answers", answers),
+    ):
         if not isinstance(values, Sequence) or len(values) != size:
             raise EnvironmentFailure(f"environment {name} returned {_count(values)} {what} for {size} conversations")
     for index, observation in enumerate(result.observations):
         if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
-            raise EnvironmentFailure(f"environment {name}: observation {index} is {observation!r}, not a message with role and content")
+            raise EnvironmentFailure(
+                f"environment {name}: observation {index} is {observation!r}, not a message with role and content"
+            )
     terminateds = _tensor(result.terminateds, "terminateds", size, name).bool()
-    return EnvironmentReturn(result.observations, result.metadata, stops, _rewards(result.rewards, size, name), terminateds, answers)
+    return EnvironmentReturn(
+        result.observations, result.metadata, stops, _rewards(result.rewards, size, name), terminateds, answers
+    )
 
 
 def _rewards(rewards: Any, size: int, name: str) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -105,8 +132,14 @@ def _rewards(rewards: Any, size: int, name: str) -> torch.Tensor | dict[str, tor
         return _finite(_tensor(rewards, "rewards", size, name).float(), "rewards", name)
     wrong = [key for key in rewards if not str(key).startswith("reward/")]
     if wrong or not rewards:
-        raise EnvironmentFailure(f"environment {name} returned rewards named {', '.join(map(str, rewards)) or 'nothing'}; components are named reward/<name>")
-    return {str(key): _finite(_tensor(values, str(key), size, name).float(), str(key), name) for key, values in rewards.items()}
+        raise EnvironmentFailure(
+            f"environment {name} returned rewards named {', '.join(map(str, rewards)) or 'nothing'}; "
+            "components are named reward/<name>"
+        )
+    return {
+        str(key): _finite(_tensor(values, str(key), size, name).float(), str(key), name)
+        for key, values in rewards.items()
+    }
 
 
 def _tensor(values: Any, what: str, size: int, name: str) -> torch.Tensor:
@@ -115,14 +148,20 @@ def _tensor(values: Any, what: str, size: int, name: str) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise EnvironmentFailure(f"environment {name} returned {what} that are no numbers: {error}") from error
     if tensor.shape != (size,):
-        raise EnvironmentFailure(f"environment {name} returned {what} of shape {list(tensor.shape)} for {size} conversations; expected [{size}]")
+        raise EnvironmentFailure(
+            f"environment {name} returned {what} of shape {list(tensor.shape)} for {size} conversations; "
+            f"expected [{size}]"
+        )
     return tensor.cpu()
 
 
 def _finite(rewards: torch.Tensor, what: str, name: str) -> torch.Tensor:
     bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
     if bad:
-        raise EnvironmentFailure(f"environment {name} returned {what} that are not finite, for conversations {bad[:8]}: {rewards[bad[0]].item()}")
+        raise EnvironmentFailure(
+            f"environment {name} returned {what} that are not finite, for conversations {bad[:8]}: "
+            f"{rewards[bad[0]].item()}"
+        )
     return rewards
 
 

@@ -1,8 +1,8 @@
 """Runs the Python that a response contains and answers with what it printed.
 
-Code is what stands between `<code>` and `</code>`, or in fenced blocks. It runs in a fresh interpreter in an empty directory with limits on
-time, memory, output and the size of a file; that keeps accidents small, but it is no sandbox: run untrusted models in a container.
-Invariant: no run outlives its deadline.
+Code is what stands between `<code>` and `</code>`, or in fenced blocks. It runs in a fresh interpreter in an empty
+directory with limits on time, memory, output and the size of a file; that keeps accidents small, but it is no sandbox:
+run untrusted models in a container. Invariant: no run outlives its deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class Run:
-    """What running a piece of code gave: its output (both streams, cut), and whether it ended by itself without an error."""
+    """What running a piece of code gave: its output (both streams, cut), and whether it ended by itself without an
+    error.
+    """
 
     output: str
     succeeded: bool
@@ -52,8 +54,8 @@ class Run:
 class CodeEnvironment(EnvironmentInterface[dict[str, Any]]):
     """`env.code`.
 
-    The reward is 1 when the code runs and, if the metadata has `tests` (Python that runs after it), those pass, or if it has
-    `ground_truth`, the output equals it; without either it is 0 and only the output is of use.
+    The reward is 1 when the code runs and, if the metadata has `tests` (Python that runs after it), those pass, or if
+    it has `ground_truth`, the output equals it; without either it is 0 and only the output is of use.
 
     Args:
         cfg: the keys of `env.code`.
@@ -64,16 +66,23 @@ class CodeEnvironment(EnvironmentInterface[dict[str, Any]]):
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Runs the code of B responses; a response without code ends its conversation."""
         codes = [code_in(str(log[-1]["content"])) for log in message_log_batch]
         runs = list(self._threads.map(self._run, codes, metadata))
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": "" if run is None else f"\n<result>\n{run.output}\n</result>\n"} for run in runs],
+            observations=[
+                {"role": "environment", "content": "" if run is None else f"\n<result>\n{run.output}\n</result>\n"}
+                for run in runs
+            ],
             metadata=list(metadata),
             next_stop_strings=[["</code>"]] * len(runs),
             rewards=torch.tensor([_reward(run, item) for run, item in zip(runs, metadata, strict=True)]),
-            terminateds=torch.tensor([run is None or self.cfg.terminate_on_evaluation for run in runs], dtype=torch.bool),
+            terminateds=torch.tensor(
+                [run is None or self.cfg.terminate_on_evaluation for run in runs], dtype=torch.bool
+            ),
             answers=[None if run is None else run.output for run in runs],
         )
 
@@ -128,7 +137,9 @@ def run_python(code: str, timeout_s: float) -> Run:
 
 
 def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) -> tuple[str, bool]:
-    """Feeds the code in and reads what it prints, of which only the beginning and the end are ever held; and whether the process ended in time."""
+    """Feeds the code in and reads what it prints, of which only the beginning and the end are ever held; and whether
+    the process ended in time.
+    """
     head, tail, dropped, unsent = bytearray(), bytearray(), False, memoryview(code)
     if process.stdin is None or process.stdout is None:
         raise EnvironmentFailure("a process for a response's code has no standard input and output")
@@ -165,13 +176,21 @@ def _fed(fd: int, unsent: memoryview) -> memoryview:
 
 
 def _text(head: bytearray, tail: bytearray, dropped: bool) -> str:
-    parts = [bytes(part).decode(errors="replace") for part in (head, tail)] if dropped else [bytes(head + tail).decode(errors="replace")]
+    parts = (
+        [bytes(part).decode(errors="replace") for part in (head, tail)]
+        if dropped
+        else [bytes(head + tail).decode(errors="replace")]
+    )
     return "\n[...]\n".join(parts).replace("\r\n", "\n")
 
 
 def _cut(output: str) -> str:
     text = output.strip()
-    return text if len(text) <= OUTPUT_LIMIT_CHARS else f"{text[: OUTPUT_LIMIT_CHARS // 2]}\n[...]\n{text[-OUTPUT_LIMIT_CHARS // 2 :]}"
+    return (
+        text
+        if len(text) <= OUTPUT_LIMIT_CHARS
+        else f"{text[: OUTPUT_LIMIT_CHARS // 2]}\n[...]\n{text[-OUTPUT_LIMIT_CHARS // 2 :]}"
+    )
 
 
 def _reward(run: Run | None, metadata: Mapping[str, Any]) -> float:
@@ -179,4 +198,6 @@ def _reward(run: Run | None, metadata: Mapping[str, Any]) -> float:
         return 0.0
     if metadata.get("tests"):
         return 1.0
-    return float(run.output == str(metadata["ground_truth"]).strip()) if metadata.get("ground_truth") is not None else 0.0
+    return (
+        float(run.output == str(metadata["ground_truth"]).strip()) if metadata.get("ground_truth") is not None else 0.0
+    )

@@ -1,6 +1,7 @@
 """Judges a response by its overlap with a reference: the Jaccard index of their words.
 
-Cheap and deterministic; one turn, reward between 0 and 1. Knows no language's grammar. Invariant: equal texts earn 1, disjoint ones 0.
+Cheap and deterministic; one turn, reward between 0 and 1. Knows no language's grammar. Invariant: equal texts earn 1,
+disjoint ones 0.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ class CodeJaccardEnvironment(EnvironmentInterface[dict[str, Any]]):
         self.cfg = CodeJaccardEnvConfig.model_validate(dict(cfg))
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Compares B responses with their references."""
         answers = [code_of(response_of(log)) for log in message_log_batch]
-        rewards = [jaccard(answer, code_of(str(item["ground_truth"]))) for answer, item in zip(answers, metadata, strict=True)]
+        rewards = [
+            jaccard(answer, code_of(str(item["ground_truth"]))) for answer, item in zip(answers, metadata, strict=True)
+        ]
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: overlap {reward:.3f}"} for reward in rewards],
+            observations=[
+                {"role": "environment", "content": f"Environment: overlap {reward:.3f}"} for reward in rewards
+            ],
             metadata=list(metadata),
             next_stop_strings=[self.cfg.stop_strings] * len(rewards),
             rewards=torch.tensor(rewards),

@@ -1,7 +1,9 @@
-"""What an environment is: it is given conversations and answers with rewards, observations and whether each one is over.
+"""What an environment is: it is given conversations and answers with rewards, observations and whether each one is
+over.
 
-A user's environment is one class that derives from `EnvironmentInterface`; named in YAML as `env.<name>.class`, it becomes a Ray actor.
-Knows no model, tokenizer or loop. Invariant: entry i of everything returned belongs to conversation i.
+A user's environment is one class that derives from `EnvironmentInterface`; named in YAML as `env.<name>.class`, it
+becomes a Ray actor. Knows no model, tokenizer or loop. Invariant: entry i of everything returned belongs to
+conversation i.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     Attributes:
         observations: B messages {role, content} that follow the responses; content may be empty.
         metadata: B items for the next step; None keeps nothing.
-        next_stop_strings: B lists of strings that end the next response; None per item, or in all, leaves the run's own.
+        next_stop_strings: B lists of strings that end the next response; None per item, or in all, leaves the run's
+            own.
         rewards: float [B]; or several components, each under a name `reward/<name>`.
         terminateds: bool [B].
         answers: B extracted answers, for logs; None where there is none.
@@ -40,14 +43,38 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     answers: Sequence[str | None] | None = None
 
 
-class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
-    """Judges responses. Built with the mapping `env.<name>` (without `class` and `step_timeout_s`) as its one argument."""
+class ActorOnRequest(abc.ABCMeta):
+    """Classes that also start as Ray actors by themselves, as NeMo-RL's environments do: `Env.remote(cfg)` and
+    `Env.options(...).remote(cfg)`. `Env(cfg)` stays a plain object.
+    """
+
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """Starts an actor of this class; the handle."""
+        return cls.options().remote(*args, **kwargs)
+
+    def options(cls, **options: Any) -> Any:
+        """The actor class with Ray's options; without any it takes no CPU slot and no accelerator, as it waits for its
+        own helpers.
+        """
+        import ray
+
+        return ray.remote(cls).options(**{"num_cpus": 0, "num_gpus": 0, **options})
+
+
+class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest):
+    """Judges responses. Built with the mapping `env.<name>` (without `class` and `step_timeout_s`) as its one
+    argument.
+    """
 
     @abc.abstractmethod
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[MetadataT]) -> EnvironmentReturn[MetadataT]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[MetadataT]
+    ) -> EnvironmentReturn[MetadataT]:
         """Takes B conversations that end with an assistant message, and what is known of each, and judges them."""
 
-    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """May change a finished batch and adds metrics to the log; does neither unless overridden."""
         return batch, {}
 

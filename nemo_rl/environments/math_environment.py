@@ -1,7 +1,8 @@
 """Judges mathematical and multiple-choice answers: one turn, reward 0 or 1.
 
-The response is everything the assistant said in the conversation; the expected answer is `ground_truth` of its metadata. Which verifier
-is meant by the configuration is decided here; verifying is done by `verifier_pool`. Invariant: every conversation ends with the step.
+The response is everything the assistant said in the conversation; the expected answer is `ground_truth` of its
+metadata. Which verifier is meant by the configuration is decided here; verifying is done by `verifier_pool`. Invariant:
+every conversation ends with the step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import Verdict, quick
+from nemo_rl.lazy import names_of
 
-_BOXED = re.compile(r"\\boxed\s*\{")
+_THINK_THEN_ANSWER = re.compile(
+    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
+)
+_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 
 class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
@@ -38,13 +43,24 @@ class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
         self._pool = VerifierPool(verifier, self.cfg.num_workers, self.cfg.verify_timeout_s)
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Verifies B responses."""
-        verdicts = self._verify([(response_of(log), str(item["ground_truth"])) for log, item in zip(message_log_batch, metadata, strict=True)])
-        return _finished(verdicts, metadata, torch.tensor([verdict.reward for verdict in verdicts]), self.cfg.stop_strings)
+        verdicts = self._verify(
+            [
+                (response_of(log), str(item["ground_truth"]))
+                for log, item in zip(message_log_batch, metadata, strict=True)
+            ]
+        )
+        return _finished(
+            verdicts, metadata, torch.tensor([verdict.reward for verdict in verdicts]), self.cfg.stop_strings
+        )
 
     @override
-    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """Adds the share of right answers, and how many were given up at the deadline."""
         metrics = {"verify_timeouts": float(self._pool.timeouts)}
         if "rewards" in batch and len(batch["rewards"]):
@@ -65,23 +81,39 @@ class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 class MathMultiRewardEnvironment(MathEnvironment):
-    """`env.math_multi_reward`: three components, for estimators that weigh them.
+    """`env.math_multi_reward`: three components, for estimators that weigh them, of responses that think first:
+    `<think>..</think> <answer>..</answer>`.
 
-    `reward/correctness` is MathEnvironment's; `reward/integer` is 1 when the answer that was read is a whole number; `reward/format` is 1
-    when the response puts exactly one answer in `\\boxed{}`.
+    `reward/correctness` is 1 where the verifier finds what stands in the last `<answer>` right; `reward/integer` where
+    that is a whole number; `reward/format` where the response is exactly one thought and one answer.
     """
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Verifies B responses."""
         responses = [response_of(log) for log in message_log_batch]
-        verdicts = self._verify([(response, str(item["ground_truth"])) for response, item in zip(responses, metadata, strict=True)])
+        answers = [answer_in(response) for response in responses]
+        verdicts = self._verify(
+            [(answer or "", str(item["ground_truth"])) for answer, item in zip(answers, metadata, strict=True)]
+        )
         rewards = {
             "reward/correctness": torch.tensor([verdict.reward for verdict in verdicts]),
-            "reward/integer": torch.tensor([float(re.fullmatch(r"[+-]?\d+", verdict.answer or "") is not None) for verdict in verdicts]),
-            "reward/format": torch.tensor([float(len(_BOXED.findall(response)) == 1) for response in responses]),
+            "reward/integer": torch.tensor([_holds(r"[+-]?\d+", answer or "") for answer in answers]),
+            "reward/format": torch.tensor([_holds(_THINK_THEN_ANSWER, response) for response in responses]),
         }
         return _finished(verdicts, metadata, rewards, self.cfg.stop_strings)
+
+
+def answer_in(response: str) -> str | None:
+    """What stands in the last `<answer>` of a response; None without one. A stop string may have cut its end off."""
+    found = _ANSWER.findall(response)
+    return found[-1].strip() if found else None
+
+
+def _holds(pattern: str | re.Pattern[str], text: str) -> float:
+    return float(re.fullmatch(pattern, text) is not None)
 
 
 def response_of(message_log: LLMMessageLogType) -> str:
@@ -90,7 +122,10 @@ def response_of(message_log: LLMMessageLogType) -> str:
 
 
 def _finished(
-    verdicts: Sequence[Verdict], metadata: Sequence[dict[str, Any]], rewards: torch.Tensor | dict[str, torch.Tensor], stop_strings: list[str] | None
+    verdicts: Sequence[Verdict],
+    metadata: Sequence[dict[str, Any]],
+    rewards: torch.Tensor | dict[str, torch.Tensor],
+    stop_strings: list[str] | None,
 ) -> EnvironmentReturn[dict[str, Any]]:
     size = len(verdicts)
     said = ["Environment: correct" if verdict.reward == 1.0 else "Environment: incorrect" for verdict in verdicts]
@@ -102,3 +137,7 @@ def _finished(
         terminateds=torch.ones(size, dtype=torch.bool),
         answers=[verdict.answer for verdict in verdicts],
     )
+
+
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

@@ -1,7 +1,8 @@
 """Judges answers to reasoning-gym problems with the task's own verifier: one turn, a score from 0 to 1.
 
-The metadata of a conversation is the reference of its problem. Which part of the response is the answer is decided by `env.reasoning_gym.answer_tag`;
-verifying is done by `verifier_pool`, in time. Invariant: every conversation ends with the step.
+The metadata of a conversation is the reference of its problem. Which part of the response is the answer is decided by
+`env.reasoning_gym.answer_tag`; verifying is done by `verifier_pool`, in time. Invariant: every conversation ends with
+the step.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
         self._pool = VerifierPool("reasoning_gym", self.cfg.num_workers, self.cfg.verify_timeout_s)
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Verifies B responses."""
         tag = {"tag": self.cfg.answer_tag}
-        verdicts = self._pool.verify([(response_of(log), json.dumps(item | tag)) for log, item in zip(message_log_batch, metadata, strict=True)])
+        verdicts = self._pool.verify(
+            [(response_of(log), json.dumps(item | tag)) for log, item in zip(message_log_batch, metadata, strict=True)]
+        )
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: score {verdict.reward:g}"} for verdict in verdicts],
+            observations=[
+                {"role": "environment", "content": f"Environment: score {verdict.reward:g}"} for verdict in verdicts
+            ],
             metadata=list(metadata),
             next_stop_strings=None,
             rewards=torch.tensor([verdict.reward for verdict in verdicts]),

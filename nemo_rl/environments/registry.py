@@ -1,11 +1,13 @@
 """Environments by name, and their actors.
 
-`env.<name>.class` in YAML is all that a user's environment needs; `register_env` gives a class a name from Python. Knows no environment's
-inner life. Invariant: an environment gets exactly the keys of its mapping, without those that are read here.
+`env.<name>.class` in YAML is all that a user's environment needs; `register_env` gives a class a name from Python.
+Knows no environment's inner life. Invariant: an environment gets exactly the keys of its mapping, without those that
+are read here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.config import ConfigError, EnvConfig, EnvironmentConfig
@@ -16,6 +18,7 @@ from nemo_rl.environments.errors import UnknownEnvironment
 _CLASSES: dict[str, str] = {
     "math": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_default": "nemo_rl.environments.math_environment.MathEnvironment",
+    "dapo": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_multi_reward": "nemo_rl.environments.math_environment.MathMultiRewardEnvironment",
     "code": "nemo_rl.environments.code_environment.CodeEnvironment",
     "reasoning_gym": "nemo_rl.environments.reasoning_gym_environment.ReasoningGymEnvironment",
@@ -47,11 +50,20 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     """
     path = config.env_class if config is not None and config.env_class is not None else _CLASSES.get(name)
     if path is None:
-        hint = "is not built yet" if name in _NOT_BUILT else f"is no environment.{did_you_mean(name, _CLASSES)} A new one needs env.{name}.class"
+        hint = (
+            "is not built yet"
+            if name in _NOT_BUILT
+            else f"is no environment.{did_you_mean(name, _CLASSES)} A new one needs env.{name}.class"
+        )
         raise UnknownEnvironment(f"data.*.env_name: {name!r} {hint}")
     found = import_dotted(path, f"env.{name}.class")
     if not callable(getattr(_plain_class(found), "step", None)):
-        raise ConfigError([f"env.{name}.class: {path} has no method step; derive it from nemo_rl.environments.interfaces.EnvironmentInterface"])
+        raise ConfigError(
+            [
+                f"env.{name}.class: {path} has no method step; derive it from "
+                "nemo_rl.environments.interfaces.EnvironmentInterface"
+            ]
+        )
     return found
 
 
@@ -60,12 +72,12 @@ def environment_settings(config: EnvironmentConfig | None) -> dict[str, Any]:
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 
-def create_env(name: str, env_configs: EnvConfig) -> Any:
+def create_env(name: str, env_configs: EnvConfig | Mapping[str, Any]) -> Any:
     """Starts an environment as a Ray actor, without an accelerator.
 
     Args:
         name: the environment's name.
-        env_configs: `env`.
+        env_configs: `env`, as a section or a plain mapping; a mapping may also be that of the environment alone.
 
     Returns:
         The actor's handle.
@@ -75,10 +87,21 @@ def create_env(name: str, env_configs: EnvConfig) -> Any:
     """
     import ray
 
+    env_configs = _whole(name, env_configs)
     found = environment_class(name, section_of(name, env_configs))
     actor = found if isinstance(found, ray.actor.ActorClass) else ray.remote(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
-    return actor.options(num_cpus=0, num_gpus=0, max_concurrency=1).remote(environment_settings(section_of(name, env_configs)))
+    return actor.options(num_cpus=0, num_gpus=0, max_concurrency=1).remote(
+        environment_settings(section_of(name, env_configs))
+    )
+
+
+def _whole(name: str, given: EnvConfig | Mapping[str, Any]) -> EnvConfig:
+    if isinstance(given, EnvConfig):
+        return given
+    sections = {**EnvConfig.model_fields, **_CLASSES}
+    alone = not any(key in sections or isinstance(value, (Mapping, EnvironmentConfig)) for key, value in given.items())
+    return EnvConfig.read({name: dict(given)} if alone else given)
 
 
 def section_of(name: str, env_configs: EnvConfig) -> EnvironmentConfig | None:

@@ -1,11 +1,12 @@
 """Data and environments of a run together: prompts, and for each task the actor that judges it.
 
-Starts one actor per environment name, however many tasks use it. Knows neither policy nor loop. Invariant: every task has an environment.
+Starts one actor per environment name, however many tasks use it. Knows neither policy nor loop. Invariant: every task
+has an environment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_rl.config import DataConfig, EnvConfig
@@ -17,17 +18,23 @@ from nemo_rl.environments.registry import create_env, environment_class, section
 ResponseData = tuple[AllTaskProcessedDataset, AllTaskProcessedDataset | None, dict[str, Any], dict[str, Any]]
 
 
-def setup_response_data(tokenizer: Any, data_config: DataConfig, env_configs: EnvConfig, is_vlm: bool = False) -> ResponseData:
+def setup_response_data(
+    tokenizer: Any,
+    data_config: DataConfig | Mapping[str, Any],
+    env_configs: EnvConfig | Mapping[str, Any],
+    is_vlm: bool = False,
+) -> ResponseData:
     """Loads datasets and starts environments.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        data_config: `data`.
-        env_configs: `env`.
+        data_config: `data`, as a section or a plain mapping.
+        env_configs: `env`, the same.
         is_vlm: not built yet.
 
     Returns:
-        Training prompts, validation prompts (None without), environment actor per training task and per validation task.
+        Training prompts, validation prompts (None without), environment actor per training task and per validation
+        task.
 
     Raises:
         DataError: see `nemo_rl.data.setup.load_datasets`.
@@ -35,8 +42,11 @@ def setup_response_data(tokenizer: Any, data_config: DataConfig, env_configs: En
     """
     if is_vlm:
         raise DataError("datasets of images (is_vlm) are not built yet")
+    data_config, env_configs = DataConfig.read(data_config), EnvConfig.read(env_configs)
     datasets = load_datasets(tokenizer, data_config)
-    actors = start_environments([*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()], env_configs)
+    actors = start_environments(
+        [*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()], env_configs
+    )
     return datasets.train, datasets.validation, *_by_task(datasets, actors)
 
 

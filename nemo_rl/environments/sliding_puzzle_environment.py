@@ -1,7 +1,8 @@
 """The sliding puzzle, move by move: an action per turn, reward 1 for solving it.
 
-A response is read for its last `<action>..</action>`; what is no legal move costs a turn and is answered by what was wrong. The board lives in
-the conversation's metadata. Invariant: a puzzle ends when it is solved or after `max_moves` actions, legal or not.
+A response is read for its last `<action>..</action>`; what is no legal move costs a turn and is answered by what was
+wrong. The board lives in the conversation's metadata. Invariant: a puzzle ends when it is solved or after `max_moves`
+actions, legal or not.
 """
 
 from __future__ import annotations
@@ -33,14 +34,21 @@ class SlidingPuzzleEnvironment(EnvironmentInterface[dict[str, Any]]):
         self.cfg = SlidingPuzzleEnvConfig.model_validate(dict(cfg))
 
     @override
-    def step(self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn[dict[str, Any]]:
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn[dict[str, Any]]:
         """Plays one action in each of B puzzles."""
-        turns = [self._play(str(log[-1]["content"]), state) for log, state in zip(message_log_batch, metadata, strict=True)]
+        turns = [
+            self._play(str(log[-1]["content"]), state) for log, state in zip(message_log_batch, metadata, strict=True)
+        ]
         solved = torch.tensor([board == solved_board(len(board)) for board, _, _ in turns])
         over = torch.tensor([state["moves"] + 1 >= self.cfg.max_moves for state in metadata])
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": said} for _, said, _ in turns],
-            metadata=[{"board": board, "moves": state["moves"] + 1} for (board, _, _), state in zip(turns, metadata, strict=True)],
+            metadata=[
+                {"board": board, "moves": state["moves"] + 1}
+                for (board, _, _), state in zip(turns, metadata, strict=True)
+            ],
             next_stop_strings=[_STOP] * len(turns),
             rewards=solved.float(),
             terminateds=solved | over,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from nemo_rl.environments.registry import create_env, register_env
+from nemo_rl.lazy import names_of
 
 __all__ = ["chunk_list_to_workers", "create_env", "register_env"]
 Item = TypeVar("Item")
@@ -25,3 +26,7 @@ def chunk_list_to_workers(to_chunk: Sequence[Item], num_workers: int) -> list[li
             chunks.append(list(to_chunk[start:end]))
         start = end
     return chunks
+
+
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

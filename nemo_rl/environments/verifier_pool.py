@@ -1,7 +1,8 @@
 """Verifier processes that share out answers, with a deadline per answer.
 
-A process that runs past its deadline is ended and replaced, and that answer earns 0. Knows processes and pipes, no mathematics.
-Invariant: `verify` returns one verdict per pair, in order, at most (answers / workers + 1) * deadline later.
+A process that runs past its deadline is ended and replaced, and that answer earns 0. Knows processes and pipes, no
+mathematics. Invariant: `verify` returns one verdict per pair, in order, at most (answers / workers + 1) * deadline
+later.
 """
 
 from __future__ import annotations
@@ -93,7 +94,12 @@ class VerifierPool:
 
     def _assign(self, worker: _Worker, task: int, pairs: Sequence[tuple[str, str]]) -> None:
         response, expected = pairs[task]
-        request = {"verifier": self._verifier, "response": response, "expected": expected, "deadline_s": self._deadline_s}
+        request = {
+            "verifier": self._verifier,
+            "response": response,
+            "expected": expected,
+            "deadline_s": self._deadline_s,
+        }
         worker.task, worker.give_up_at = task, time.monotonic() + self._deadline_s + _GRACE_S
         if worker.process.stdin is None:
             return
@@ -127,10 +133,18 @@ class VerifierPool:
     def _lost(self, worker: _Worker, verdicts: list[Verdict | None]) -> None:
         self._end(worker)
         if not worker.ready:
-            raise EnvironmentFailure(f"a verifier process ended, or was not ready after {_START_UP_S:g} s, with exit code {worker.process.returncode}")
+            raise EnvironmentFailure(
+                f"a verifier process ended, or was not ready after {_START_UP_S:g} s, with exit code "
+                f"{worker.process.returncode}"
+            )
         if worker.task is not None:
             self.timeouts += 1
-            logger.warning("verifier=%s event=ended deadline_s=%g exit_code=%s reward=0", self._verifier, self._deadline_s, worker.process.returncode)
+            logger.warning(
+                "verifier=%s event=ended deadline_s=%g exit_code=%s reward=0",
+                self._verifier,
+                self._deadline_s,
+                worker.process.returncode,
+            )
             verdicts[worker.task] = Verdict(0.0, None)
 
     def _selector_has(self, worker: _Worker) -> bool:

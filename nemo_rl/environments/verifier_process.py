@@ -1,7 +1,8 @@
 """A process that verifies answers, one at a time, and is ended by the kernel when one takes too long.
 
-Reads a JSON line {verifier, response, expected, deadline_s} and writes one {reward, answer}. The deadline is an interval timer whose signal
-ends the process: unlike an exception it also ends a computation stuck in C code. Invariant: no answer is written after the deadline.
+Reads a JSON line {verifier, response, expected, deadline_s} and writes one {reward, answer}. The deadline is an
+interval timer whose signal ends the process: unlike an exception it also ends a computation stuck in C code. Invariant:
+no answer is written after the deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TextIO
 
 from nemo_rl.environments.verifiers import VERIFIERS, Verdict
 
-# A pathological expression can eat memory as well as time; past this, the process gets a MemoryError and the answer earns 0.
+# A pathological expression can eat memory as well as time; past this, the process gets a MemoryError and the answer
+# earns 0.
 MEMORY_LIMIT_BYTES = 4 * 1024**3
 
 

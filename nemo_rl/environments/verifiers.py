@@ -1,7 +1,8 @@
 """Verifiers: functions from a response and the expected answer to a reward from 0 to 1, and the answer that was read.
 
-Pure functions of two strings; math-verify is imported when the first mathematical answer needs it. They may run for ever on a
-pathological expression: run them through `verifier_pool`, which has a deadline. Invariant: what cannot be read earns 0.
+Pure functions of two strings; math-verify is imported when the first mathematical answer needs it. They may run for
+ever on a pathological expression: run them through `verifier_pool`, which has a deadline. Invariant: what cannot be
+read earns 0.
 """
 
 from __future__ import annotations
@@ -31,11 +32,26 @@ _ANSWER_WORDS = (
     "ответ|उत्तर|উত্তর|답변|정답|답|答案|答|回答|解答|الإجابة|الجواب|إجابة"
 )
 _MULTILINGUAL_CHOICE = re.compile(rf"(?i)(?:{_ANSWER_WORDS})\s*[::]\s*[*$(「]*\s*([A-J]|[أبجد]|[অআইঈবডঢসকখগঘ])")
-_CHOICE_LETTERS = {"أ": "A", "ب": "B", "ج": "C", "د": "D", "অ": "A", "ব": "B", "ড": "C", "ঢ": "D", "ক": "A", "খ": "B", "গ": "C", "ঘ": "D"}
+_CHOICE_LETTERS = {
+    "أ": "A",
+    "ب": "B",
+    "ج": "C",
+    "د": "D",
+    "অ": "A",
+    "ব": "B",
+    "ড": "C",
+    "ঢ": "D",
+    "ক": "A",
+    "খ": "B",
+    "গ": "C",
+    "ঘ": "D",
+}
 
 
 def quick(response: str, expected: str) -> Verdict | None:
-    """The verdict on a response that is a plain integer, as is the expected answer; None where it takes a real verifier."""
+    """The verdict on a response that is a plain integer, as is the expected answer; None where it takes a real
+    verifier.
+    """
     given, wanted = response.strip(), expected.strip()
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(wanted):
         return Verdict(float(int(given) == int(wanted)), given)
@@ -43,10 +59,13 @@ def quick(response: str, expected: str) -> Verdict | None:
 
 
 def hf_math_verify(response: str, expected: str) -> Verdict:
-    """Mathematical equality by math-verify (https://github.com/huggingface/Math-Verify): any answer read from the response may match."""
+    """Mathematical equality by math-verify (https://github.com/huggingface/Math-Verify): any answer read from the
+    response may match.
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # Its own deadlines raise in Python code only and need SIGALRM, which the verifier process has for a deadline that always holds.
+    # Its own deadlines raise in Python code only and need SIGALRM, which the verifier process has for a deadline that
+    # always holds.
     gold = parse(f"\\boxed{{{expected}}}", extraction_config=(LatexExtractionConfig(),), parsing_timeout=0)
     found = parse(response, extraction_config=(ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=0)
     if not gold or not found:
@@ -55,7 +74,9 @@ def hf_math_verify(response: str, expected: str) -> Verdict:
 
 
 def dapo_math_verify(response: str, expected: str) -> Verdict:
-    """DAPO's check (https://arxiv.org/abs/2503.14476): the last `Answer: ...` line equals the expected answer once both are written plainly."""
+    """DAPO's check (https://arxiv.org/abs/2503.14476): the last `Answer: ...` line equals the expected answer once both
+    are written plainly.
+    """
     lines = _ANSWER_LINE.findall(response[-300:])
     if not lines:
         return Verdict(0.0, None)
@@ -77,7 +98,8 @@ def multilingual_multichoice(response: str, expected: str) -> Verdict:
 
 
 def plainly(answer: str) -> str:
-    """A mathematical answer without what does not change it: dollar signs, spaces, units, `\\text`, thousands' commas, trailing full stops.
+    """A mathematical answer without what does not change it: dollar signs, spaces, units, `\\text`, thousands' commas,
+    trailing full stops.
 
     The rules are those of Minerva's appendix (https://arxiv.org/abs/2206.14858), as far as they concern single answers.
     """
@@ -89,7 +111,9 @@ def plainly(answer: str) -> str:
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([^{\\\s])\s*([^{\\\s])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*([^{\\\s])", r"\\sqrt{\1}", text)
-    text = re.sub(r"\b(?:units?|degrees?|dollars?|cents?|points?|inches|feet|meters?|cm|hours?|minutes?|square)\b", "", text)
+    text = re.sub(
+        r"\b(?:units?|degrees?|dollars?|cents?|points?|inches|feet|meters?|cm|hours?|minutes?|square)\b", "", text
+    )
     text = re.sub(r"\s+", "", text).rstrip(".。")
     bare = text.replace(",", "")
     return bare if re.fullmatch(r"[+-]?\d+(?:\.\d+)?", bare) else text
@@ -100,7 +124,8 @@ def _choice(letter: str | None, expected: str) -> Verdict:
 
 
 def reasoning_gym(response: str, expected: str) -> Verdict:
-    """The score, 0 to 1, that reasoning-gym's own verifier gives; `expected` is a problem reference with the `tag` of the answer, as JSON.
+    """The score, 0 to 1, that reasoning-gym's own verifier gives; `expected` is a problem reference with the `tag` of
+    the answer, as JSON.
 
     Raises:
         Whatever a task's verifier raises on an answer it did not foresee.

@@ -23,11 +23,12 @@ class RolloutColumns:
     """A rollout in columns.
 
     Attributes:
-        tokens: `input_ids`, `token_mask`, `generation_logprobs` [B, S], `input_lengths` [B], and `content`, the text of each sample, for logs; where
-            rows live elsewhere, a reference to them.
+        tokens: `input_ids`, `token_mask`, `generation_logprobs` [B, S], `input_lengths` [B], and `content`, the text of
+            each sample, for logs; where rows live elsewhere, a reference to them.
         rows: `total_reward`, `truncated`, `sample_mask`, `prompt_lengths`, `response_lengths`, `prompt_number`,
-            `sample_number`, `weight_version` and `newest_version` [B] (oldest and newest of the sample's tokens, -1 without any), `mixed_kv` [B]
-            (whether tokens attended to keys of older weights), and `reward/<name>` where given.
+            `sample_number`, `weight_version` and `newest_version` [B] (oldest and newest of the sample's tokens, -1
+            without any), `mixed_kv` [B] (whether tokens attended to keys of older weights), and `reward/<name>` where
+            given.
     """
 
     tokens: Any
@@ -35,7 +36,12 @@ class RolloutColumns:
 
 
 def rollout_columns(
-    batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory], *, pad_token_id: int, multiple: int = 1, token_versions: bool = False
+    batch: BatchedDataDict[Any],
+    trajectories: Sequence[Trajectory],
+    *,
+    pad_token_id: int,
+    multiple: int = 1,
+    token_versions: bool = False,
 ) -> RolloutColumns:
     """Columns of a finished batch.
 
@@ -44,10 +50,13 @@ def rollout_columns(
         trajectories: One per row.
         pad_token_id: Padding of `input_ids`.
         multiple: The width is rounded up to a multiple of this.
-        token_versions: Whether a column `token_versions` [B, S] says which weights made each trained token (-1 elsewhere).
+        token_versions: Whether a column `token_versions` [B, S] says which weights made each trained token (-1
+            elsewhere).
     """
     logs = [_training_messages(trajectory, token_versions) for trajectory in trajectories]
-    flat, lengths_B = batched_message_log_to_flat_message(logs, {"token_ids": pad_token_id, "token_versions": -1}, make_sequence_length_divisible_by=multiple)
+    flat, lengths_B = batched_message_log_to_flat_message(
+        logs, {"token_ids": pad_token_id, "token_versions": -1}, make_sequence_length_divisible_by=multiple
+    )
     tokens = BatchedDataDict(
         input_ids=flat["token_ids"],
         input_lengths=lengths_B,
@@ -71,7 +80,10 @@ def rollout_columns(
         weight_version=torch.tensor([min((span.version for span in t.spans), default=-1) for t in trajectories]),
         newest_version=torch.tensor([max((span.version for span in t.spans), default=-1) for t in trajectories]),
         mixed_kv=torch.tensor([any(span.mixed_kv for span in t.spans) for t in trajectories]),
-        **{name: torch.tensor([t.components.get(name, 0.0) for t in trajectories], dtype=torch.float32) for name in names},
+        **{
+            name: torch.tensor([t.components.get(name, 0.0) for t in trajectories], dtype=torch.float32)
+            for name in names
+        },
     )
     return RolloutColumns(tokens, rows)
 
@@ -97,7 +109,9 @@ def _training_messages(trajectory: Trajectory, token_versions: bool) -> list[dic
         for message in messages:
             count = len(message["token_ids"])
             trained = bool(message["token_loss_mask"].any())
-            message["token_versions"] = versions[start : start + count] if trained else torch.full((count,), -1, dtype=torch.int32)
+            message["token_versions"] = (
+                versions[start : start + count] if trained else torch.full((count,), -1, dtype=torch.int32)
+            )
             start += count if trained else 0
     return messages
 

@@ -51,7 +51,9 @@ class DataPlaneStore:
         self._runner: Any = None
         self._rollouts: Any = None
 
-    def rollouts(self, train: RolloutSource, val: RolloutSource | None, events: MemoryRecord, record: Record) -> tuple[RolloutSource, RolloutSource | None]:
+    def rollouts(
+        self, train: RolloutSource, val: RolloutSource | None, events: MemoryRecord, record: Record
+    ) -> tuple[RolloutSource, RolloutSource | None]:
         """The same sources in an actor of this store, which writes what they give.
 
         Args:
@@ -64,7 +66,9 @@ class DataPlaneStore:
         if val is not None:
             by_purpose["val"] = val
         self._rollouts = start_actor(RolloutActor, ActorSources(by_purpose, events), self._client, self._multiple)
-        return RemoteRollouts(self._rollouts, "train", record), RemoteRollouts(self._rollouts, "val", record) if val is not None else None
+        return RemoteRollouts(self._rollouts, "train", record), RemoteRollouts(
+            self._rollouts, "val", record
+        ) if val is not None else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -87,7 +91,13 @@ class DataPlaneStore:
             meta = columns
         else:
             ids = mint_ids(range(columns.size))
-            meta = kv_first_write(columns, sample_ids=ids, dp_client=self._client, partition_id=self._partition, pad_to_multiple=self._multiple)
+            meta = kv_first_write(
+                columns,
+                sample_ids=ids,
+                dp_client=self._client,
+                partition_id=self._partition,
+                pad_to_multiple=self._multiple,
+            )
         self._owned.setdefault(meta.partition_id, {}).update(dict.fromkeys(meta.sample_ids))
         return meta
 
@@ -108,7 +118,9 @@ class DataPlaneStore:
         """
         for column, name in renamed.items():
             if result.columns.get(name) != column:
-                raise ValueError(f"the policy stored {name!r} as {result.columns.get(name)!r}, the column {column!r} was expected")
+                raise ValueError(
+                    f"the policy stored {name!r} as {result.columns.get(name)!r}, the column {column!r} was expected"
+                )
         return handle.with_fields(list(renamed))
 
     def read(self, handle: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict[Any]:
@@ -177,7 +189,8 @@ class DataPlaneStore:
 
 
 class StageRunner:
-    """Runs token stages where the rows can be reached. An actor, on the driver's node, so that stages may write log files.
+    """Runs token stages where the rows can be reached. An actor, on the driver's node, so that stages may write log
+    files.
 
     Args:
         client: Attaches by itself.

@@ -2,7 +2,8 @@
 
 Samples finish one by one; an environment is called with many conversations at once, in a thread, so that neither the
 event loop nor the environment pays per sample. Knows environments only by their checked call. Invariant: every sample's
-step reaches its environment exactly once, and a failed call fails every sample that was in it, by the environment's name.
+step reaches its environment exactly once, and a failed call fails every sample that was in it, by the environment's
+name.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class EnvironmentBatcher:
         self._waiting = []
         logs, metadata = [plain_messages(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
         environment = self._environment
-        call = asyncio.to_thread(step_environment, environment.handle, logs, metadata, timeout_s=environment.timeout_s, name=environment.name)
+        call = asyncio.to_thread(
+            step_environment, environment.handle, logs, metadata, timeout_s=environment.timeout_s, name=environment.name
+        )
         (result,) = await asyncio.gather(call, return_exceptions=True)
         for row, (_, _, answer) in enumerate(batch):
             if answer.done():
@@ -96,7 +99,9 @@ class EnvironmentBatcher:
 
 def plain_messages(message_log: LLMMessageLogType) -> LLMMessageLogType:
     """Messages without their tensors: environments judge text, and tensors cost more to send than text."""
-    return [{key: value for key, value in message.items() if not isinstance(value, torch.Tensor)} for message in message_log]
+    return [
+        {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)} for message in message_log
+    ]
 
 
 def _row(result: Any, row: int) -> StepOutcome:
@@ -104,4 +109,12 @@ def _row(result: Any, row: int) -> StepOutcome:
     components = {name: float(values[row]) for name, values in rewards.items()} if isinstance(rewards, dict) else {}
     reward = sum(components.values()) if components else float(rewards[row])
     terminated, answer = bool(result.terminateds[row]), result.answers[row]
-    return StepOutcome(result.observations[row], result.metadata[row], result.next_stop_strings[row], reward, components, terminated, answer)
+    return StepOutcome(
+        result.observations[row],
+        result.metadata[row],
+        result.next_stop_strings[row],
+        reward,
+        components,
+        terminated,
+        answer,
+    )

@@ -1,8 +1,8 @@
 """The seam at which a control plane lends accelerators to a run and takes them back.
 
 The driver calls these hooks at fixed points; the default does nothing. Knows no control plane, and nothing here imports
-one. Order in a run: `on_trajectory_collector_created` once, then per step `begin_progress_batch`, `report_progress` while
-samples arrive, `end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
+one. Order in a run: `on_trajectory_collector_created` once, then per step `begin_progress_batch`, `report_progress`
+while samples arrive, `end_progress_batch`, `before_training`, `before_weight_sync`, `after_training`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import os
 from typing import Any, Protocol
 
+from nemo_rl.config.errors import UserError
+
 CONTROL_PLANE_VARIABLE = "RLIX_CONTROL_PLANE"
 
 
-class HooksError(RuntimeError):
+class HooksError(UserError, RuntimeError):
     """A control plane's hooks did not do what the driver leaves to them."""
 
 
 def time_sharing_enabled() -> bool:
-    """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`): refits, sleep and Ray's end are then its business."""
+    """Whether a control plane owns the accelerators (`RLIX_CONTROL_PLANE=rlix`): refits, sleep and Ray's end are then
+    its business.
+    """
     return os.environ.get(CONTROL_PLANE_VARIABLE, "") == "rlix"
 
 
@@ -49,7 +53,9 @@ class RLixHooksProtocol(Protocol):
         ...
 
     def before_training(self, step: int) -> None:
-        """Returns once the training accelerators may be used for step `step`; or, where validation has just ended the run, for its last checkpoint."""
+        """Returns once the training accelerators may be used for step `step`; or, where validation has just ended the
+        run, for its last checkpoint.
+        """
         ...
 
     def before_weight_sync(self, step: int) -> None:
@@ -60,7 +66,8 @@ class RLixHooksProtocol(Protocol):
         """Brings generation to the weights of step `step` and gives the training accelerators back.
 
         Returns:
-            The version that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is an error under a control plane.
+            The version that generation serves now, which is `step + 1`; None leaves the refit to the driver, and is an
+            error under a control plane.
         """
         ...
 

@@ -25,7 +25,9 @@ def start_actor(kind: type, *args: Any) -> Any:
         args: For its constructor.
     """
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = os.pathsep.join(dict.fromkeys([package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+    path = os.pathsep.join(
+        dict.fromkeys([package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    )
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(kind)
     # It waits for others most of the time; spinning threads would take their cores.

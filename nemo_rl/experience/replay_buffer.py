@@ -2,7 +2,8 @@
 
 A plain class without threads, clocks or actors: groups in, whole generation batches out. Every group belongs to one
 batch of one step (its target), fixed before it is generated, so that how old it may become is known from the start.
-Invariants: a group is in the buffer at most once and leaves it once; what leaves is complete and within the staleness bound.
+Invariants: a group is in the buffer at most once and leaves it once; what leaves is complete and within the staleness
+bound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class BufferProtocolError(RuntimeError):
 
 
 class GroupKey(NamedTuple):
-    """A prompt group's place in the run: the step that trains it, the generation batch of that step (from 0), its number in the step."""
+    """A prompt group's place in the run: the step that trains it, the generation batch of that step (from 0), its
+    number in the step.
+    """
 
     target: int
     attempt: int
@@ -96,7 +99,9 @@ class ReplayBuffer:
         """
         key = group.key
         if key.number not in self._expected.get((key.target, key.attempt), set()):
-            raise BufferProtocolError(f"group {key.number} of step {key.target} (generation batch {key.attempt}) was not expected")
+            raise BufferProtocolError(
+                f"group {key.number} of step {key.target} (generation batch {key.attempt}) was not expected"
+            )
         if key in self._groups:
             raise BufferProtocolError(f"group {key.number} of step {key.target} arrived twice")
         self._groups[key] = group
@@ -115,7 +120,11 @@ class ReplayBuffer:
 
     def missing(self, target: int, attempt: int) -> list[int]:
         """Numbers of a batch's groups that are not finished."""
-        return sorted(number for number in self._expected[target, attempt] if GroupKey(target, attempt, number) not in self._groups)
+        return sorted(
+            number
+            for number in self._expected[target, attempt]
+            if GroupKey(target, attempt, number) not in self._groups
+        )
 
     def take(self, target: int, attempt: int) -> list[BufferedGroup]:
         """A whole batch, in the order of its prompts; it leaves the buffer.
@@ -125,15 +134,43 @@ class ReplayBuffer:
             StaleGroupError: A group is too old for its step.
         """
         if not self.complete(target, attempt):
-            raise BufferProtocolError(f"generation batch {attempt} of step {target} is not complete: {self.missing(target, attempt)} are missing")
-        groups = [self._groups.pop(GroupKey(target, attempt, number)) for number in sorted(self._expected.pop((target, attempt)))]
+            raise BufferProtocolError(
+                f"generation batch {attempt} of step {target} is not complete: "
+                f"{self.missing(target, attempt)} are missing"
+            )
+        groups = [
+            self._groups.pop(GroupKey(target, attempt, number))
+            for number in sorted(self._expected.pop((target, attempt)))
+        ]
+        self._check_age(groups)
+        return groups
+
+    def _check_age(self, groups: Sequence[BufferedGroup]) -> None:
         for group in groups:
             if group.is_stale(self._max_age):
                 raise StaleGroupError(
-                    f"group {group.key.number} of step {target} has tokens of version {group.oldest}; "
-                    f"grpo.async_grpo.max_trajectory_age_steps is {self._max_age}"
+                    f"group {group.key.number} of step {group.key.target} has tokens of version {group.oldest}; "
+                    f"at most {self._max_age} versions of age are allowed"
                 )
+
+    def take_finished(self, target: int, attempt: int) -> list[BufferedGroup]:
+        """The groups of a batch that are finished, in the order of its prompts; they leave the buffer, and the batch is
+        known no more once the last of them has.
+
+        Raises:
+            StaleGroupError: A group is too old for its step.
+        """
+        taken = sorted(key for key in self._groups if (key.target, key.attempt) == (target, attempt))
+        self._expected[target, attempt] -= {key.number for key in taken}
+        if not self._expected[target, attempt]:
+            del self._expected[target, attempt]
+        groups = [self._groups.pop(key) for key in taken]
+        self._check_age(groups)
         return groups
+
+    def finished(self, target: int, attempt: int) -> list[BufferedGroup]:
+        """The finished groups of a batch, which stay."""
+        return [group for key, group in self._groups.items() if (key.target, key.attempt) == (target, attempt)]
 
     def groups(self) -> list[BufferedGroup]:
         """Everything that waits, by step and prompt."""

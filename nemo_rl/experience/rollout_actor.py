@@ -104,7 +104,9 @@ class RemoteRollouts:
     def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`."""
         ref = self._actor.rollout_to_tq.remote(self._purpose, batch, plan, attempt)
-        rollout: Rollout = call(ref, what=f"rollout actor ({self._purpose}, step {plan.step})", timeout_s=_ROLLOUT_TIMEOUT_S)
+        rollout: Rollout = call(
+            ref, what=f"rollout actor ({self._purpose}, step {plan.step})", timeout_s=_ROLLOUT_TIMEOUT_S
+        )
         for event in rollout.events:
             self._record.emit(event)
         return rollout

@@ -13,19 +13,22 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, rollout_columns
 from nemo_rl.experience.rollout_metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory
 
 
-class RecordingError(FileNotFoundError):
+class RecordingError(UserError, FileNotFoundError):
     """A recording is incomplete."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Columns of a generation batch, its rollout metrics, and events for the run record where it was made in another process."""
+    """Columns of a generation batch, its rollout metrics, and events for the run record where it was made in another
+    process.
+    """
 
     columns: RolloutColumns
     metrics: dict[str, Any]
@@ -59,11 +62,22 @@ class LiveRollouts:
         return self._finished(batch, self._runner.run(batch, plan), plan)
 
     async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
-        """The samples of one prompt, awaited where requests are dispatched; columns also say which weights made each token."""
+        """The samples of one prompt, awaited where requests are dispatched; columns also say which weights made each
+        token.
+        """
         return self._finished(batch, await self._runner.run_group(batch, plan), plan, token_versions=True)
 
-    def _finished(self, batch: BatchedDataDict[Any], trajectories: list[Trajectory], plan: RolloutPlan, *, token_versions: bool = False) -> Rollout:
-        columns = rollout_columns(batch, trajectories, pad_token_id=self._pad_token_id, multiple=self._multiple, token_versions=token_versions)
+    def _finished(
+        self,
+        batch: BatchedDataDict[Any],
+        trajectories: list[Trajectory],
+        plan: RolloutPlan,
+        *,
+        token_versions: bool = False,
+    ) -> Rollout:
+        columns = rollout_columns(
+            batch, trajectories, pad_token_id=self._pad_token_id, multiple=self._multiple, token_versions=token_versions
+        )
         return Rollout(columns, rollout_metrics(trajectories, plan.limits.max_turns))
 
 
@@ -92,7 +106,10 @@ class ReplayedRollouts:
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
         if not any(self._directory.glob("rollout_step*.pt")):
-            raise RecordingError(f"grpo.rollout_replay={directory}: there is no rollout_step*.pt; record a run with grpo.rollout_record first")
+            raise RecordingError(
+                f"grpo.rollout_replay={directory}: there is no rollout_step*.pt; record a run with "
+                "grpo.rollout_record first"
+            )
 
     def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`.
@@ -106,7 +123,10 @@ class ReplayedRollouts:
         plain = torch.load(path, weights_only=True)
         columns = RolloutColumns(BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"]))
         if columns.tokens.size != batch.size:
-            raise RecordingError(f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must equal the recorded run's")
+            raise RecordingError(
+                f"{path} holds {columns.tokens.size} samples, this run needs {batch.size}; batch sizes must "
+                "equal the recorded run's"
+            )
         return Rollout(columns, plain["metrics"])
 
 

@@ -17,8 +17,13 @@ import torch
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
-from nemo_rl.experience.rollout_metrics import rollout_metrics
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams, VersionSpan
+from nemo_rl.lazy import names_of
+from nemo_rl.models.generation.interfaces import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationSamplingParams,
+    VersionSpan,
+)
 from nemo_rl.models.generation.seeds import request_seed
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import TokensGenerated
@@ -112,7 +117,13 @@ class RolloutRunner:
         record: Takes which weights made every sample's tokens.
     """
 
-    def __init__(self, generation: RolloutGenerator, tokenizer: Any, environments: Mapping[str, EnvironmentHandle], record: Record | None = None) -> None:
+    def __init__(
+        self,
+        generation: RolloutGenerator,
+        tokenizer: Any,
+        environments: Mapping[str, EnvironmentHandle],
+        record: Record | None = None,
+    ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
         self._environments = environments
@@ -127,7 +138,8 @@ class RolloutRunner:
         """Rolls out every row.
 
         Args:
-            batch: `message_log`, `task_name`, `extra_env_info`, `stop_strings` (lists of B), `prompt_number` and `sample_number` [B].
+            batch: `message_log`, `task_name`, `extra_env_info`, `stop_strings` (lists of B), `prompt_number` and
+                `sample_number` [B].
             plan: How.
 
         Raises:
@@ -138,13 +150,19 @@ class RolloutRunner:
         return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
 
     async def run_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
-        """As `run`, awaited where requests are dispatched; groups that run at the same time share their environments' batched calls."""
+        """As `run`, awaited where requests are dispatched; groups that run at the same time share their environments'
+        batched calls.
+        """
         if not self._shared:
             self._shared = {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
         return await self._run_all(batch, plan, self._shared)
 
-    async def _run_all(self, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher] | None = None) -> list[Trajectory]:
-        batchers = batchers or {name: EnvironmentBatcher(environment) for name, environment in self._environments.items()}
+    async def _run_all(
+        self, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher] | None = None
+    ) -> list[Trajectory]:
+        batchers = batchers or {
+            name: EnvironmentBatcher(environment) for name, environment in self._environments.items()
+        }
         tasks = [asyncio.create_task(self._run_one(row, batch, plan, batchers)) for row in range(batch.size)]
         try:
             return await asyncio.gather(*tasks)
@@ -154,11 +172,15 @@ class RolloutRunner:
                 task.cancel()
             raise
 
-    async def _run_one(self, row: int, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher]) -> Trajectory:
+    async def _run_one(
+        self, row: int, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher]
+    ) -> Trajectory:
         task = batch["task_name"][row]
         if task not in batchers:
             raise KeyError(f"task {task!r} has no environment; tasks with one: {sorted(batchers)}")
-        trajectory = Trajectory([dict(message) for message in batch["message_log"][row]], metadata=batch["extra_env_info"][row])
+        trajectory = Trajectory(
+            [dict(message) for message in batch["message_log"][row]], metadata=batch["extra_env_info"][row]
+        )
         ids = torch.cat([message["token_ids"] for message in trajectory.message_log]).tolist()
         stops = _stop_strings(plan, batch["stop_strings"][row])
         prompt, sample = int(batch["prompt_number"][row]), int(batch["sample_number"][row])
@@ -204,11 +226,15 @@ class RolloutRunner:
                 "generation_logprobs": torch.tensor(result.logprobs, dtype=torch.float32),
             }
         )
-        trajectory.spans += [VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans]
+        trajectory.spans += [
+            VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
+        ]
         trajectory.generated.append(len(result.token_ids))
         trajectory.truncated = result.truncated
 
-    def _append_observation(self, trajectory: Trajectory, ids: list[int], observation: dict[str, Any], max_total: int) -> list[int]:
+    def _append_observation(
+        self, trajectory: Trajectory, ids: list[int], observation: dict[str, Any], max_total: int
+    ) -> list[int]:
         tokens = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
         # One token of room must remain, or the next turn could not answer.
         room = max_total - len(ids) - 1
@@ -239,33 +265,5 @@ def number_samples(batch: BatchedDataDict[Any], generations: int, first_prompt: 
     return repeated
 
 
-def run_multi_turn_rollout(
-    policy_generation: Any,
-    input_batch: BatchedDataDict[Any],
-    tokenizer: Any,
-    task_to_env: Mapping[str, Any],
-    max_seq_len: int,
-    max_rollout_turns: int = 999999,
-    greedy: bool = False,
-) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-    """NeMo-RL's call: rolls out a batch and returns it with `message_log`, `total_reward` and `truncated`, and the rollout metrics.
-
-    Args:
-        policy_generation: A generation backend.
-        input_batch: Rows as collated.
-        tokenizer: A Hugging Face tokenizer.
-        task_to_env: Environment actor (or object) of each task.
-        max_seq_len: Longest sample in tokens.
-        max_rollout_turns: Rounds per sample.
-        greedy: Take the most likely token.
-    """
-    environments = {task: EnvironmentHandle(task, handle) for task, handle in task_to_env.items()}
-    limits = RolloutLimits(max_seq_len, policy_generation.cfg.max_new_tokens, max_rollout_turns)
-    plan = RolloutPlan(0, 0, policy_generation.default_sampling(greedy=greedy), limits, tuple(policy_generation.cfg.stop_strings or ()))
-    batch = input_batch if "prompt_number" in input_batch else number_samples(input_batch, 1)
-    trajectories = RolloutRunner(policy_generation, tokenizer, environments).run(batch, plan)
-    done = BatchedDataDict(batch.get_dict())
-    done["message_log"] = [trajectory.message_log for trajectory in trajectories]
-    done["total_reward"] = torch.tensor([trajectory.reward for trajectory in trajectories])
-    done["truncated"] = torch.tensor([trajectory.truncated for trajectory in trajectories])
-    return done, rollout_metrics(trajectories, limits.max_turns)
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

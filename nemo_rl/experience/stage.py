@@ -1,8 +1,8 @@
 """Token stages: functions over per-token columns that run where the rows are.
 
-A stage sees some rows of a batch, writes per-token columns for them and sends back scalars per row; it never sees other rows, so it gives
-the same bits whether it runs in the driver's process or on the data plane. A statistic over all rows is two stages with a
-reduction by the driver between them. Knows no store.
+A stage sees some rows of a batch, writes per-token columns for them and sends back scalars per row; it never sees other
+rows, so it gives the same bits whether it runs in the driver's process or on the data plane. A statistic over all rows
+is two stages with a reduction by the driver between them. Knows no store.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,16 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class TokenStage:
-    """A stage with the columns it declares. Can be pickled: `run` is a module-level function, `params` are plain values.
+    """A stage with the columns it declares. Can be pickled: `run` is a module-level function, `params` are plain
+    values.
 
     Attributes:
         run: called with the columns it reads and `params`.
         reads: columns it needs.
         writes: columns it makes.
         params: keyword arguments of `run`.
-        detached: nobody waits for it: it makes no columns and no rows, and a failure shows at the next one or at the store's end.
+        detached: nobody waits for it: it makes no columns and no rows, and a failure shows at the next one or at the
+            store's end.
     """
 
     run: Callable[..., StageOutput]

@@ -2,8 +2,8 @@
 
 Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`; whether rows lie in
 this process or on a data plane is the store's business. Here is the interface and the in-process store, whose handle is
-the batch itself. Knows no stage by name. Invariants: after `clear` a handle's rows are gone; token columns are as wide as
-the longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
+the batch itself. Knows no stage by name. Invariants: after `clear` a handle's rows are gone; token columns are as wide
+as the longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class ExperienceStore(Protocol[Handle]):
     """Holds the columns of a step's rows."""
 
     def step(self) -> AbstractContextManager[None]:
-        """The span in which the rows of a step live: those written in it and not cleared are cleared at its end, however it ends."""
+        """The span in which the rows of a step live: those written in it and not cleared are cleared at its end,
+        however it ends.
+        """
         ...
 
     def write(self, columns: Any) -> Handle:
@@ -37,7 +39,9 @@ class ExperienceStore(Protocol[Handle]):
         ...
 
     def set_aside(self, columns: RolloutColumns) -> Handle:
-        """Stores rows that wait for a later step, whichever ends meanwhile; `write` takes their handle over. From any thread."""
+        """Stores rows that wait for a later step, whichever ends meanwhile; `write` takes their handle over. From any
+        thread.
+        """
         ...
 
     def update(self, handle: Handle, columns: Mapping[str, Any]) -> Handle:
@@ -61,7 +65,9 @@ class ExperienceStore(Protocol[Handle]):
         ...
 
     def stamp(self, handle: Handle, tags: Mapping[str, torch.Tensor]) -> None:
-        """Notes numbers about rows, [B] each, to decide by; they go wherever `select` and `concat` take the rows, and cost no call."""
+        """Notes numbers about rows, [B] each, to decide by; they go wherever `select` and `concat` take the rows, and
+        cost no call.
+        """
         ...
 
     def tag(self, handle: Handle, name: str) -> torch.Tensor:
@@ -132,7 +138,9 @@ class InProcessStore:
         handle.update(columns)
         return handle
 
-    def commit(self, handle: BatchedDataDict[Any], result: BatchedDataDict[Any], **renamed: str) -> BatchedDataDict[Any]:
+    def commit(
+        self, handle: BatchedDataDict[Any], result: BatchedDataDict[Any], **renamed: str
+    ) -> BatchedDataDict[Any]:
         """Copies the result's columns under their new names."""
         return self.update(handle, {column: result[name] for column, name in renamed.items()})
 
@@ -158,7 +166,10 @@ class InProcessStore:
     def tag(self, handle: BatchedDataDict[Any], name: str) -> torch.Tensor:
         """See `ExperienceStore`."""
         if _TAG + name not in handle:
-            raise KeyError(f"no row has a tag {name!r}; there are {sorted(column.removeprefix(_TAG) for column in handle if column.startswith(_TAG))}")
+            raise KeyError(
+                f"no row has a tag {name!r}; there are "
+                f"{sorted(column.removeprefix(_TAG) for column in handle if column.startswith(_TAG))}"
+            )
         return handle[_TAG + name]
 
     def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:

@@ -1,9 +1,9 @@
 """Rolls prompts out ahead of training and holds the finished groups until their step takes them.
 
-Prompts are drawn a batch at a time, each batch for one step; a step's rollouts may begin as soon as a version is published
-that is at most `max_age` older than the step's. Rollouts run as coroutines where requests are dispatched; the driver calls
-from its own thread. Knows no training. Invariants: every drawn prompt group reaches the buffer exactly once or ends the
-run with its error; every wait has a deadline; at `stop` nothing runs on.
+Prompts are drawn a batch at a time, each batch for one step; a step's rollouts may begin as soon as a version is
+published that is at most `max_age` older than the step's. Rollouts run as coroutines where requests are dispatched; the
+driver calls from its own thread. Knows no training. Invariants: every drawn prompt group reaches the buffer exactly
+once or ends the run with its error; every wait has a deadline; at `stop` nothing runs on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.experience.prompts import Position, PromptSource
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = (0.1, 5.0)
 
 
-class CollectorError(RuntimeError):
+class CollectorError(UserError, RuntimeError):
     """The collector cannot deliver: too many rollouts failed, it was stopped, or nothing arrived in time."""
 
 
@@ -55,6 +57,7 @@ class CollectorLimits:
         last_step: No prompt is drawn for this step or later ones.
         max_failures: Failed rollouts in a row that are tried again; one more ends the run.
         stall_s: Without any finished group for so long, waiting ends with an error.
+        max_inflight: Groups that are generated at a time; None for any number.
     """
 
     max_age: int
@@ -62,11 +65,14 @@ class CollectorLimits:
     last_step: int
     max_failures: int = 0
     stall_s: float = 1800.0
+    max_inflight: int | None = None
 
 
 @dataclass
 class Draw:
-    """A batch of prompts that was drawn: for which step, where the loader stood before, and whether the step is trained."""
+    """A batch of prompts that was drawn: for which step, where the loader stood before, and whether the step is
+    trained.
+    """
 
     target: int
     attempt: int
@@ -119,9 +125,12 @@ class TrajectoryCollector:
         self._attempts: dict[int, int] = {}
         self._restored: list[SavedDraw] = []
         self._early: list[tuple[GroupKey, BatchedDataDict[Any]]] = []
+        # Groups taken so far of each batch that is taken in parts.
+        self._parts: dict[tuple[int, int], int] = {}
         self._version: int | None = None
         self._open = asyncio.Event()
         self._open.set()
+        self._slots = asyncio.Semaphore(limits.max_inflight) if limits.max_inflight is not None else nullcontext()
         self._running: dict[GroupKey, Future[None]] = {}
         self._untrained: set[GroupKey] = set()
         self._rolling = 0
@@ -172,7 +181,11 @@ class TrajectoryCollector:
         for row, number in enumerate(numbers):
             key = GroupKey(target, attempt, number)
             prompt = prompts.slice(row, row + 1)
-            self._record.emit(GroupAdmitted(group_name(key), f"{self._prompts.epoch}-{prompt['idx'][0]}", self._limits.generations, target))
+            self._record.emit(
+                GroupAdmitted(
+                    group_name(key), f"{self._prompts.epoch}-{prompt['idx'][0]}", self._limits.generations, target
+                )
+            )
             if key not in held:
                 self._launch(key, number_samples(prompt, self._limits.generations, number))
 
@@ -189,7 +202,11 @@ class TrajectoryCollector:
     def _ended(self, key: GroupKey, future: Future[None]) -> None:
         with self._changed:
             self._running.pop(key, None)
-            error = CollectorError(f"the rollout of group {group_name(key)} was cancelled") if future.cancelled() else future.exception()
+            error = (
+                CollectorError(f"the rollout of group {group_name(key)} was cancelled")
+                if future.cancelled()
+                else future.exception()
+            )
             if error is not None and not self.stopped:
                 self._fatal = self._fatal or error
             self._changed.notify_all()
@@ -203,7 +220,9 @@ class TrajectoryCollector:
             version = self._version or 0
             self._rolling += 1
             try:
-                rollout = await self._rollouts.roll_out_group(batch, self._plan(key.target))
+                async with self._slots:
+                    version = self._version or 0
+                    rollout = await self._rollouts.roll_out_group(batch, self._plan(key.target))
             except (GenerationError, EnvironmentFailure) as error:
                 self._note_failure(key, error)
                 await asyncio.sleep(pause_s)
@@ -224,7 +243,8 @@ class TrajectoryCollector:
             failures = self._failures
         if failures > self._limits.max_failures:
             raise CollectorError(
-                f"{failures} rollouts in a row failed, grpo.async_grpo.max_generation_failures allows {self._limits.max_failures}; "
+                f"{failures} rollouts in a row failed, grpo.async_grpo.max_generation_failures allows "
+                f"{self._limits.max_failures}; "
                 f"the last, of group {group_name(key)}: {error}"
             ) from error
         logger.warning("group=%s rollout=failed again_in_a_row=%d reason=%s", group_name(key), failures, error)
@@ -232,7 +252,9 @@ class TrajectoryCollector:
     def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
         rows = rollout.columns.rows
         group = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
-        self._record.emit(GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum())))
+        self._record.emit(
+            GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum()))
+        )
         with self._changed:
             self.buffer.add(group)
             self._failures = 0
@@ -241,7 +263,9 @@ class TrajectoryCollector:
 
     # -- groups out ---------------------------------------------------------------------------------------------------
 
-    def take(self, target: int, attempt: int, on_progress: Callable[[int, int], None] = lambda ready, of: None) -> list[BufferedGroup]:
+    def take(
+        self, target: int, attempt: int, on_progress: Callable[[int, int], None] = lambda ready, of: None
+    ) -> list[BufferedGroup]:
         """The groups of one generation batch of a step, as soon as all of them are finished.
 
         Args:
@@ -257,6 +281,21 @@ class TrajectoryCollector:
             self._draw(target, attempt)
             if not self.buffer.knows(target, attempt):
                 raise StopIteration
+
+        def take() -> list[BufferedGroup] | None:
+            return None if self.buffer.missing(target, attempt) else self.buffer.take(target, attempt)
+
+        return self._wait_for(target, attempt, take, on_progress, 0)
+
+    def _wait_for(
+        self,
+        target: int,
+        attempt: int,
+        take: Callable[[], list[BufferedGroup] | None],
+        on_progress: Callable[[int, int], None],
+        before: int,
+    ) -> list[BufferedGroup]:
+        """What `take` gives as soon as it gives something; it is asked again whenever a group has finished."""
         wait = f"groups of step {target}"
         self._record.emit(WaitBegun(wait, wait, time.time() + self._limits.stall_s))
         outcome = "cancelled"
@@ -270,18 +309,60 @@ class TrajectoryCollector:
                     left = self._last_progress + self._limits.stall_s - time.monotonic()
                 if missing and left <= 0:
                     outcome = "expired"
-                    raise CollectorError(f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for groups {missing[:8]}")
-                on_progress(ready, ready + len(missing))
+                    raise CollectorError(
+                        f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for "
+                        f"groups {missing[:8]}"
+                    )
+                on_progress(before + ready, before + ready + len(missing))
                 with self._changed:
-                    if not missing:
+                    groups = take()
+                    if groups is not None:
                         outcome = "done"
-                        groups = self.buffer.take(target, attempt)
                         self._untrained -= {group.key for group in groups}
                         return groups
                     if self.buffer.ready(target, attempt) == ready:
                         self._changed.wait(min(left, 5.0))
         finally:
             self._record.emit(WaitEnded(wait, outcome))
+
+    def take_finished(
+        self,
+        target: int,
+        attempt: int,
+        enough: Callable[[Sequence[BufferedGroup]], bool],
+        on_progress: Callable[[int, int], None] = lambda ready, of: None,
+    ) -> list[BufferedGroup]:
+        """The groups of one generation batch of a step that are finished and were not taken yet, once they are enough
+        or no others are left; none when all were taken.
+
+        Args:
+            target: The step.
+            attempt: Which of its generation batches; one that was not drawn yet is drawn now.
+            enough: Whether these groups are worth a call.
+            on_progress: As for `take`, with those that were taken before counted.
+
+        Raises:
+            StopIteration: The prompts are exhausted.
+            CollectorError: Rollouts failed, the collector was stopped, or nothing arrived in time.
+        """
+        if (target, attempt) in self._parts and not self.buffer.knows(target, attempt):
+            del self._parts[target, attempt]
+            return []
+        if not self.buffer.knows(target, attempt):
+            self._draw(target, attempt)
+            if not self.buffer.knows(target, attempt):
+                raise StopIteration
+        before = self._parts.setdefault((target, attempt), 0)
+
+        def take() -> list[BufferedGroup] | None:
+            missing = self.buffer.missing(target, attempt)
+            if missing and not enough(self.buffer.finished(target, attempt)):
+                return None
+            return self.buffer.take_finished(target, attempt)
+
+        groups = self._wait_for(target, attempt, take, on_progress, before)
+        self._parts[target, attempt] = before + len(groups)
+        return groups
 
     def finish_step(self, target: int) -> Position:
         """Step `target` is trained. Where the loader stood before what is still to be trained."""
@@ -304,7 +385,11 @@ class TrajectoryCollector:
             CollectorError: Rollouts failed or the collector was stopped.
         """
         if self._fatal is not None:
-            raise self._fatal if isinstance(self._fatal, CollectorError) else CollectorError(f"a rollout ended the run: {self._fatal}") from self._fatal
+            raise (
+                self._fatal
+                if isinstance(self._fatal, CollectorError)
+                else CollectorError(f"a rollout ended the run: {self._fatal}")
+            ) from self._fatal
         if self.stopped:
             raise CollectorError("the trajectory collector was stopped while the run still waits for it")
 
@@ -323,7 +408,8 @@ class TrajectoryCollector:
                 self.check_health()
                 if time.monotonic() > deadline:
                     raise CollectorError(
-                        f"{self._rolling} rollouts did not end within {timeout_s:.0f} s, so the weights cannot be replaced; "
+                        f"{self._rolling} rollouts did not end within {timeout_s:.0f} s, so the weights "
+                        "cannot be replaced; "
                         "grpo.async_grpo.in_flight_weight_updates: true replaces them below running requests"
                     )
                 self._changed.wait(1.0)

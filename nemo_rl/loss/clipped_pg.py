@@ -1,7 +1,8 @@
 """The clipped policy-gradient loss: GRPO, DAPO, GSPO, CISPO, RLOO and REINFORCE by switches of one config section.
 
 Turns log-probabilities and advantages into a scalar; knows nothing of how advantages were made or of any model.
-Invariant: values and gradients of the parts of a global batch add up to those of the whole, and positions that are masked out never matter.
+Invariant: values and gradients of the parts of a global batch add up to those of the whole, and positions that are
+masked out never matter.
 
 Log-probabilities: c current policy, o training engine before this step, g generating engine, f reference policy.
 Shapes: B rows, S tokens of a padded row, T = S-1 next-token positions.
@@ -45,16 +46,19 @@ class ClippedPGLossFn:
     - default (https://arxiv.org/abs/1707.06347, DAPO's two bounds https://arxiv.org/abs/2503.14476):
       max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max));
     - `ratio_clip_c` (dual clip, https://arxiv.org/abs/1912.09729): for A < 0 at most -A * ratio_clip_c;
-    - `sequence_level_importance_ratios` (GSPO, https://arxiv.org/abs/2507.18071): r is the sequence's exp(mean(c - o)), while w is exp(sum(o - g)), a sum;
+    - `sequence_level_importance_ratios` (GSPO, https://arxiv.org/abs/2507.18071): r is the sequence's exp(mean(c - o)),
+      while w is exp(sum(o - g)), a sum;
     - `use_cispo` (https://arxiv.org/abs/2506.13585): -A clip(r) c with the clipped ratio detached;
     - `disable_ppo_ratio` (REINFORCE): -A c;
     - `force_on_policy_ratio`: o is c detached, everywhere in this loss, whatever `prev_logprobs` holds.
 
-    Plus `reference_policy_kl_penalty` times the KL to the reference (see `calculate_kl`), weighted by exp(c - c detached), which is 1 and adds the
-    score-function gradient, or by exp(c - g) with `use_on_policy_kl_approximation`; left out with `use_kl_in_reward`. Plus
-    `positive_example_nll_weight` times the mean of -c over tokens of samples with positive reward (VAPO, https://arxiv.org/abs/2504.05118).
+    Plus `reference_policy_kl_penalty` times the KL to the reference (see `calculate_kl`), weighted by exp(c - c
+    detached), which is 1 and adds the score-function gradient, or by exp(c - g) with `use_on_policy_kl_approximation`;
+    left out with `use_kl_in_reward`. Plus `positive_example_nll_weight` times the mean of -c over tokens of samples
+    with positive reward (VAPO, https://arxiv.org/abs/2504.05118).
 
-    `token_level_loss` averages over all tokens of the global batch; otherwise over each sequence's tokens, then over sequences.
+    `token_level_loss` averages over all tokens of the global batch; otherwise over each sequence's tokens, then over
+    sequences.
 
     Raises:
         ValueError: switches that exclude each other.
@@ -67,11 +71,21 @@ class ClippedPGLossFn:
         self.cfg = cfg
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.truncation = _truncation(cfg)
-        by_tokens = ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "approx_entropy")
+        by_tokens = (
+            "probs_ratio",
+            "probs_ratio_clamped",
+            "token_mult_prob_error",
+            "gen_kl_error",
+            "policy_kl_error",
+            "js_divergence_error",
+            "approx_entropy",
+        )
         sequence_masked = self.truncation is not None and self.truncation.kind == "seq-mask-tis"
         self.metric_normalizations: Mapping[str, MetricNormalizer] = {
             **dict.fromkeys(by_tokens, MetricNormalizer.TOKENS),
-            "sampling_importance_ratio": MetricNormalizer.SEQUENCES if cfg.sequence_level_importance_ratios else MetricNormalizer.TOKENS,
+            "sampling_importance_ratio": MetricNormalizer.SEQUENCES
+            if cfg.sequence_level_importance_ratios
+            else MetricNormalizer.TOKENS,
             "is_oob_ratio": MetricNormalizer.SEQUENCES if sequence_masked else MetricNormalizer.TOKENS,
             "num_valid_samples": MetricNormalizer.NONE,
         }
@@ -89,13 +103,15 @@ class ClippedPGLossFn:
         """The loss of a microbatch, to be summed with its siblings.
 
         Args:
-            data: per-token columns [B, S] `advantages`, `generation_logprobs`, `token_mask`, `prev_logprobs` (not read with `force_on_policy_ratio`) and
-                `reference_policy_logprobs` (with a KL penalty), and per-row [B] `sample_mask` and, for the positive-example term, `rewards`
-                and optionally `positive_nll_scale` (see the function of that name).
+            data: per-token columns [B, S] `advantages`, `generation_logprobs`, `token_mask`, `prev_logprobs` (not read
+                with `force_on_policy_ratio`) and `reference_policy_logprobs` (with a KL penalty), and per-row [B]
+                `sample_mask` and, for the positive-example term, `rewards` and optionally `positive_nll_scale` (see the
+                function of that name).
             global_valid_seqs: sequences of the global batch; 1 for plain sums.
             global_valid_toks: trained tokens of the global batch; 1 for plain sums.
             next_token_logprobs: c [B, T], after the sampling filters (top-k, top-p), if any.
-            next_token_logprobs_unfiltered: c before the sampling filters, which the KL is taken of; None where nothing is filtered.
+            next_token_logprobs_unfiltered: c before the sampling filters, which the KL is taken of; None where nothing
+                is filtered.
 
         Returns:
             The loss, and the metrics named in the class's tables.
@@ -118,7 +134,11 @@ class ClippedPGLossFn:
         counts = (global_valid_seqs, global_valid_toks)
         kl_penalty = self._kl_penalty(tokens, counts)
         positive_nll = self._positive_nll(data, tokens, counts)
-        loss = self._reduce(policy_BT, tokens, counts) + self.cfg.reference_policy_kl_penalty * kl_penalty + self.cfg.positive_example_nll_weight * positive_nll
+        loss = (
+            self._reduce(policy_BT, tokens, counts)
+            + self.cfg.reference_policy_kl_penalty * kl_penalty
+            + self.cfg.positive_example_nll_weight * positive_nll
+        )
         metrics: LossMetrics = {
             "loss": loss.detach(),
             "kl_penalty": kl_penalty.detach(),
@@ -126,7 +146,9 @@ class ClippedPGLossFn:
             "num_valid_samples": tokens.sample_mask_B.sum(),
             **self._importance_metrics(correction.weights_BT, correction.out_of_bounds, tokens, counts),
             **ratio_metrics(ratio_BT, clamped_BT, tokens.mask_BT, global_valid_toks),
-            **agreement_metrics(tokens.current_BT, tokens.previous_BT, tokens.generation_BT, tokens.mask_BT, global_valid_toks),
+            **agreement_metrics(
+                tokens.current_BT, tokens.previous_BT, tokens.generation_BT, tokens.mask_BT, global_valid_toks
+            ),
         }
         return loss, metrics
 
@@ -186,13 +208,17 @@ class ClippedPGLossFn:
         clipped_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clamped_BT)
         if self.cfg.ratio_clip_c is None:
             return clipped_BT
-        return torch.where(advantages_BT < 0, torch.minimum(clipped_BT, -advantages_BT * self.cfg.ratio_clip_c), clipped_BT)
+        return torch.where(
+            advantages_BT < 0, torch.minimum(clipped_BT, -advantages_BT * self.cfg.ratio_clip_c), clipped_BT
+        )
 
     def _kl_penalty(self, tokens: _Tokens, counts: tuple[Count, Count]) -> torch.Tensor:
         if tokens.reference_BT is None:
             return tokens.current_BT.new_zeros(())
         current_BT = tokens.current_unfiltered_BT
-        weight_BT = (current_BT - (tokens.generation_BT if self.cfg.use_on_policy_kl_approximation else current_BT.detach())).exp()
+        weight_BT = (
+            current_BT - (tokens.generation_BT if self.cfg.use_on_policy_kl_approximation else current_BT.detach())
+        ).exp()
         kl_BT = calculate_kl(
             current_BT,
             tokens.reference_BT,
@@ -206,8 +232,9 @@ class ClippedPGLossFn:
     def _positive_nll(self, data: Mapping[str, Any], tokens: _Tokens, counts: tuple[Count, Count]) -> torch.Tensor:
         """Mean of -c over positive samples' tokens.
 
-        Divided by the gradient's own count, so that a split step can scale it like the rest: rows are scaled by that count over the positive tokens. The
-        scale comes from the whole batch where the driver wrote it, else from this microbatch, whose mean then counts by its share of the batch.
+        Divided by the gradient's own count, so that a split step can scale it like the rest: rows are scaled by that
+        count over the positive tokens. The scale comes from the whole batch where the driver wrote it, else from this
+        microbatch, whose mean then counts by its share of the batch.
         """
         if self.cfg.positive_example_nll_weight == 0 or "rewards" not in data:
             return tokens.current_BT.new_zeros(())
@@ -225,7 +252,9 @@ class ClippedPGLossFn:
         return sequence_mean(values_BT, tokens.mask_BT, tokens.sample_mask_B, counts[0])
 
     @torch.no_grad()
-    def _importance_metrics(self, weights_BT: torch.Tensor, outside: torch.Tensor, tokens: _Tokens, counts: tuple[Count, Count]) -> LossMetrics:
+    def _importance_metrics(
+        self, weights_BT: torch.Tensor, outside: torch.Tensor, tokens: _Tokens, counts: tuple[Count, Count]
+    ) -> LossMetrics:
         def mean(values: torch.Tensor, normalizer: MetricNormalizer) -> torch.Tensor:
             if normalizer is MetricNormalizer.TOKENS:
                 return masked_mean(values, tokens.mask_BT, global_normalization_factor=counts[1])
@@ -237,9 +266,15 @@ class ClippedPGLossFn:
 
 
 def positive_nll_scale(
-    rewards_B: torch.Tensor, valid_tokens_B: torch.Tensor, sample_mask_B: torch.Tensor, *, token_level_loss: bool, global_batch_size: int | None = None
+    rewards_B: torch.Tensor,
+    valid_tokens_B: torch.Tensor,
+    sample_mask_B: torch.Tensor,
+    *,
+    token_level_loss: bool,
+    global_batch_size: int | None = None,
 ) -> torch.Tensor:
-    """The column `positive_nll_scale` [B], which makes the positive-example term the mean over a whole global batch however that batch is cut.
+    """The column `positive_nll_scale` [B], which makes the positive-example term the mean over a whole global batch
+    however that batch is cut.
 
     Args:
         rewards_B: rewards.
@@ -249,7 +284,8 @@ def positive_nll_scale(
         global_batch_size: rows of one optimizer step; all rows when None.
 
     Returns:
-        For each row, the count that divides the gradient of its global batch over the tokens of that batch's positive rows.
+        For each row, the count that divides the gradient of its global batch over the tokens of that batch's positive
+        rows.
 
     Raises:
         ValueError: the global batch size does not divide the rows.
@@ -264,29 +300,53 @@ def positive_nll_scale(
 
 
 def _drop_filtered_out(mask_BT: torch.Tensor, current_BT: torch.Tensor, previous_BT: torch.Tensor) -> torch.Tensor:
-    """Without tokens that the sampling filters now rule out: their log-probability is minus infinity and says nothing of the policy."""
+    """Without tokens that the sampling filters now rule out: their log-probability is minus infinity and says nothing
+    of the policy.
+    """
     kept_BT = torch.isfinite(current_BT) & torch.isfinite(previous_BT)
     dropped = int((~kept_BT & (mask_BT != 0)).sum())
     if dropped:
-        logger.warning("tokens_outside_sampling_filter=%d: masked out of the loss (the training engine's top-k/top-p excludes what was sampled)", dropped)
+        logger.warning(
+            "tokens_outside_sampling_filter=%d: masked out of the loss (the training engine's top-k/top-p "
+            "excludes what was sampled)",
+            dropped,
+        )
     return mask_BT * kept_BT
 
 
 def _truncation(cfg: ClippedPGLossConfig) -> Truncation | None:
-    kind, upper, lower = cfg.truncated_importance_sampling_type, cfg.truncated_importance_sampling_ratio, cfg.truncated_importance_sampling_ratio_min
+    kind, upper, lower = (
+        cfg.truncated_importance_sampling_type,
+        cfg.truncated_importance_sampling_ratio,
+        cfg.truncated_importance_sampling_ratio_min,
+    )
     if kind is None and upper is None:
         return None
     if not cfg.use_importance_sampling_correction:
-        raise ValueError("loss_fn.truncated_importance_sampling_*: truncation needs loss_fn.use_importance_sampling_correction=true")
+        raise ValueError(
+            "loss_fn.truncated_importance_sampling_*: truncation needs loss_fn.use_importance_sampling_correction=true"
+        )
     if upper is None:
-        raise ValueError(f"loss_fn.truncated_importance_sampling_ratio: an upper bound is needed with truncated_importance_sampling_type={kind}")
+        raise ValueError(
+            "loss_fn.truncated_importance_sampling_ratio: an upper bound is needed with "
+            f"truncated_importance_sampling_type={kind}"
+        )
     kind = kind or "tis"
     if kind != "tis" and lower is None:
-        raise ValueError(f"loss_fn.truncated_importance_sampling_ratio_min: a lower bound is needed with truncated_importance_sampling_type={kind}")
+        raise ValueError(
+            "loss_fn.truncated_importance_sampling_ratio_min: a lower bound is needed with "
+            f"truncated_importance_sampling_type={kind}"
+        )
     if lower is not None and lower > upper:
-        raise ValueError(f"loss_fn.truncated_importance_sampling_ratio_min={lower} is above truncated_importance_sampling_ratio={upper}")
+        raise ValueError(
+            f"loss_fn.truncated_importance_sampling_ratio_min={lower} is above "
+            f"truncated_importance_sampling_ratio={upper}"
+        )
     if kind == "seq-mask-tis" and cfg.sequence_level_importance_ratios:
-        raise ValueError("loss_fn.truncated_importance_sampling_type=seq-mask-tis keeps token weights; it excludes sequence_level_importance_ratios=true")
+        raise ValueError(
+            "loss_fn.truncated_importance_sampling_type=seq-mask-tis keeps token weights; it excludes "
+            "sequence_level_importance_ratios=true"
+        )
     return Truncation(kind, upper, lower)
 
 

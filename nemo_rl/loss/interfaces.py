@@ -1,8 +1,9 @@
-"""What a loss is to the training step: how it is called, which tensors it takes, and which denominators its results need.
+"""What a loss is to the training step: how it is called, which tensors it takes, and which denominators its results
+need.
 
-Knows nothing of any particular loss or model. Invariant every loss keeps: called on the parts of a global batch with that batch's
-counts, its values and gradients add up to those of the whole, whatever the split; called with both counts 1 it gives plain sums,
-which `metric_normalizations` says how to divide afterwards.
+Knows nothing of any particular loss or model. Invariant every loss keeps: called on the parts of a global batch with
+that batch's counts, its values and gradients add up to those of the whole, whatever the split; called with both counts
+1 it gives plain sums, which `metric_normalizations` says how to divide afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 
 Count: TypeAlias = torch.Tensor | float
-LossMetrics: TypeAlias = dict[str, torch.Tensor]  # detached scalars; left on the device so that no microbatch waits for a copy
+LossMetrics: TypeAlias = dict[
+    str, torch.Tensor
+]  # detached scalars; left on the device so that no microbatch waits for a copy
 
 
 class LossType(str, Enum):
@@ -42,18 +45,22 @@ class MetricNormalizer(str, Enum):
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A loss the training step can call: `loss, metrics = loss_fn(data, global_valid_seqs, global_valid_toks, **model_output)`.
+    """A loss the training step can call: `loss, metrics = loss_fn(data, global_valid_seqs, global_valid_toks,
+    **model_output)`.
 
     - `data`: columns of the microbatch, `sample_mask` [B] and `token_mask` [B, S] among them.
-    - `global_valid_seqs`: sequences with a nonzero sample mask in the global batch, over all ranks; 1 to get plain sums.
+    - `global_valid_seqs`: sequences with a nonzero sample mask in the global batch, over all ranks; 1 to get plain
+      sums.
     - `global_valid_toks`: trained tokens in the global batch, over all ranks; 1 to get plain sums.
     - `model_output`: by `input_type`, `next_token_logprobs` [B, S-1] or `logits` [B, S, V].
-    - It returns a scalar with gradient, to be summed with those of its sibling microbatches, and detached scalars, `num_valid_samples` among them.
+    - It returns a scalar with gradient, to be summed with those of its sibling microbatches, and detached scalars,
+      `num_valid_samples` among them.
 
     Attributes:
         loss_type: which count divides the gradient.
         input_type: what the model's output is turned into.
-        metric_normalizations: denominator of each metric; one not listed is divided like the gradient. Names with `_min` or `_max` are never divided.
+        metric_normalizations: denominator of each metric; one not listed is divided like the gradient. Names with
+            `_min` or `_max` are never divided.
     """
 
     loss_type: LossType

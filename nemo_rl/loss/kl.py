@@ -1,7 +1,7 @@
 """KL divergence between two policies, estimated from the log-probabilities of sampled tokens.
 
-Knows nothing of masks or reductions. Invariant: tokens whose log-ratio the input clamp cut carry no gradient through their weight, so one
-broken token cannot push the policy.
+Knows nothing of masks or reductions. Invariant: tokens whose log-ratio the input clamp cut carry no gradient through
+their weight, so one broken token cannot push the policy.
 """
 
 from typing import Literal, TypeAlias
@@ -49,7 +49,9 @@ def calculate_kl(
     else:
         raise ValueError(f"kl_type={kl_type!r} must be k1, k2 or k3")
     if weight is not None:
-        kl = kl * (weight if input_clamp_value is None else torch.where(raw.abs() > input_clamp_value, weight.detach(), weight))
+        kl = kl * (
+            weight if input_clamp_value is None else torch.where(raw.abs() > input_clamp_value, weight.detach(), weight)
+        )
     return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)
 
 

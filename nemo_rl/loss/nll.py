@@ -17,10 +17,19 @@ class NLLLossFn:
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
-    metric_normalizations: Mapping[str, MetricNormalizer] = {"num_valid_samples": MetricNormalizer.NONE, "num_unmasked_tokens": MetricNormalizer.NONE}
+    metric_normalizations: Mapping[str, MetricNormalizer] = {
+        "num_valid_samples": MetricNormalizer.NONE,
+        "num_unmasked_tokens": MetricNormalizer.NONE,
+    }
 
     def __call__(
-        self, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count, *, next_token_logprobs: torch.Tensor, **_: Any
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        *,
+        next_token_logprobs: torch.Tensor,
+        **_: Any,
     ) -> tuple[torch.Tensor, LossMetrics]:
         """The loss of a microbatch.
 
@@ -35,4 +44,8 @@ class NLLLossFn:
         """
         mask_BT = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(next_token_logprobs.dtype)
         loss = -masked_mean(next_token_logprobs, mask_BT, global_normalization_factor=global_valid_toks)
-        return loss, {"loss": loss.detach(), "num_unmasked_tokens": mask_BT.sum(), "num_valid_samples": data["sample_mask"].sum()}
+        return loss, {
+            "loss": loss.detach(),
+            "num_unmasked_tokens": mask_BT.sum(),
+            "num_valid_samples": data["sample_mask"].sum(),
+        }

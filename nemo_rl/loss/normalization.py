@@ -1,7 +1,8 @@
 """Masked means over global counts, and the counts themselves.
 
-Everything here is linear in one over the count, which is what lets a global batch be cut anywhere and a split train step divide once at the end.
-Knows no loss by name. Invariant: what lies under a zero of the mask never reaches the result, not even as NaN or infinity.
+Everything here is linear in one over the count, which is what lets a global batch be cut anywhere and a split train
+step divide once at the end. Knows no loss by name. Invariant: what lies under a zero of the mask never reaches the
+result, not even as NaN or infinity.
 
 Shapes: B rows, S tokens of a padded row.
 """
@@ -16,7 +17,9 @@ from nemo_rl.loss.interfaces import Count, LossFunction, LossType, MetricNormali
 EPSILON = 1e-8
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None, global_normalization_factor: Count | None = None) -> torch.Tensor:
+def masked_mean(
+    values: torch.Tensor, mask: torch.Tensor, dim: int | None = None, global_normalization_factor: Count | None = None
+) -> torch.Tensor:
     """Sum of `values * mask` over a count.
 
     Args:
@@ -34,9 +37,13 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None
     return total / ((own if global_normalization_factor is None else global_normalization_factor) + EPSILON)
 
 
-def sequence_mean(values_BS: torch.Tensor, token_mask_BS: torch.Tensor, sample_mask_B: torch.Tensor, global_valid_seqs: Count) -> torch.Tensor:
+def sequence_mean(
+    values_BS: torch.Tensor, token_mask_BS: torch.Tensor, sample_mask_B: torch.Tensor, global_valid_seqs: Count
+) -> torch.Tensor:
     """Mean over each row's own tokens, then the sum over rows divided by the global number of sequences."""
-    return masked_mean(masked_mean(values_BS, token_mask_BS, dim=-1), sample_mask_B, global_normalization_factor=global_valid_seqs)
+    return masked_mean(
+        masked_mean(values_BS, token_mask_BS, dim=-1), sample_mask_B, global_normalization_factor=global_valid_seqs
+    )
 
 
 def count_valid(data: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +73,9 @@ def gradient_count(loss_type: LossType, valid_seqs: Count, valid_toks: Count) ->
     return torch.where(count > 0, count, 1) if isinstance(count, torch.Tensor) else count if count > 0 else 1.0
 
 
-def normalize_metrics(sums: Mapping[str, Any], loss_fn: LossFunction, valid_seqs: Count, valid_toks: Count) -> dict[str, Any]:
+def normalize_metrics(
+    sums: Mapping[str, Any], loss_fn: LossFunction, valid_seqs: Count, valid_toks: Count
+) -> dict[str, Any]:
     """Metrics of a call with both counts 1, as that call with the true counts would have given them.
 
     Args:
@@ -82,7 +91,10 @@ def normalize_metrics(sums: Mapping[str, Any], loss_fn: LossFunction, valid_seqs
         MetricNormalizer.SEQUENCES: gradient_count(LossType.SEQUENCE_LEVEL, valid_seqs, valid_toks),
         MetricNormalizer.NONE: 1.0,
     }
-    return {name: value if is_extremum(name) else value / denominators[loss_fn.metric_normalizations.get(name)] for name, value in sums.items()}
+    return {
+        name: value if is_extremum(name) else value / denominators[loss_fn.metric_normalizations.get(name)]
+        for name, value in sums.items()
+    }
 
 
 def is_extremum(name: str) -> bool:

@@ -1,7 +1,8 @@
 """The scheduler and the orchestrator as Ray actors: they carry messages to the scheduler's core and do nothing else.
 
-The scheduler actor is named, restarts without limit and goes on from its log. Agents are named actors too, so a restarted scheduler finds them again.
-Imports Ray inside functions only, as importing this module must start nothing and need nothing.
+The scheduler actor is named, restarts without limit and goes on from its log. Agents are named actors too, so a
+restarted scheduler finds them again. Imports Ray inside functions only, as importing this module must start nothing and
+need nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import log_end
 from nemo_rl.time_sharing.events import EVERYTHING, MemoryFreed, PoolOpened
 from nemo_rl.time_sharing.ray_reaper import Reaper, actors_in, agent_namespace
@@ -37,23 +39,32 @@ _START_S = 120.0
 _STOP_S = 30.0
 
 
-class SchedulerInUse(RuntimeError):
+class SchedulerInUse(UserError, RuntimeError):
     """A scheduler runs already, over another pool or another log than was asked for."""
 
 
-class SchedulerStopped(RuntimeError):
+class SchedulerStopped(UserError, RuntimeError):
     """The scheduler has closed its log and takes nothing more; the next `start_scheduler` goes on from the log."""
 
 
 def agent_actor_name(incarnation: int) -> str:
-    """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends its successor."""
+    """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends
+    its successor.
+    """
     return f"agent.{incarnation}"
 
 
 class SchedulerActor:
     """The scheduler behind one lock, with a thread for its timers and one pool for ending processes."""
 
-    def __init__(self, log_dir: str, nodes: int, gpus_per_node: int, limits: Limits | None = None, segment_lines: int = SEGMENT_LINES) -> None:
+    def __init__(
+        self,
+        log_dir: str,
+        nodes: int,
+        gpus_per_node: int,
+        limits: Limits | None = None,
+        segment_lines: int = SEGMENT_LINES,
+    ) -> None:
         path, newest = newest_segment(Path(log_dir) / "scheduler.jsonl")
         boot = log_end.this_boot()
         past, complete = log_end.read_log(path, boot)
@@ -62,9 +73,14 @@ class SchedulerActor:
         self._log_dir = log_dir
         now = time.time()
         # In step with the machine's clock, which the agents write their records by: the records are merged by time.
-        self._clock = SteadyClock(start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s)
-        # Signed as whole only when it says that it is not: a scheduler that is killed before would be followed by one that believes the signature.
-        self._record = SegmentedLog(path, boot if complete else "", clock=lambda: self._clock.now, segment_lines=segment_lines)
+        self._clock = SteadyClock(
+            start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s
+        )
+        # Signed as whole only when it says that it is not: a scheduler that is killed before would be followed by one
+        # that believes the signature.
+        self._record = SegmentedLog(
+            path, boot if complete else "", clock=lambda: self._clock.now, segment_lines=segment_lines
+        )
         self._lock = threading.Lock()
         self._reaper = Reaper(Path(log_dir) / "scheduler.left")
         self._reaping: set[str] = set()
@@ -92,7 +108,14 @@ class SchedulerActor:
         with self._serving() as core:
             return self._log_dir, core.state.pool
 
-    def register(self, pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> Topology:
+    def register(
+        self,
+        pipeline: str,
+        namespace: str,
+        tps: Mapping[str, int],
+        mappings: Mapping[str, Sequence[int]],
+        options: Mapping[str, Any],
+    ) -> Topology:
         """Registers and admits; see `Scheduler.register`."""
         with self._serving() as core:
             return core.register(pipeline, namespace, tps, mappings, time.time(), **options)
@@ -106,7 +129,9 @@ class SchedulerActor:
             core.answer(answer, time.time())
 
     def drain(self, pipeline: str) -> None:
-        """Sends every rank of a pipeline to sleep and ends its registration once it holds nothing; see `Scheduler.drain`."""
+        """Sends every rank of a pipeline to sleep and ends its registration once it holds nothing; see
+        `Scheduler.drain`.
+        """
         with self._serving() as core:
             core.drain(pipeline, time.time())
 
@@ -150,7 +175,9 @@ class SchedulerActor:
     def _serving(self) -> Iterator[Scheduler]:
         with self._lock:
             if self._stopped.is_set():
-                raise SchedulerStopped(f"the scheduler of {self._log_dir} has been stopped; start_scheduler goes on from its log")
+                raise SchedulerStopped(
+                    f"the scheduler of {self._log_dir} has been stopped; start_scheduler goes on from its log"
+                )
             yield self._core
 
     def _tick(self) -> None:
@@ -162,14 +189,16 @@ class SchedulerActor:
                         pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
                         if self._record.due:
                             self._record.begin_segment(saved(self._core.state))
-        # Without its timer the scheduler answers but keeps no deadline: Ray starts it anew, and it goes on from its log.
+        # Without its timer the scheduler answers but keeps no deadline: Ray starts it anew, and it goes on from its
+        # log.
         except BaseException:
             logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
             os._exit(1)
 
     def _send(self, command: Command) -> None:
         if command.verb is Verb.REAP:
-            # Sent again while it is under way, it would find less than there is: Ray forgets an actor before its processes are gone.
+            # Sent again while it is under way, it would find less than there is: Ray forgets an actor before its
+            # processes are gone.
             if command.command not in self._reaping:
                 self._reaping.add(command.command)
                 self._reapers.submit(self._reap, command)
@@ -195,11 +224,15 @@ class SchedulerActor:
             if gone:
                 self._core.tick(time.time())
                 self._note_memory_free(command)
-            answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED)
+            answer = Answer(
+                command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED
+            )
             self._core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:
-        """Records what the ended processes occupy no more: what is quarantined because of them, and what the books give them."""
+        """Records what the ended processes occupy no more: what is quarantined because of them, and what the books give
+        them.
+        """
         record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
         for quarantine in state.quarantines:
             pipeline, incarnation, rank = quarantine.whose
@@ -230,12 +263,15 @@ def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -
     getattr(agent, method).remote(message)
 
 
-def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = None, *, segment_lines: int = SEGMENT_LINES) -> Any:
-    """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until `stop_scheduler`.
+def start_scheduler(
+    log_dir: str | Path, pool: Pool, limits: Limits | None = None, *, segment_lines: int = SEGMENT_LINES
+) -> Any:
+    """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until
+    `stop_scheduler`.
 
-    log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with. segment_lines: after how many
-    lines the log goes on in a new file, which bounds how long a restart takes (see `segments`). Returns the actor's handle.
-    Raises SchedulerInUse when one runs already over another pool or log.
+    log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with.
+    segment_lines: after how many lines the log goes on in a new file, which bounds how long a restart takes (see
+    `segments`). Returns the actor's handle. Raises SchedulerInUse when one runs already over another pool or log.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -266,7 +302,9 @@ def start_scheduler(log_dir: str | Path, pool: Pool, limits: Limits | None = Non
 
 
 def stop_scheduler(scheduler: Any) -> None:
-    """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered heartbeats only."""
+    """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
+    heartbeats only.
+    """
     import ray
 
     ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
@@ -293,7 +331,9 @@ class RayLink:
 
 
 class Orchestrator:
-    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not admitted yet."""
+    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not admitted
+    yet.
+    """
 
     def __init__(self, scheduler: Any, pool: Pool) -> None:
         self._scheduler, self._pool = scheduler, pool
@@ -306,7 +346,12 @@ class Orchestrator:
         return f"{pipeline_type}_{uuid.uuid4().hex[:12]}"
 
     def register_pipeline(
-        self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: Mapping[str, int], cluster_device_mappings: Mapping[str, Sequence[int]], **options: Any
+        self,
+        pipeline_id: str,
+        ray_namespace: str,
+        cluster_tp_configs: Mapping[str, int],
+        cluster_device_mappings: Mapping[str, Sequence[int]],
+        **options: Any,
     ) -> None:
         """Checks a registration and keeps it until it is admitted. Raises RegistrationError."""
         checked = {key: value for key, value in options.items() if key != "incarnation"}
@@ -314,7 +359,9 @@ class Orchestrator:
         self._registered[pipeline_id] = (ray_namespace, cluster_tp_configs, cluster_device_mappings, options)
 
     def admit_pipeline(self, pipeline_id: str) -> Any:
-        """Makes a registered pipeline known to the scheduler; returns the scheduler's handle. Raises RegistrationError."""
+        """Makes a registered pipeline known to the scheduler; returns the scheduler's handle. Raises
+        RegistrationError.
+        """
         import ray
 
         if pipeline_id not in self._registered:
@@ -323,13 +370,17 @@ class Orchestrator:
         return self._scheduler
 
     def drain_pipeline(self, pipeline_id: str) -> None:
-        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at once."""
+        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at
+        once.
+        """
         import ray
 
         ray.get(self._scheduler.drain.remote(pipeline_id), timeout=60)
 
     def unregister_pipeline(self, pipeline_id: str) -> None:
-        """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error. Returns at once."""
+        """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error.
+        Returns at once.
+        """
         import ray
 
         self._registered.pop(pipeline_id, None)

@@ -1,8 +1,10 @@
-"""A pipeline's side of time-sharing: the one place that knows what its ranks really are, and obeys or refuses the scheduler.
+"""A pipeline's side of time-sharing: the one place that knows what its ranks really are, and obeys or refuses the
+scheduler.
 
-Commands are idempotent: a repeated one is answered from memory, one of a past epoch or term is not obeyed, and one for a rank that is busy waits its turn.
-Orders that lose data or mix weights are impossible here whoever asks: a rank is routed only with the published weights (`agent_ranks`), and training
-GPUs are given back only after the new version is out. What takes time is done by a `Host`, which reports back through `performed`.
+Commands are idempotent: a repeated one is answered from memory, one of a past epoch or term is not obeyed, and one for
+a rank that is busy waits its turn. Orders that lose data or mix weights are impossible here whoever asks: a rank is
+routed only with the published weights (`agent_ranks`), and training GPUs are given back only after the new version is
+out. What takes time is done by a `Host`, which reports back through `performed`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,20 @@ from nemo_rl.time_sharing.agent_parts import Host, LocalHold, ProtocolError
 from nemo_rl.time_sharing.agent_ranks import RankKeeper
 from nemo_rl.time_sharing.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import Command, Demand, EndedRequest, GivenBack, Held, Outcome, Phase, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.types import (
+    Command,
+    Demand,
+    EndedRequest,
+    GivenBack,
+    Held,
+    Outcome,
+    Phase,
+    Priority,
+    Reply,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.time_sharing.wellformed import MAX_COUNT, cannot_be_requested, is_whole, shown
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Record
@@ -32,7 +47,16 @@ class Agent(RankKeeper):
     `version` is the weight version that the pipeline starts with (0, or that of its checkpoint).
     """
 
-    def __init__(self, topology: Topology, incarnation: int, host: Host, record: Record, *, version: int = 0, request_s: float = 86400.0) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        incarnation: int,
+        host: Host,
+        record: Record,
+        *,
+        version: int = 0,
+        request_s: float = 86400.0,
+    ) -> None:
         super().__init__(topology, incarnation, host, record, version)
         self.holds: dict[str, LocalHold] = {}
         self.wants: dict[str, Want] = {}
@@ -48,7 +72,8 @@ class Agent(RankKeeper):
     # What the pipeline says.
 
     def want(self, cluster: str, priority: Priority, step: int, now: float) -> int:
-        """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's number.
+        """Asks for all GPUs of a fixed cluster, or for another priority of one that is held. Returns the request's
+        number.
 
         Raises ProtocolError for what cannot be asked for: generation is no request but demand (`begin_progress`).
         """
@@ -59,18 +84,31 @@ class Agent(RankKeeper):
             raise ProtocolError(f"{self.topology.pipeline}: {problem}")
         if self.leaving or cluster in self.wants:
             raise ProtocolError(
-                f"{self.topology.pipeline}: {cluster} " + ("is requested already" if cluster in self.wants else "cannot be requested while leaving")
+                f"{self.topology.pipeline}: {cluster} "
+                + ("is requested already" if cluster in self.wants else "cannot be requested while leaving")
             )
         held = self.holds.get(cluster)
         if held is not None and held.priority is priority:
-            raise ProtocolError(f"{self.topology.pipeline}: {cluster} is already held for {priority.name}; release it before asking again")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: {cluster} is already held for {priority.name}; release it before "
+                "asking again"
+            )
         gpus = set(self.topology.clusters[cluster].gpus)
-        shared = next((name for name, other in self.holds.items() if name != cluster and gpus.intersection(other.gpus)), None)
+        shared = next(
+            (name for name, other in self.holds.items() if name != cluster and gpus.intersection(other.gpus)), None
+        )
         if shared is not None:
-            raise ProtocolError(f"{self.topology.pipeline}: {cluster} lies on GPUs that {shared} holds; release {shared} before asking, or it waits for itself")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: {cluster} lies on GPUs that {shared} holds; release {shared} "
+                "before asking, or it waits for itself"
+            )
         self._requests += 1
         self.wants[cluster] = Want(cluster, priority, self._requests, step)
-        self._record.emit(rec.WaitBegun(self._wait_id(self._requests), f"{cluster} for {priority.name} of step {step}", now + self._request_s))
+        self._record.emit(
+            rec.WaitBegun(
+                self._wait_id(self._requests), f"{cluster} for {priority.name} of step {step}", now + self._request_s
+            )
+        )
         self.send_status()
         return self._requests
 
@@ -82,7 +120,9 @@ class Agent(RankKeeper):
             self.send_status()
 
     def release(self, cluster: str) -> None:
-        """Gives a fixed cluster back. Raises ProtocolError when new weights were built on it and are not published yet."""
+        """Gives a fixed cluster back. Raises ProtocolError when new weights were built on it and are not published
+        yet.
+        """
         held = self.holds.get(cluster)
         if held is None:
             raise ProtocolError(f"{self.topology.pipeline}: {cluster} is not held; held: {sorted(self.holds)}")
@@ -99,7 +139,10 @@ class Agent(RankKeeper):
     def cache_built(self, version: int) -> None:
         """New weights are in the host cache, taken while they were resident on the training GPUs."""
         if not any(held.priority is Priority.ACTOR_TRAINING for held in self.holds.values()):
-            raise ProtocolError(f"{self.topology.pipeline}: the cache of version {version} must be built while the training GPUs are held")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: the cache of version {version} must be built while the training "
+                "GPUs are held"
+            )
         if version <= self.cached:
             raise ProtocolError(f"{self.topology.pipeline}: cache version {version} does not follow {self.cached}")
         self.cached = version
@@ -109,7 +152,11 @@ class Agent(RankKeeper):
 
         Raises ProtocolError for what is no count.
         """
-        target, done, unit = self._count("target", target), self._count("done", done), self._count("unit", unit, least=1)
+        target, done, unit = (
+            self._count("target", target),
+            self._count("done", done),
+            self._count("unit", unit, least=1),
+        )
         self.demand = Demand(target, min(done, target), unit, self.demand.seq + 1)
         self._bucket = self._progress_bucket()
         self.send_status()
@@ -118,7 +165,10 @@ class Agent(RankKeeper):
         """`done` units of the batch are there. Sent only when another 2 % are done."""
         done = self._count("done", done)
         if done < self.demand.done:
-            raise ProtocolError(f"{self.topology.pipeline}: progress went from {self.demand.done} back to {done}; begin a new batch instead")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: progress went from {self.demand.done} back to {done}; begin a "
+                "new batch instead"
+            )
         self.demand = Demand(self.demand.target, min(done, self.demand.target), self.demand.unit, self.demand.seq + 1)
         if self._progress_bucket() != self._bucket:
             self._bucket = self._progress_bucket()
@@ -139,7 +189,9 @@ class Agent(RankKeeper):
 
     @contextmanager
     def one_status(self) -> Iterator[None]:
-        """Says what is done inside in a single status, so that GPUs given back and asked for in one breath are not given away between."""
+        """Says what is done inside in a single status, so that GPUs given back and asked for in one breath are not
+        given away between.
+        """
         self._held_back, self._unsaid = True, False
         try:
             yield
@@ -206,7 +258,9 @@ class Agent(RankKeeper):
         elif command.verb is Verb.GRANT:
             self._take_grant(command)
         elif not 0 <= command.rank < len(self.ranks):
-            self._answer(command, Outcome.REFUSED, detail=f"there is no rank {command.rank}; ranks are 0..{len(self.ranks) - 1}")
+            self._answer(
+                command, Outcome.REFUSED, detail=f"there is no rank {command.rank}; ranks are 0..{len(self.ranks) - 1}"
+            )
         else:
             self._take_rank_command(self.ranks[command.rank], command)
 
@@ -215,7 +269,13 @@ class Agent(RankKeeper):
     def _request_ended(self, ended: EndedRequest) -> None:
         want = next((want for want in self.wants.values() if want.request == ended.request), None)
         if want is not None:
-            logger.warning("event=request_ended pipeline=%s cluster=%s request=%d reason=%s", self.topology.pipeline, want.cluster, want.request, ended.reason)
+            logger.warning(
+                "event=request_ended pipeline=%s cluster=%s request=%d reason=%s",
+                self.topology.pipeline,
+                want.cluster,
+                want.request,
+                ended.reason,
+            )
             del self.wants[want.cluster]
             self._record.emit(rec.WaitEnded(self._wait_id(want.request), "expired"))
             self._host.request_ended(want, ended.reason)
@@ -227,22 +287,30 @@ class Agent(RankKeeper):
         except TypeError:
             count = -1
         if not is_whole(count, least):
-            raise ProtocolError(f"{self.topology.pipeline}: progress {name}={shown(value)} must be a whole number from {least} to {MAX_COUNT:.0e}")
+            raise ProtocolError(
+                f"{self.topology.pipeline}: progress {name}={shown(value)} must be a whole number from "
+                f"{least} to {MAX_COUNT:.0e}"
+            )
         return count
 
     def _take_grant(self, command: Command) -> None:
         held = self.holds.get(command.cluster)
         want = self.wants.get(command.cluster)
         back = self._given_back.get(command.cluster)
-        if held is None and (want is None or want.request != command.request or (back is not None and command.epoch <= back.epoch)):
-            self._answer(command, Outcome.REFUSED, detail=f"{command.cluster} is not wanted (request {command.request})")
+        if held is None and (
+            want is None or want.request != command.request or (back is not None and command.epoch <= back.epoch)
+        ):
+            self._answer(
+                command, Outcome.REFUSED, detail=f"{command.cluster} is not wanted (request {command.request})"
+            )
             return
         if held is not None and held.epoch != command.epoch:
             self._answer(command, Outcome.REFUSED, detail=f"{command.cluster} is held under epoch {held.epoch}")
             return
         asked = want is not None and want.request == command.request
         if held is not None and not asked:
-            # Sent again by a new scheduler, it may arrive after the grant that came next; obeyed now, it would take training back to log-probs.
+            # Sent again by a new scheduler, it may arrive after the grant that came next; obeyed now, it would take
+            # training back to log-probs.
             self._answer(command, Outcome.DONE)
             return
         if want is not None and asked:

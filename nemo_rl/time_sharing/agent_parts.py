@@ -1,4 +1,5 @@
-"""What an agent is made of: its host's side of the bargain, one record per rank and per hold, and the error for a pipeline that breaks the protocol.
+"""What an agent is made of: its host's side of the bargain, one record per rank and per hold, and the error for a
+pipeline that breaks the protocol.
 
 Only shapes; `agent.Agent` is the state machine that moves them.
 """
@@ -14,11 +15,15 @@ REFRESH = "refresh"
 
 
 class ProtocolError(RuntimeError):
-    """The pipeline asked for something that the protocol does not allow at this point; the message says what has to come first."""
+    """The pipeline asked for something that the protocol does not allow at this point; the message says what has to
+    come first.
+    """
 
 
 class Operation(NamedTuple):
-    """Something that takes time: a rank command's `kind` (drain, sleep, wake, sync) or `refresh`; `version` is what sync and refresh load."""
+    """Something that takes time: a rank command's `kind` (drain, sleep, wake, sync) or `refresh`; `version` is what
+    sync and refresh load.
+    """
 
     number: int
     kind: str

@@ -1,7 +1,8 @@
 """The generation ranks of one pipeline as they really are: the commands each obeys or refuses, and the weights in them.
 
-One state machine per rank; a rank that is busy does one thing at a time and remembers the next. Invariants: a rank is routed only with the published
-weights, and a version is published only when every serving rank has it. Knows nothing of fixed clusters, demand or requests; `agent.Agent` adds these.
+One state machine per rank; a rank that is busy does one thing at a time and remembers the next. Invariants: a rank is
+routed only with the published weights, and a version is published only when every serving rank has it. Knows nothing of
+fixed clusters, demand or requests; `agent.Agent` adds these.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from nemo_rl.time_sharing.agent_parts import REFRESH, Host, LocalRank, Operation
+from nemo_rl.time_sharing.agent_parts import REFRESH, Host, LocalRank, Operation, ProtocolError
 from nemo_rl.time_sharing.events import MemoryFreed, MemoryTaken
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import Answer, Command, Outcome, Phase, Verb
@@ -39,8 +40,16 @@ class RankKeeper:
         """Says everything there is to say; also the heartbeat."""
         raise NotImplementedError
 
+    def begin_at(self, version: int) -> None:
+        """The run begins with the weights of `version`; only before any rank was woken."""
+        if any(rank.phase is not Phase.ASLEEP for rank in self.ranks):
+            raise ProtocolError(f"{self.topology.pipeline}: ranks are awake; the first version comes before them")
+        self.cached = self.published = version
+
     def refresh(self) -> None:
-        """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears `refreshed`."""
+        """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears
+        `refreshed`.
+        """
         self._refresh_begun = self.published != self.cached
         self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
         for index in sorted(self._refreshing):
@@ -53,11 +62,16 @@ class RankKeeper:
         operation = self._perform(index, REFRESH, self.cached)
         self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH))
 
-    def performed(self, operation: Operation, ok: bool) -> None:
-        """The host has finished an operation; one that was given up meanwhile is ignored."""
+    def performed(self, operation: Operation, ok: bool, loaded: int | None = None) -> None:
+        """The host has finished an operation; one that was given up meanwhile is ignored.
+
+        loaded: the version that a sync or refresh brought, where that may be newer than the one it was begun with.
+        """
         rank = self.ranks[operation.rank]
         if rank.busy != operation:
             return
+        if loaded is not None and loaded > operation.version >= 0:
+            operation = operation._replace(version=loaded)
         rank.busy = None
         command, rank.doing = rank.doing, None
         if operation.kind == REFRESH:
@@ -71,7 +85,9 @@ class RankKeeper:
             self._go_on_refreshing(operation.rank)
 
     def rank_broken(self, index: int) -> None:
-        """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler is told."""
+        """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler is
+        told.
+        """
         rank = self.ranks[index]
         if rank.phase is Phase.ACTIVE and not rank.broken:
             self._unroute(rank, index)
@@ -90,7 +106,11 @@ class RankKeeper:
 
     def _take_rank_command(self, rank: LocalRank, command: Command) -> None:
         if command.epoch < rank.epoch:
-            self._answer(command, Outcome.REFUSED, detail=f"epoch {command.epoch} of rank {command.rank} is over, it is at {rank.epoch}")
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"epoch {command.epoch} of rank {command.rank} is over, it is at {rank.epoch}",
+            )
         elif command.order < rank.newest:
             # Overtaken on the wire by a later command, which has been obeyed; obeying this one now would undo it.
             self._answer(command, Outcome.REFUSED, detail=f"a later command for rank {command.rank} came first")
@@ -135,25 +155,40 @@ class RankKeeper:
             rank.phase = Phase.SLEEPING
             self._perform(command.rank, Verb.SLEEP.value, -1, command)
         else:
-            self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps")
+            self._answer(
+                command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps"
+            )
 
     def _wake(self, rank: LocalRank, command: Command) -> None:
         if rank.phase is Phase.ASLEEP and command.epoch <= rank.over:
-            # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody else's by now.
-            self._answer(command, Outcome.REFUSED, detail=f"the lease of epoch {command.epoch} is over; rank {command.rank} slept since")
+            # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody
+            # else's by now.
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"the lease of epoch {command.epoch} is over; rank {command.rank} slept since",
+            )
         elif rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
             if rank.phase is Phase.ASLEEP:
                 self._record.emit(MemoryTaken(f"rank {command.rank}", self.topology.ranks[command.rank]))
             rank.phase, rank.broken = Phase.WAKING, False
             self._perform(command.rank, Verb.WAKE.value, -1, command)
         elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
-            self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; it has to be asleep before it wakes")
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; it has to be asleep before it wakes",
+            )
         else:
             self._answer(command, Outcome.DONE)
 
     def _sync(self, rank: LocalRank, command: Command) -> None:
         if rank.phase not in (Phase.WAKING, Phase.SYNCING, Phase.READY) or not rank.resident:
-            self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; only a rank that woke is synced")
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; only a rank that woke is synced",
+            )
             return
         rank.phase = Phase.SYNCING
         operation = self._perform(command.rank, Verb.SYNC.value, self.cached, command)
@@ -161,11 +196,16 @@ class RankKeeper:
 
     def _publish_rank(self, rank: LocalRank, command: Command) -> None:
         if rank.phase is not Phase.READY:
-            self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; sync it before it is published")
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; sync it before it is published",
+            )
         elif rank.version < self.cached:
             self._answer(command, Outcome.STALE, rank.version)
         elif rank.version > self.published:
-            # Its weights are newer than what is out: the answer waits for the publication that the refresh in progress ends with.
+            # Its weights are newer than what is out: the answer waits for the publication that the refresh in progress
+            # ends with.
             rank.doing = command
         else:
             self._record.emit(rec.VersionPublished(rank.version, (command.rank,)))
@@ -175,7 +215,11 @@ class RankKeeper:
         if rank.phase is Phase.ACTIVE:
             self._answer(command, Outcome.DONE, rank.version)
         elif rank.phase is not Phase.READY:
-            self._answer(command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; sync and publish before it is routed")
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; sync and publish before it is routed",
+            )
         elif rank.version != self.published or rank.version != self.cached:
             # Routed now, it would miss the refresh that is under way and serve the old weights after it.
             self._answer(command, Outcome.STALE, rank.version)
@@ -190,7 +234,14 @@ class RankKeeper:
         index = command.rank
         if command.verb is Verb.SYNC:
             outcome = "done" if ok else "failed"
-            self._record.emit(rec.SyncFinished(self._sync_id(operation), operation.version, outcome, checksums={str(index): f"v{operation.version}"}))
+            self._record.emit(
+                rec.SyncFinished(
+                    self._sync_id(operation),
+                    operation.version,
+                    outcome,
+                    checksums={str(index): f"v{operation.version}"},
+                )
+            )
         if not ok:
             self._answer(command, Outcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
             return
@@ -208,7 +259,9 @@ class RankKeeper:
     def _after_refresh(self, rank: LocalRank, operation: Operation, ok: bool) -> None:
         outcome = "done" if ok else "failed"
         version = operation.version
-        self._record.emit(rec.SyncFinished(self._sync_id(operation), version, outcome, checksums={str(operation.rank): f"v{version}"}))
+        self._record.emit(
+            rec.SyncFinished(self._sync_id(operation), version, outcome, checksums={str(operation.rank): f"v{version}"})
+        )
         if ok:
             rank.version = version
         else:
@@ -216,7 +269,12 @@ class RankKeeper:
 
     def _go_on_refreshing(self, index: int) -> None:
         rank = self.ranks[index]
-        if index in self._refreshing and rank.phase is Phase.ACTIVE and rank.busy is None and rank.version != self.cached:
+        if (
+            index in self._refreshing
+            and rank.phase is Phase.ACTIVE
+            and rank.busy is None
+            and rank.version != self.cached
+        ):
             self._begin_refresh(index)
             return
         self._refreshing.discard(index)
@@ -237,9 +295,10 @@ class RankKeeper:
         self._host.refreshed(self.published)
 
     def _unroute(self, rank: LocalRank, index: int) -> None:
+        # Recorded once it is so: a request that was handed over before is in the record before.
+        self._host.routing_changed(index, False)
         self.generation += 1
         self._record.emit(rec.ShardUnrouted(index, self.generation))
-        self._host.routing_changed(index, False)
 
     def _perform(self, index: int, kind: str, version: int, command: Command | None = None) -> Operation:
         self._operations += 1
@@ -255,7 +314,13 @@ class RankKeeper:
         if len(self._answers) > _MEMORY:
             self._answers.popitem(last=False)
         if outcome is Outcome.REFUSED:
-            logger.info("event=refused command=%s verb=%s pipeline=%s reason=%s", command.command, command.verb.value, command.pipeline, detail)
+            logger.info(
+                "event=refused command=%s verb=%s pipeline=%s reason=%s",
+                command.command,
+                command.verb.value,
+                command.pipeline,
+                detail,
+            )
         self._host.answer(answer)
 
     def _sync_id(self, operation: Operation) -> str:

@@ -1,6 +1,8 @@
-"""The planner's working copy of the GPUs while one plan is made: who could give what, what is claimed and what is reserved.
+"""The planner's working copy of the GPUs while one plan is made: who could give what, what is claimed and what is
+reserved.
 
-It starts from a snapshot and records each decision, so that later decisions of the same plan see earlier ones. The snapshot stays as it was.
+It starts from a snapshot and records each decision, so that later decisions of the same plan see earlier ones. The
+snapshot stays as it was.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from nemo_rl.time_sharing.plan import Plan, Reason, Shrink, Snapshot
 from nemo_rl.time_sharing.types import FALLING, Phase, Priority
 
 FREE, FREEING, RANK, BLOCKED = 0, 1, 2, 3
-"""What a GPU is to the plan: idle; being freed by a rank that is falling asleep; under a waking or awake rank; out of reach (fixed, claimed, failed)."""
+"""What a GPU is to the plan: idle; being freed by a rank that is falling asleep; under a waking or awake rank; out of
+reach (fixed, claimed, failed)."""
 
 
 class Reservation(NamedTuple):
-    """A request that waits for a GPU: its label, its pipeline, when the GPUs are expected free, and the request (None: a hungry pipeline)."""
+    """A request that waits for a GPU: its label, its pipeline, when the GPUs are expected free, and the request (None:
+    a hungry pipeline).
+    """
 
     label: str
     name: str
@@ -34,7 +39,9 @@ class Reservation(NamedTuple):
 
 
 def useful_ranks(pipeline: PipelineState) -> int:
-    """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while it has demand."""
+    """How many ranks a pipeline can use: enough for its remaining samples, within its maximum share, at least one while
+    it has demand.
+    """
     remaining = pipeline.demand.remaining
     if remaining <= 0 or pipeline.leaving or pipeline.fenced:
         return 0
@@ -64,7 +71,9 @@ class Board:
         self.counts: dict[str, int] = {}
         self.kind = self._kinds()
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
-        self.fixed_gpus: dict[str, int] = {name: sum(len(held.gpus) for held in p.held.values()) for name, p in snapshot.pipelines.items()}
+        self.fixed_gpus: dict[str, int] = {
+            name: sum(len(held.gpus) for held in p.held.values()) for name, p in snapshot.pipelines.items()
+        }
         fixed_claims = {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values()
         for claim in fixed_claims:
             self.fixed_gpus[claim.pipeline] += len(claim.gpus)
@@ -125,7 +134,9 @@ class Board:
             self.reserved.setdefault(gpu, []).append(reservation)
 
     def may_be_passed(self, reservation: Reservation) -> bool:
-        """Whether a later request may yet be let past, counting those that this plan has let past already; a hungry pipeline never."""
+        """Whether a later request may yet be let past, counting those that this plan has let past already; a hungry
+        pipeline never.
+        """
         queued = reservation.queued
         return queued is not None and queued.passed + self.passings[reservation.label] < self.limits.max_backfills
 

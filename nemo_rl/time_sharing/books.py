@@ -1,6 +1,8 @@
-"""The entries of the scheduler's books: who holds which GPUs, who waits, who gets them next, what each pipeline is doing.
+"""The entries of the scheduler's books: who holds which GPUs, who waits, who gets them next, what each pipeline is
+doing.
 
-Plain records that `state.SchedulerState` keeps and changes; planner, validator and executor read them. They decide nothing.
+Plain records that `state.SchedulerState` keeps and changes; planner, validator and executor read them. They decide
+nothing.
 """
 
 from __future__ import annotations
@@ -73,10 +75,11 @@ class AwakeRank:
 
 @dataclass(slots=True)
 class PipelineState:
-    """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`: GPU-seconds of generation had.
-    `warm`: ranks that have served before, whose next wake builds no engine; `handover_s`: how long such a wake takes until the rank serves.
-    `wake_order`: its ranks, those first whose GPUs the fewest others train on, and among them those that its own training spares.
-    `expired`: by cluster, the newest request that waited too long.
+    """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`:
+    GPU-seconds of generation had. `warm`: ranks that have served before, whose next wake builds no engine;
+    `handover_s`: how long such a wake takes until the rank serves. `wake_order`: its ranks, those first whose GPUs the
+    fewest others train on, and among them those that its own training spares. `expired`: by cluster, the newest request
+    that waited too long.
     """
 
     topology: Topology
@@ -106,7 +109,9 @@ class PipelineState:
 
     def rising(self) -> bool:
         """Whether an expand is planned or under way."""
-        return bool(self.claimed_ranks) or any(rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values())
+        return bool(self.claimed_ranks) or any(
+            rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values()
+        )
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """`python -m nemo_rl.time_sharing`: simulate a scenario, check a log, turn a log into a trace or a report, soak.
 
-Exit status 0 when all is well, 1 when the checker found a violation or jobs did not finish, 2 when the input cannot be used.
+Exit status 0 when all is well, 1 when the checker found a violation or jobs did not finish, 2 when the input cannot be
+used.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.report import write_report
-from nemo_rl.time_sharing.scenario import Scenario, ScenarioError, load_scenario
+from nemo_rl.time_sharing.scenario import Scenario, load_scenario
 from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
 from nemo_rl.time_sharing.segments import missing_segment, segments_of
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
@@ -30,7 +32,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.timeline import build_timeline
 from nemo_rl.time_sharing.trace import write_trace
 from nemo_rl.time_sharing.validator import validate
-from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordError, RecordWriter, merge_records, read_record
+from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordWriter, merge_records, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +45,11 @@ _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing trace two.jsonl
   python -m nemo_rl.time_sharing soak --runs 200
 
-The keys of a scenario: docs/time_sharing_scenarios.md; the rules and the columns of the table: docs/time_sharing_scheduler.md."""
+The keys of a scenario: docs/time_sharing_scenarios.md
+The rules and the columns of the table: docs/time_sharing_scheduler.md."""
 
 
-class UsageError(ValueError):
+class UsageError(UserError, ValueError):
     """A command cannot be carried out as asked; found before anything is run or written."""
 
 
@@ -56,16 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
     package = logging.getLogger("nemo_rl")
     before = package.level
-    # What a scenario breaks on purpose is counted in the table; each event of it would be told without its way and seed.
+    # What a scenario breaks on purpose is counted in the table; each event of it would be told without its way and
+    # seed.
     quiet = logging.CRITICAL if chosen.run in (_simulate, _soak) else logging.ERROR
     package.setLevel(logging.INFO if chosen.verbose else quiet)
     try:
         return int(chosen.run(chosen))
-    except (ScenarioError, UsageError) as error:
-        print(error, file=sys.stderr)
     except RecordDamaged as error:
         print(_of_damage(error), file=sys.stderr)
-    except RecordError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
     except BrokenPipeError:
         return 0  # whoever read the output has seen enough
@@ -79,53 +81,143 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "Many RL pipelines on one pool of GPUs: simulate, check, look."
     parser = argparse.ArgumentParser(
-        prog="python -m nemo_rl.time_sharing", description=about, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m nemo_rl.time_sharing",
+        description=about,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what the scheduler does, and every fault (also after the command)")
-    commands = parser.add_subparsers(required=True, metavar="simulate|check|trace|report|soak|keys")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="log what the scheduler does, and every fault (also after the command)",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        added.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log what the scheduler does, and every fault")
+        added.add_argument(
+            "-v",
+            "--verbose",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="log what the scheduler does, and every fault",
+        )
         added.set_defaults(run=run)
         return added
 
-    _simulate_arguments(command("simulate", _simulate, "run a scenario on a virtual clock and compare it with other ways of running the same jobs"))
-    checker = command("check", _check, "prove that a record kept every invariant, or show the first place where it did not")
+    _simulate_arguments(
+        command(
+            "simulate",
+            _simulate,
+            "run a scenario on a virtual clock and compare it with other ways of running the same jobs",
+        )
+    )
+    checker = command(
+        "check", _check, "prove that a record kept every invariant, or show the first place where it did not"
+    )
     _log_arguments(checker)
-    checker.add_argument("--running", action="store_true", help="the run is not over, or was cut off: what is open is not missing")
+    checker.add_argument(
+        "--running", action="store_true", help="the run is not over, or was cut off: what is open is not missing"
+    )
     trace = command("trace", _trace, "write a trace for https://ui.perfetto.dev")
     _log_arguments(trace)
     trace.add_argument("-o", "--output", type=Path, help="the trace (default: beside the first record, .trace.json)")
-    report = command("report", _report, "write a self-contained HTML page: who was on which GPU when, demand, hand-overs, and the checker's word")
+    report = command(
+        "report",
+        _report,
+        "write a self-contained HTML page: who was on which GPU when, demand, hand-overs, and the checker's word",
+    )
     _log_arguments(report)
     report.add_argument("-o", "--output", type=Path, help="the page (default: beside the first record, .html)")
     soak = command("soak", _soak, "run random scenarios with faults and check each of them")
-    soak.add_argument("--events", type=_events_count, default=5e7, help="stop after that many simulated events (default: 5e7, about ten minutes on two cores)")
+    soak.add_argument(
+        "--events",
+        type=_events_count,
+        default=5e7,
+        help="stop after that many simulated events (default: 5e7, about ten minutes on two cores)",
+    )
     soak.add_argument("--runs", type=_count, help="stop after that many scenarios instead, at least 1")
-    soak.add_argument("--first", type=int, default=1_000_000, help="the first seed; each scenario is drawn from its seed (default: %(default)s)")
-    soak.add_argument("--processes", type=_count, default=2, help="processes that simulate at a time (default: %(default)s)")
+    soak.add_argument(
+        "--first",
+        type=int,
+        default=1_000_000,
+        help="the first seed; each scenario is drawn from its seed (default: %(default)s)",
+    )
+    soak.add_argument(
+        "--processes", type=_count, default=2, help="processes that simulate at a time (default: %(default)s)"
+    )
+    _live_commands(command)
     keys = command("keys", _keys, "write the page that describes every key of a scenario file")
     keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
     return parser
 
 
+def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """The commands on live pools; what they do is imported only when one is given."""
+
+    def live(name: str) -> Callable[[argparse.Namespace], int]:
+        def run(chosen: argparse.Namespace) -> int:
+            from nemo_rl.time_sharing import launcher
+
+            return launcher.guarded(lambda: getattr(launcher, name)(chosen))
+
+        return run
+
+    serving = command("serve", live("serve"), "open a pool on this machine's GPUs and keep it until interrupted")
+    add_pool_arguments(serving)
+    submitting = command("submit", live("submit"), "submit pipelines to the open pool")
+    submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
+    submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")
+    for name in ("status", "list"):
+        command(name, live("status"), "show the pipelines of the open pool")
+    for name, what in (("drain", "let pipelines go once they gave back what they hold"), ("cancel", "end pipelines")):
+        command(name, live(name), what).add_argument("names", nargs="+", metavar="NAME")
+
+
+def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shape of a pool."""
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs (or CPU slots) of each node of the pool")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the pool (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of slot (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, default=Path("logs/time_sharing"), help="of the scheduler (default: %(default)s)"
+    )
+
+
 def _simulate_arguments(simulate: argparse.ArgumentParser) -> None:
     simulate.epilog = (
-        "Without --log and --report nothing is written. Exit status 1: a job did not finish in our way, or an invariant is broken. "
+        "Without --log and --report nothing is written. Exit status 1: a job did not finish in our way, or "
+        "an invariant is broken. "
         "Example: simulate examples/time_sharing/two_jobs.yaml --report two.html writes two.html and two.jsonl."
     )
     simulate.add_argument("scenario", type=Path, help="a scenario file; its keys are in docs/time_sharing_scenarios.md")
-    simulate.add_argument("--seed", type=int, default=0, help="the first seed; equal seeds give equal runs (default: %(default)s)")
-    simulate.add_argument("--runs", type=_count, default=1, help="how many seeds: seed, seed+1, ... (default: %(default)s)")
-    simulate.add_argument("--log", type=Path, help="write the record of the first run here, and check it; `check`, `trace` and `report` read it")
-    simulate.add_argument("--report", type=Path, help="write the HTML page of the first run here, and its record beside it (.jsonl) unless --log says where")
+    simulate.add_argument(
+        "--seed", type=int, default=0, help="the first seed; equal seeds give equal runs (default: %(default)s)"
+    )
+    simulate.add_argument(
+        "--runs", type=_count, default=1, help="how many seeds: seed, seed+1, ... (default: %(default)s)"
+    )
+    simulate.add_argument(
+        "--log",
+        type=Path,
+        help="write the record of the first run here, and check it; `check`, `trace` and `report` read it",
+    )
+    simulate.add_argument(
+        "--report",
+        type=Path,
+        help="write the HTML page of the first run here, and its record beside it (.jsonl) unless --log says where",
+    )
     simulate.add_argument("--only-ours", action="store_true", help="leave the other ways of running the jobs out")
 
 
 def _log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, nargs="+", help="the record of a run; several are merged by time")
-    parser.add_argument("--recover", action="store_true", help="read a damaged record up to the damage, as a run that did not end")
+    parser.add_argument(
+        "--recover", action="store_true", help="read a damaged record up to the damage, as a run that did not end"
+    )
 
 
 def _count(text: str) -> int:
@@ -157,14 +249,21 @@ def _simulate(chosen: argparse.Namespace) -> int:
             for seed in range(chosen.seed, chosen.seed + chosen.runs):
                 logger.info("event=run way=%s seed=%d", name, seed)
                 first = recording is not None and name == OURS and seed == chosen.seed
-                rows[-1][1].append(recording.run(scenario, seed, alone) if recording is not None and first else run_way(scenario, name, seed, alone))
+                rows[-1][1].append(
+                    recording.run(scenario, seed, alone)
+                    if recording is not None and first
+                    else run_way(scenario, name, seed, alone)
+                )
         said = simulated(scenario, chosen.seed, rows)
         if recording is not None:
             recording.add(said)
     finally:
         if recording is not None:
             recording.close()
-    print(f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.size} GPUs, {chosen.runs} run(s) from seed {chosen.seed}\n")
+    print(
+        f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.size} GPUs, {chosen.runs} run(s) "
+        f"from seed {chosen.seed}\n"
+    )
     _print_said(said)
     broken = _judge(log, chosen.report, scenario.name) if log is not None else 0
     return 1 if broken or any(o.unfinished for o in rows[0][1]) else 0
@@ -201,7 +300,10 @@ class _Recording:
 def _check_outputs(log: Path | None, report: Path | None) -> None:
     """What is to be written can be, and is nothing else already: found before the simulation, not after it."""
     if report is not None and log == report:
-        raise UsageError(f"--report {report}: the record would be written there too; call the page something else, such as {report.with_suffix('.html')}")
+        raise UsageError(
+            f"--report {report}: the record would be written there too; call the page something else, such "
+            f"as {report.with_suffix('.html')}"
+        )
     for option, path in (("--report", report), ("--log", log)):
         if path is None:
             continue
@@ -218,7 +320,10 @@ def _check_outputs(log: Path | None, report: Path | None) -> None:
 def _judge(log: Path, report: Path | None, title: str) -> int:
     entries = list(read_record(log))
     violations = check(entries)
-    print(f"\nrecord: {log} ({len(entries)} events); " + (f"{len(violations)} violations, first: {violations[0]}" if violations else "every invariant holds"))
+    print(
+        f"\nrecord: {log} ({len(entries)} events); "
+        + (f"{len(violations)} violations, first: {violations[0]}" if violations else "every invariant holds")
+    )
     if report is not None:
         write_report(build_timeline(entries), violations, report, title=title)
         print(f"report: {report}")
@@ -240,29 +345,46 @@ def _print_said(said: Simulated) -> None:
 def _print_table(lines: Sequence[Sequence[str]]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for line in lines:
-        print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+        )
 
 
 def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
-    """The entries of all records given, with the later segments of a scheduler's log, and whether all of them are whole."""
+    """The entries of all records given, with the later segments of a scheduler's log, and whether all of them are
+    whole.
+    """
     given = [_segments(log) for log in chosen.log]
     damaged = [_first_damaged(segments) if chosen.recover else None for segments in given]
     whole = all(damage is None for damage in damaged)
     # What comes behind damage would be read without what it rests on.
-    kept = (segments if damage is None else segments[: segments.index(damage) + 1] for segments, damage in zip(given, damaged, strict=True))
+    kept = (
+        segments if damage is None else segments[: segments.index(damage) + 1]
+        for segments, damage in zip(given, damaged, strict=True)
+    )
     logs = list(dict.fromkeys(path for segments in kept for path in segments))
-    entries = list(merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover))
+    entries = list(
+        merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover)
+    )
     if not entries:
         raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")
     return entries, whole
 
 
 def _segments(log: Path) -> list[Path]:
-    """The record and, if it is the first segment of a scheduler's log, those after it. Raises UsageError where one between them is missing."""
+    """The record and, if it is the first segment of a scheduler's log, those after it. Raises UsageError where one
+    between them is missing.
+    """
     segments = segments_of(log) or [log]
     missing = missing_segment(segments)
     if missing is not None:
-        raise UsageError(f"{missing}: is missing, and segments behind it are there ({segments[-1].name}); give those that are whole, each by its name")
+        raise UsageError(
+            f"{missing}: is missing, and segments behind it are there ({segments[-1].name}); give those that "
+            "are whole, each by its name"
+        )
     return segments
 
 
@@ -276,7 +398,11 @@ def _first_damaged(segments: Sequence[Path]) -> Path | None:
             if not damage.intact:
                 raise
             left_out = ", without the segments after it" if path != segments[-1] else ""
-            print(f"{path}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to there{left_out}, as a run that did not end", file=sys.stderr)
+            print(
+                f"{path}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to "
+                f"there{left_out}, as a run that did not end",
+                file=sys.stderr,
+            )
             return path
     return None
 
@@ -285,7 +411,10 @@ def _of_damage(damage: RecordDamaged) -> str:
     if not damage.intact:
         return f"{damage.path}: is not a record of nemo_rl: line 1 {damage.reason}"
     place = f"{damage.path}: line {damage.line} (byte {damage.offset}) {damage.reason}"
-    return f"{place}; the {damage.intact} lines before it are intact: with --recover, check, trace and report read up to there"
+    return (
+        f"{place}; the {damage.intact} lines before it are intact: with --recover, check, trace and "
+        "report read up to there"
+    )
 
 
 def _check(chosen: argparse.Namespace) -> int:
@@ -295,7 +424,10 @@ def _check(chosen: argparse.Namespace) -> int:
     if violations:
         print(violations[0])
         return 1
-    print(f"{', '.join(map(str, chosen.log))}: {len(entries)} events keep all {len(INVARIANTS)} invariants ({time.perf_counter() - began:.1f} s)")
+    print(
+        f"{', '.join(map(str, chosen.log))}: {len(entries)} events keep all {len(INVARIANTS)} invariants "
+        f"({time.perf_counter() - began:.1f} s)"
+    )
     return 0
 
 
@@ -336,8 +468,15 @@ def _soak(chosen: argparse.Namespace) -> int:
             counts.append(verdict.events)
             if not verdict.clean:
                 bad += 1
-                print(f"seed {verdict.seed}: {verdict.violations[0] if verdict.violations else f'never ended: {verdict.stuck}'}", flush=True)
+                print(
+                    f"seed {verdict.seed}: "
+                    f"{verdict.violations[0] if verdict.violations else f'never ended: {verdict.stuck}'}",
+                    flush=True,
+                )
         seconds = time.perf_counter() - began
-        shown = f"{len(counts)} scenarios, {events:,} events, median {statistics.median(counts):.0f}, {bad} bad, {seconds:.0f} s"
+        shown = (
+            f"{len(counts)} scenarios, {events:,} events, median {statistics.median(counts):.0f}, {bad} "
+            f"bad, {seconds:.0f} s"
+        )
         print(f"{shown}, {events / seconds / chosen.processes:,.0f} events/s and process", flush=True)
     return 1 if bad else 0

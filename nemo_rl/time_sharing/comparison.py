@@ -1,7 +1,8 @@
-"""What a simulation says of a mix of jobs besides its events: each job and each way of running them side by side, and what the columns mean.
+"""What a simulation says of a mix of jobs besides its events: each job and each way of running them side by side, and
+what the columns mean.
 
-It is the last event of a simulation's record, so that a report made from the record later shows the same tables as the one made at once.
-Knows no simulator: the texts of its cells come from `simulation.tables`.
+It is the last event of a simulation's record, so that a report made from the record later shows the same tables as the
+one made at once. Knows no simulator: the texts of its cells come from `simulation.tables`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ LEGEND = (
     ("vs serial", "total of one_after_the_other over the total of this way; - where jobs are unfinished"),
     (
         "slowdown",
-        "seconds of a job from its arrival to its end, over the seconds it takes alone on its GPUs without faults; mean and p99 over the finished jobs",
+        "seconds of a job from its arrival to its end, over the seconds it takes alone on its GPUs without "
+        "faults; mean and p99 over the finished jobs",
     ),
-    ("GPU busy", "part of the pool's GPU time in which a trainer worked or an engine had requests; GPUs held without work do not count"),
+    (
+        "GPU busy",
+        "part of the pool's GPU time in which a trainer worked or an engine had requests; GPUs held without "
+        "work do not count",
+    ),
     ("service spread", "standard deviation over mean of what the jobs got (busy GPUs / weight); 0: all the same"),
-    ("hand-over", "from the decision to give GPUs to a cluster or rank until they are used there, first start of an engine included"),
+    (
+        "hand-over",
+        "from the decision to give GPUs to a cluster or rank until they are used there, first start of an "
+        "engine included",
+    ),
     ("preemptions", "generation ranks sent to sleep: for training, for another job, or because their job ends"),
     ("unfinished", "jobs that did not train all their steps (a job stopped by its own leaves_s is not counted)"),
 )
@@ -29,7 +39,9 @@ LEGEND = (
 @event_kind("ts_simulated")
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The tables of one call of `simulate`, header lines first. `gpu_busy` (0 to 1) is that of the recorded run; `notes` are sentences."""
+    """The tables of one call of `simulate`, header lines first. `gpu_busy` (0 to 1) is that of the recorded run;
+    `notes` are sentences.
+    """
 
     scenario: str
     about: str

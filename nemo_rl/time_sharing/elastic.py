@@ -1,7 +1,8 @@
 """Shares what is left among generation: a first rank for whoever has none, then ranks by remaining work times weight.
 
-Free GPUs go to the pipeline that is served least for its work and weight. A busy GPU moves only when the giver stays better served than the taker
-becomes, so no move can be undone by the next plan, and only after it has served its minimum hold. Nothing shrinks without somebody to take the GPUs.
+Free GPUs go to the pipeline that is served least for its work and weight. A busy GPU moves only when the giver stays
+better served than the taker becomes, so no move can be undone by the next plan, and only after it has served its
+minimum hold. Nothing shrinks without somebody to take the GPUs.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from nemo_rl.time_sharing.types import Phase, Priority
 _WORTH_HANDOVERS = 4.0
 """How many times the hand-over a turn lasts, so that at most a fifth of a GPU's time goes into moving it."""
 _LONGEST_TURN = 4.0
-"""How many times the turn of a pipeline of weight 1 the turn of a heavy one lasts at most, whatever its weight, since others wait for its end."""
+"""How many times the turn of a pipeline of weight 1 the turn of a heavy one lasts at most, whatever its weight, since
+others wait for its end."""
 
 
 class _Division(NamedTuple):
     """How the GPUs are to be divided among pipelines with demand, by name.
 
-    entitled: GPUs of the whole pool, within bounds. targets: those in whole ranks. pulls: GPUs in proportion to work and weight alone; pipelines that
-    want the same GPUs are compared by these, since what bounds a share elsewhere in the pool says nothing about these GPUs. floors: guaranteed GPUs.
+    entitled: GPUs of the whole pool, within bounds. targets: those in whole ranks. pulls: GPUs in proportion to work
+    and weight alone; pipelines that want the same GPUs are compared by these, since what bounds a share elsewhere in
+    the pool says nothing about these GPUs. floors: guaranteed GPUs.
     """
 
     entitled: dict[str, float]
@@ -38,7 +41,8 @@ class _Division(NamedTuple):
 
 
 def turn_seconds(board: Board, name: str) -> float:
-    """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most; longer for heavier pipelines.
+    """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most;
+    longer for heavier pipelines.
 
     The longest, `min_hold_s` x `_LONGEST_TURN`, is what others may have to wait for it.
     """
@@ -53,12 +57,16 @@ def turn_seconds(board: Board, name: str) -> float:
 
 def share(board: Board, result: Plan) -> None:
     """Adds the expands and shrinks of elastic generation to the plan."""
-    claimants = [_claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if board.useful[name] > 0]
+    claimants = [
+        _claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if board.useful[name] > 0
+    ]
     if not claimants:
         return
     division = _divide(board, claimants)
     result.entitled = division.entitled
-    open_names = [c.name for c in claimants if c.name not in board.no_expand and not _trains_next(board.pipelines[c.name])]
+    open_names = [
+        c.name for c in claimants if c.name not in board.no_expand and not _trains_next(board.pipelines[c.name])
+    ]
     _hand_out_free(board, result, open_names, division)
     _move_busy(board, result, open_names, division)
 
@@ -66,9 +74,14 @@ def share(board: Board, result: Plan) -> None:
 def _divide(board: Board, claimants: list[Claimant]) -> _Division:
     budget = len(board.kind) - len(board.quarantined)
     entitled = fill(budget, claimants)
-    targets = {name: ranks * board.pipelines[name].topology.tp for name, ranks in whole_ranks(budget, claimants, entitled).items()}
+    targets = {
+        name: ranks * board.pipelines[name].topology.tp
+        for name, ranks in whole_ranks(budget, claimants, entitled).items()
+    }
     level = budget / sum(c.claim for c in claimants)
-    return _Division(entitled, targets, {c.name: c.claim * level for c in claimants}, {c.name: c.floor for c in claimants if c.floor})
+    return _Division(
+        entitled, targets, {c.name: c.claim * level for c in claimants}, {c.name: c.floor for c in claimants if c.floor}
+    )
 
 
 def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
@@ -81,7 +94,9 @@ def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
 
 
 def _served(board: Board, name: str, division: _Division, more: int = 0) -> float:
-    """How well a pipeline is served, with `more` GPUs added: GPUs for its work and weight; below 0 as long as it lacks GPUs that it is guaranteed."""
+    """How well a pipeline is served, with `more` GPUs added: GPUs for its work and weight; below 0 as long as it lacks
+    GPUs that it is guaranteed.
+    """
     gpus = board.gpus_of(name) + more
     floor = division.floors.get(name, 0.0)
     return gpus / floor - 1.0 if floor and gpus < floor else gpus / max(division.pulls[name], 1e-9)
@@ -100,13 +115,17 @@ def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
         for gpu in gpus:
             for reservation in board.reserved.get(gpu, ()):
                 hungry = reservation.queued is None
-                if (hungry and reservation.name != name) or (not hungry and reservation.free_at < board.now + turn_seconds(board, name)):
+                if (hungry and reservation.name != name) or (
+                    not hungry and reservation.free_at < board.now + turn_seconds(board, name)
+                ):
                     return BLOCKED
     return worst
 
 
 def _candidates(board: Board, pipeline: PipelineState) -> list[int]:
-    """Ranks that could wake: asleep, not claimed, not cooling off after a failure; those first whose engine has been built before."""
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure; those first whose engine has been
+    built before.
+    """
     up, claimed, warm = pipeline.awake, pipeline.claimed_ranks, pipeline.warm
     asleep = [rank for rank in pipeline.wake_order if rank not in up and rank not in claimed]
     if warm and len(warm) < len(pipeline.topology.ranks):
@@ -122,7 +141,9 @@ def _expand(board: Board, result: Plan, name: str, rank: int, because: Reason, *
 
 
 def _hand_out_free(board: Board, result: Plan, names: list[str], division: _Division) -> None:
-    """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what nobody entitled wants."""
+    """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what
+    nobody entitled wants.
+    """
     if all(kind >= RANK for kind in board.kind):
         return
     scans = {name: _free_ranks(board, name) for name in names}
@@ -134,7 +155,13 @@ def _hand_out_free(board: Board, result: Plan, names: list[str], division: _Divi
             rank = next(scans[name], None)
             if rank is None:
                 continue
-            _expand(board, result, name, rank, ("spare",) if spare else ("share", board.gpus_of(name), division.entitled[name]))
+            _expand(
+                board,
+                result,
+                name,
+                rank,
+                ("spare",) if spare else ("share", board.gpus_of(name), division.entitled[name]),
+            )
             if _wants_more(board, name, division, spare):
                 heapq.heappush(heap, (_served(board, name, division), name))
 
@@ -191,7 +218,9 @@ class _Standing:
 
 
 def _move_busy(board: Board, result: Plan, names: list[str], division: _Division) -> None:
-    """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping allows."""
+    """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping
+    allows.
+    """
     standing = _Standing(board, division)
     served = standing.now
     for name in sorted((n for n in names if _can_use_more(board, n)), key=lambda n: (served[n], n)):
@@ -201,7 +230,11 @@ def _move_busy(board: Board, result: Plan, names: list[str], division: _Division
                 break
             if _may_give(board, standing, donors, name, bar):
                 for donor, drank in donors:
-                    why: Reason = ("gives", donor, served[donor], name, served[name]) if donor in served else ("surplus", donor, name)
+                    why: Reason = (
+                        ("gives", donor, served[donor], name, served[name])
+                        if donor in served
+                        else ("surplus", donor, name)
+                    )
                     board.shrink(result, donor, drank, why)
                     standing.update(donor)
                 _expand(board, result, name, rank, ("share", board.gpus_of(name), division.entitled[name]))
@@ -210,7 +243,9 @@ def _move_busy(board: Board, result: Plan, names: list[str], division: _Division
 
 
 def _options(board: Board, name: str, standing: _Standing, bar: _Bar) -> list[tuple[float, int, list[tuple[str, int]]]]:
-    """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank, holders)."""
+    """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank,
+    holders).
+    """
     kind, owner, ranks, counts, useful = board.kind, board.owner, board.ranks_of(name), board.counts, board.useful
     served, less_one = standing.now, standing.less_one
     found = []
@@ -272,9 +307,11 @@ def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
 
 
 def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], taker: str, bar: _Bar) -> bool:
-    """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no use for it just gives.
+    """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no
+    use for it just gives.
 
-    Turns are looked at last, when earlier moves of the same plan count: what a giver had too many it may have given by now.
+    Turns are looked at last, when earlier moves of the same plan count: what a giver had too many it may have given by
+    now.
     """
     for donor, rank in donors:
         if donor == taker or (donor, rank) in board.shrunk:
@@ -288,7 +325,9 @@ def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], 
 
 
 def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:
-    """A pipeline with work and no rank gets one: a free one, else one whose holder has had its turn; else it reserves the likeliest."""
+    """A pipeline with work and no rank gets one: a free one, else one whose holder has had its turn; else it reserves
+    the likeliest.
+    """
     since = pipeline.hungry_since
     if since is None or board.useful[name] == 0 or name in board.no_expand or _trains_next(pipeline):
         return

@@ -1,7 +1,9 @@
-"""What the scheduler writes to the run record. Its whole state is a fold over these (see `state`), so an event is written before it takes effect.
+"""What the scheduler writes to the run record. Its whole state is a fold over these (see `state`), so an event is
+written before it takes effect.
 
-All are facts that the scheduler decided or learned, at the time of the entry; none needs another source to be understood. Agents and
-trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker holds against the scheduler's books.
+All are facts that the scheduler decided or learned, at the time of the entry; none needs another source to be
+understood. Agents and trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker holds
+against the scheduler's books.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class PoolOpened:
 @event_kind("ts_scheduler_started")
 @dataclass(frozen=True, slots=True)
 class SchedulerStarted:
-    """A scheduler took over the log; `term` is larger than any before it. Not `complete`: the log may have lost its end before."""
+    """A scheduler took over the log; `term` is larger than any before it. Not `complete`: the log may have lost its end
+    before.
+    """
 
     term: int
     complete: bool = True
@@ -43,7 +47,9 @@ class LogSigned:
 @event_kind("ts_log_closed")
 @dataclass(frozen=True, slots=True)
 class LogClosed:
-    """The scheduler was stopped and wrote nothing more: as the last line of a log it shows that the end is not missing."""
+    """The scheduler was stopped and wrote nothing more: as the last line of a log it shows that the end is not
+    missing.
+    """
 
 
 @event_kind("ts_inventory_done")
@@ -110,7 +116,8 @@ class RequestDropped:
 class Claimed:
     """These GPUs, free or about to be, go next to this cluster (`rank` -1) or this generation rank, and to nobody else.
 
-    `passed` names the requests (`pipeline#request`) ahead in the queue that this one was let past because it will be done before they can start.
+    `passed` names the requests (`pipeline#request`) ahead in the queue that this one was let past because it will be
+    done before they can start.
     """
 
     plan: int
@@ -126,7 +133,9 @@ class Claimed:
 @event_kind("ts_plan_rejected")
 @dataclass(frozen=True, slots=True)
 class PlanRejected:
-    """The validator refused decisions of a plan; nothing of these was done, nor any other decision of it about the same pipelines."""
+    """The validator refused decisions of a plan; nothing of these was done, nor any other decision of it about the same
+    pipelines.
+    """
 
     problems: tuple[str, ...]
 
@@ -160,7 +169,9 @@ class Granted:
 @event_kind("ts_repriced")
 @dataclass(frozen=True, slots=True)
 class Repriced:
-    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does not move."""
+    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does not
+    move.
+    """
 
     pipeline: str
     cluster: str
@@ -173,7 +184,9 @@ class Repriced:
 @event_kind("ts_released")
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A fixed cluster gave its GPUs back, the memory verified free by the agent; `version` is what it had published by then."""
+    """A fixed cluster gave its GPUs back, the memory verified free by the agent; `version` is what it had published by
+    then.
+    """
 
     pipeline: str
     cluster: str
@@ -222,7 +235,9 @@ class CommandSent:
 @event_kind("ts_command_ended")
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """A command is over: `done`, `failed`, `stale`, `refused` as answered, `expired` at its deadline, `fenced` with its pipeline."""
+    """A command is over: `done`, `failed`, `stale`, `refused` as answered, `expired` at its deadline, `fenced` with its
+    pipeline.
+    """
 
     command: str
     outcome: str
@@ -239,7 +254,9 @@ class Leaving:
 @event_kind("ts_fenced")
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """A pipeline is cut off: nothing it says counts any more, and its processes are being ended before its GPUs are given on."""
+    """A pipeline is cut off: nothing it says counts any more, and its processes are being ended before its GPUs are
+    given on.
+    """
 
     pipeline: str
     incarnation: int
@@ -259,7 +276,9 @@ class Unregistered:
 @event_kind("ts_gpus_quarantined")
 @dataclass(frozen=True, slots=True)
 class GpusQuarantined:
-    """Nobody could show that the memory of these GPUs is free, so nobody gets them until `until`, when freeing is tried again."""
+    """Nobody could show that the memory of these GPUs is free, so nobody gets them until `until`, when freeing is tried
+    again.
+    """
 
     gpus: tuple[int, ...]
     pipeline: str
@@ -272,7 +291,8 @@ class GpusQuarantined:
 @event_kind("ts_gpus_cleared")
 @dataclass(frozen=True, slots=True)
 class GpusCleared:
-    """A quarantine is over: its pipeline occupies these GPUs no more. They are back in the pool if no other quarantine keeps them.
+    """A quarantine is over: its pipeline occupies these GPUs no more. They are back in the pool if no other quarantine
+    keeps them.
 
     Without a `pipeline` (older logs) every quarantine of exactly these GPUs is over.
     """
@@ -294,7 +314,9 @@ class ClockJumped:
 @event_kind("ts_memory_taken")
 @dataclass(frozen=True, slots=True)
 class MemoryTaken:
-    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on these GPUs."""
+    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on these
+    GPUs.
+    """
 
     what: str
     gpus: tuple[int, ...]
@@ -308,7 +330,8 @@ EVERYTHING = "everything"
 class MemoryFreed:
     """Written by the pipeline's side, or by the daemon that ended its processes: the memory is verified free.
 
-    The daemon, which does not know what had occupied quarantined GPUs, writes EVERYTHING as `what`: whatever it was, of this pipeline.
+    The daemon, which does not know what had occupied quarantined GPUs, writes EVERYTHING as `what`: whatever it was, of
+    this pipeline.
     """
 
     what: str

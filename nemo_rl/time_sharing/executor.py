@@ -1,8 +1,9 @@
 """Carries plans out: one state machine per generation rank and per claim, each step a command with a deadline.
 
-A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> publish -> route; a claim becomes a lease at the moment when the last of its
-GPUs is free. Steps of different pipelines wait for each other only through a GPU they hand over. Commands are repeated until answered,
-which is safe because they are idempotent; one that fails or expires costs a rank or its pipeline, never more.
+A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> publish -> route; a claim becomes a lease
+at the moment when the last of its GPUs is free. Steps of different pipelines wait for each other only through a GPU
+they hand over. Commands are repeated until answered, which is safe because they are idempotent; one that fails or
+expires costs a rank or its pipeline, never more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Answer, Command, Ou
 logger = logging.getLogger(__name__)
 
 _EPOCHS_PER_TERM = 1 << 32
-_RISE = {Verb.WAKE: (Phase.SYNCING, Verb.SYNC), Verb.SYNC: (Phase.READY, Verb.PUBLISH), Verb.PUBLISH: (Phase.READY, Verb.ROUTE)}
+_RISE = {
+    Verb.WAKE: (Phase.SYNCING, Verb.SYNC),
+    Verb.SYNC: (Phase.READY, Verb.PUBLISH),
+    Verb.PUBLISH: (Phase.READY, Verb.ROUTE),
+}
 
 
 @dataclass(slots=True)
@@ -30,9 +35,17 @@ class _Outgoing:
 
 
 class Executor:
-    """Moves ranks and claims. `emit` writes an event and folds it into `state`; `send` hands a command to the network, which may lose it."""
+    """Moves ranks and claims. `emit` writes an event and folds it into `state`; `send` hands a command to the network,
+    which may lose it.
+    """
 
-    def __init__(self, state: SchedulerState, emit: Callable[[object], None], send: Callable[[Command], None], now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        emit: Callable[[object], None],
+        send: Callable[[Command], None],
+        now: Callable[[], float],
+    ) -> None:
         self._state, self._emit, self._send, self._now = state, emit, send, now
         self._outgoing: dict[str, _Outgoing] = {}
         self._of_rank: dict[tuple[str, int], str] = {}
@@ -50,11 +63,15 @@ class Executor:
             self._emit(ev.Claimed(number, grant.pipeline, grant.cluster, -1, grant.request, grant.gpus, grant.passed))
             self._settle(self._state.claims[grant.pipeline, grant.cluster, -1])
         for expand in plan.expands:
-            self._emit(ev.Claimed(number, expand.pipeline, ACTOR_INFER, expand.rank, -1, expand.gpus, floor=expand.floor))
+            self._emit(
+                ev.Claimed(number, expand.pipeline, ACTOR_INFER, expand.rank, -1, expand.gpus, floor=expand.floor)
+            )
             self._settle(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
 
     def begin_shrink(self, name: str, rank: int) -> None:
-        """Sends a rank to sleep from whatever it is doing. A rising rank is turned round: the agent finishes its step in hand first."""
+        """Sends a rank to sleep from whatever it is doing. A rising rank is turned round: the agent finishes its step
+        in hand first.
+        """
         pipeline = self._state.pipelines[name]
         awake = pipeline.awake[rank]
         if awake.phase in FALLING:
@@ -71,7 +88,9 @@ class Executor:
             self.begin_shrink(name, rank)
 
     def answer(self, answer: Answer) -> bool:
-        """Takes an answer. One to a command that has ended (superseded, expired, fenced), or of another incarnation, changes nothing: False."""
+        """Takes an answer. One to a command that has ended (superseded, expired, fenced), or of another incarnation,
+        changes nothing: False.
+        """
         pending = self._state.commands.get(answer.command)
         if pending is None or (pending.pipeline, pending.incarnation) != (answer.pipeline, answer.incarnation):
             return False
@@ -98,10 +117,13 @@ class Executor:
         return due
 
     def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:
-        """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do `contested` ones that it occupies though
-        the books have given them to others."""
+        """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do
+        `contested` ones that it occupies though the books have given them to others.
+        """
         pipeline = self._state.pipelines[name]
-        for pending in [c for c in self._state.commands.values() if (c.pipeline, c.incarnation) == (name, pipeline.incarnation)]:
+        for pending in [
+            c for c in self._state.commands.values() if (c.pipeline, c.incarnation) == (name, pipeline.incarnation)
+        ]:
             self._end(pending, "fenced")
         for claim in [c for c in self._state.claims.values() if c.pipeline == name]:
             self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "fenced"))
@@ -109,7 +131,11 @@ class Executor:
         self._emit(ev.Fenced(name, pipeline.incarnation, reason))
         if contested:
             until = self._now() + self._state.limits.quarantine_s
-            self._emit(ev.GpusQuarantined(contested, name, pipeline.incarnation, -1, until, "it occupies what the log has given to others"))
+            self._emit(
+                ev.GpusQuarantined(
+                    contested, name, pipeline.incarnation, -1, until, "it occupies what the log has given to others"
+                )
+            )
         self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
 
     def end_unknown(self, name: str, incarnation: int) -> None:
@@ -121,21 +147,46 @@ class Executor:
         """Tries again to end what occupies quarantined GPUs whose time has come."""
         now = self._now()
         for quarantine in self._state.quarantines:
-            busy = any((c.verb, (c.pipeline, c.incarnation, c.rank)) == (Verb.REAP, quarantine.whose) for c in self._state.commands.values())
+            busy = any(
+                (c.verb, (c.pipeline, c.incarnation, c.rank)) == (Verb.REAP, quarantine.whose)
+                for c in self._state.commands.values()
+            )
             if now >= quarantine.until and not busy:
-                self._raw_command(quarantine.pipeline, quarantine.incarnation, Verb.REAP, quarantine.rank, 0, "", quarantine.gpus, self._state.limits.reap_s)
+                self._raw_command(
+                    quarantine.pipeline,
+                    quarantine.incarnation,
+                    Verb.REAP,
+                    quarantine.rank,
+                    0,
+                    "",
+                    quarantine.gpus,
+                    self._state.limits.reap_s,
+                )
 
     def resume(self) -> None:
-        """After a restart: takes up every command and claim that the log leaves open, with time anew for what the restart has held up."""
+        """After a restart: takes up every command and claim that the log leaves open, with time anew for what the
+        restart has held up.
+        """
         for pending in list(self._state.commands.values()):
             command = self._rebuild(pending)
             seconds = self._state.limits.deadline_of(command.verb)
             self._emit(ev.CommandEnded(pending.command, "restarted"))
-            self._raw_command(command.pipeline, command.incarnation, command.verb, command.rank, command.epoch, command.cluster, command.gpus, seconds)
+            self._raw_command(
+                command.pipeline,
+                command.incarnation,
+                command.verb,
+                command.rank,
+                command.epoch,
+                command.cluster,
+                command.gpus,
+                seconds,
+            )
         # The log may end between a phase and the command that belongs to it.
         for name, pipeline in self._state.pipelines.items():
             if pipeline.fenced:
-                if not any((c.pipeline, c.incarnation) == (name, pipeline.incarnation) for c in self._state.commands.values()):
+                if not any(
+                    (c.pipeline, c.incarnation) == (name, pipeline.incarnation) for c in self._state.commands.values()
+                ):
                     self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
                 continue
             for rank, awake in list(pipeline.awake.items()):
@@ -171,9 +222,14 @@ class Executor:
             self._emit(ev.Released(pending.pipeline, pending.cluster, held.epoch, -1))
             self.settle_claims_on(held.gpus)
         elif outcome is not Outcome.REFUSED:
-            self.fence(pending.pipeline, f"it did not take its grant of {pending.cluster} within {self._state.limits.grant_s:g} s")
+            self.fence(
+                pending.pipeline,
+                f"it did not take its grant of {pending.cluster} within {self._state.limits.grant_s:g} s",
+            )
 
-    def _after_rank_step(self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: Outcome, version: int) -> None:
+    def _after_rank_step(
+        self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: Outcome, version: int
+    ) -> None:
         name, rank, epoch = pending.pipeline, pending.rank, pending.epoch
         if outcome is Outcome.STALE:
             self._emit(ev.RankMoved(name, rank, Phase.SYNCING, epoch))
@@ -226,7 +282,12 @@ class Executor:
             return
         if not pipeline.fenced:
             return
-        gpus = tuple(sorted({g for held in pipeline.held.values() for g in held.gpus} | {g for r in pipeline.awake for g in pipeline.topology.ranks[r]}))
+        gpus = tuple(
+            sorted(
+                {g for held in pipeline.held.values() for g in held.gpus}
+                | {g for r in pipeline.awake for g in pipeline.topology.ranks[r]}
+            )
+        )
         if not done and gpus:
             self._quarantine(gpus, pending)
         self._emit(ev.Unregistered(pending.pipeline, pipeline.incarnation, "reaped" if done else "could not be ended"))
@@ -234,8 +295,14 @@ class Executor:
 
     def _quarantine(self, gpus: tuple[int, ...], pending: PendingCommand) -> None:
         until = self._now() + self._state.limits.quarantine_s
-        logger.error("event=quarantine gpus=%s pipeline=%s rank=%d until=%.1f", gpus, pending.pipeline, pending.rank, until)
-        self._emit(ev.GpusQuarantined(gpus, pending.pipeline, pending.incarnation, pending.rank, until, "their processes could not be ended"))
+        logger.error(
+            "event=quarantine gpus=%s pipeline=%s rank=%d until=%.1f", gpus, pending.pipeline, pending.rank, until
+        )
+        self._emit(
+            ev.GpusQuarantined(
+                gpus, pending.pipeline, pending.incarnation, pending.rank, until, "their processes could not be ended"
+            )
+        )
 
     def _asleep(self, pipeline: PipelineState, rank: int, epoch: int) -> None:
         self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.ASLEEP, epoch))
@@ -260,7 +327,11 @@ class Executor:
             return
         want = queued.want
         hold_until = self._now() + self._state.limits.max_hold_s
-        self._emit(ev.Granted(claim.pipeline, claim.cluster, epoch, claim.gpus, want.priority, want.step, want.request, hold_until))
+        self._emit(
+            ev.Granted(
+                claim.pipeline, claim.cluster, epoch, claim.gpus, want.priority, want.step, want.request, hold_until
+            )
+        )
         self._command(pipeline, Verb.GRANT, cluster=claim.cluster, epoch=epoch)
 
     def _reprice(self, name: str, cluster: str) -> None:
@@ -269,12 +340,31 @@ class Executor:
         self._emit(ev.Repriced(name, cluster, held.epoch, want.priority, want.step, want.request))
         self._command(pipeline, Verb.GRANT, cluster=cluster, epoch=held.epoch)
 
-    def _command(self, pipeline: PipelineState, verb: Verb, *, rank: int = -1, epoch: int = 0, cluster: str = "", patience: float | None = None) -> None:
+    def _command(
+        self,
+        pipeline: PipelineState,
+        verb: Verb,
+        *,
+        rank: int = -1,
+        epoch: int = 0,
+        cluster: str = "",
+        patience: float | None = None,
+    ) -> None:
         gpus = pipeline.topology.ranks[rank] if rank >= 0 else pipeline.held[cluster].gpus if cluster else ()
         seconds = self._state.limits.deadline_of(verb) if patience is None else patience
         self._raw_command(pipeline.topology.pipeline, pipeline.incarnation, verb, rank, epoch, cluster, gpus, seconds)
 
-    def _raw_command(self, name: str, incarnation: int, verb: Verb, rank: int, epoch: int, cluster: str, gpus: tuple[int, ...], seconds: float) -> None:
+    def _raw_command(
+        self,
+        name: str,
+        incarnation: int,
+        verb: Verb,
+        rank: int,
+        epoch: int,
+        cluster: str,
+        gpus: tuple[int, ...],
+        seconds: float,
+    ) -> None:
         self._commands += 1
         key, now = f"{self._state.term}.{self._commands}", self._now()
         self._emit(ev.CommandSent(key, name, verb.value, rank, cluster, epoch, now + seconds, incarnation))
@@ -309,7 +399,15 @@ class Executor:
         pipeline = self._state.pipelines.get(pending.pipeline)
         gpus = pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else ()
         command = Command(
-            pending.command, self._state.term, pending.pipeline, pending.incarnation, Verb(pending.verb), pending.rank, pending.epoch, pending.cluster, gpus
+            pending.command,
+            self._state.term,
+            pending.pipeline,
+            pending.incarnation,
+            Verb(pending.verb),
+            pending.rank,
+            pending.epoch,
+            pending.cluster,
+            gpus,
         )
         return self._fill_in(command)
 

@@ -1,8 +1,9 @@
 """GPUs of the pool for a job that is not an RL pipeline: acquire, yield when asked, release.
 
-Such a job registers as a pipeline with generation ranks only. A rank of it that wakes is GPUs it may use; a drain is the request to
-yield them, which it answers by `yielded`. The protocol, its leases and its deadlines are those of every pipeline. A rank is held from the moment
-it may be used until it was yielded; nothing is held by a job that was released or fenced.
+Such a job registers as a pipeline with generation ranks only. A rank of it that wakes is GPUs it may use; a drain is
+the request to yield them, which it answers by `yielded`. The protocol, its leases and its deadlines are those of every
+pipeline. A rank is held from the moment it may be used until it was yielded; nothing is held by a job that was released
+or fenced.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from nemo_rl.utils.record import Record
 class ExternalJob:
     """The client. Its methods may be called from any thread; heartbeats run by themselves.
 
-    topology: registered with `actor_infer` only. asked_to_yield: called from a thread of its own, once per rank, when its GPUs are wanted back; they
-    must be free and `yielded(rank)` called within the scheduler's drain deadline, or the job's processes are ended. The actor around it hands on
-    `command`, `heard` and `rank_ended` (examples/time_sharing/external_job.py).
+    topology: registered with `actor_infer` only. asked_to_yield: called from a thread of its own, once per rank, when
+    its GPUs are wanted back; they must be free and `yielded(rank)` called within the scheduler's drain deadline, or the
+    job's processes are ended. The actor around it hands on `command`, `heard` and `rank_ended`
+    (examples/time_sharing/external_job.py).
     """
 
     def __init__(
-        self, topology: Topology, incarnation: int, link: SchedulerLink, record: Record, limits: Limits, *, asked_to_yield: Callable[[int], None]
+        self,
+        topology: Topology,
+        incarnation: int,
+        link: SchedulerLink,
+        record: Record,
+        limits: Limits,
+        *,
+        asked_to_yield: Callable[[int], None],
     ) -> None:
         self._topology, self._incarnation, self._tell_asked = topology, incarnation, asked_to_yield
         self._changed = threading.Condition()
@@ -45,19 +54,24 @@ class ExternalJob:
         return self._runtime.fenced
 
     def acquire(self, ranks: int, timeout_s: float, *, at_least: int | None = None) -> list[tuple[int, ...]]:
-        """Asks for the GPUs of `ranks` ranks and waits until `at_least` of them are held (all, if None); returns `held()`.
+        """Asks for the GPUs of `ranks` ranks and waits until `at_least` of them are held (all, if None); returns
+        `held()`.
 
-        The request stands until the next one or the release, also after a time-out: what is missing comes when it is free, and comes back after it was
-        yielded. Asking for fewer than are held gives the rest up: they are asked for as soon as somebody can use them.
+        The request stands until the next one or the release, also after a time-out: what is missing comes when it is
+        free, and comes back after it was yielded. Asking for fewer than are held gives the rest up: they are asked for
+        as soon as somebody can use them.
 
-        Raises TimeoutError when fewer are held after timeout_s, Dismissed when the job was fenced, ProtocolError for a number of ranks that there
-        cannot be and after the release.
+        Raises TimeoutError when fewer are held after timeout_s, Dismissed when the job was fenced, ProtocolError for a
+        number of ranks that there cannot be and after the release.
         """
         enough = ranks if at_least is None else at_least
         whole = len(self._topology.ranks)
         if not is_whole(ranks, 1, whole) or not is_whole(enough, 1, ranks):
             asked = f"{shown(ranks)} ranks, at least {shown(enough)}"
-            raise ProtocolError(f"{self._topology.pipeline}: asked for {asked}; it is registered with {whole}: ask for 1 to {whole}, and at least 1 of these")
+            raise ProtocolError(
+                f"{self._topology.pipeline}: asked for {asked}; it is registered with {whole}: ask for 1 to "
+                f"{whole}, and at least 1 of these"
+            )
         self._check_in_use()
         self._runtime.begin_progress(ranks * self._topology.spec.rank_batch)
         with self._changed:
@@ -65,7 +79,8 @@ class ExternalJob:
             self._check_in_use()
             if len(self._held) < enough:
                 raise TimeoutError(
-                    f"{self._topology.pipeline}: {len(self._held)} of {enough} ranks within {timeout_s:g} s; the request stands: "
+                    f"{self._topology.pipeline}: {len(self._held)} of {enough} ranks within {timeout_s:g} s; "
+                    "the request stands: "
                     f"held() shows what has come, release() gives it up"
                 )
             return self.held()
@@ -82,7 +97,8 @@ class ExternalJob:
                 return
             if rank not in self._asked:
                 raise ProtocolError(
-                    f"{self._topology.pipeline}: rank {shown(rank)} was not asked for; asked for: {sorted(self._asked)}, held: {sorted(self._held)}. "
+                    f"{self._topology.pipeline}: rank {shown(rank)} was not asked for; asked for: "
+                    f"{sorted(self._asked)}, held: {sorted(self._held)}. "
                     f"To give up more, acquire() fewer ranks, or release()"
                 )
             self._held.discard(rank)
@@ -90,7 +106,9 @@ class ExternalJob:
             self._changed.notify_all()
 
     def release(self, timeout_s: float) -> None:
-        """Gives everything back, which must be free by now, and ends the registration. Raises TimeoutError; there is nothing to do for a fenced job."""
+        """Gives everything back, which must be free by now, and ends the registration. Raises TimeoutError; there is
+        nothing to do for a fenced job.
+        """
         with self._changed:
             self._released = True
             self._held.clear()
@@ -115,10 +133,14 @@ class ExternalJob:
 
     def _check_in_use(self) -> None:
         if self._released:
-            raise ProtocolError(f"{self._topology.pipeline}: was released; register it again, under an incarnation above {self._incarnation}, to acquire more")
+            raise ProtocolError(
+                f"{self._topology.pipeline}: was released; register it again, under an incarnation above "
+                f"{self._incarnation}, to acquire more"
+            )
         if self._runtime.closed.is_set():
             raise Dismissed(
-                f"{self._topology.pipeline}: incarnation {self._incarnation} is no longer registered: its GPUs are no longer its own. "
+                f"{self._topology.pipeline}: incarnation {self._incarnation} is no longer registered: its "
+                "GPUs are no longer its own. "
                 f"Register it again under a larger incarnation"
             )
 
@@ -138,7 +160,9 @@ class ExternalJob:
             self._tell_asked(rank)
         with self._changed:
             if not self._changed.wait_for(lambda: rank not in self._held, self._patience_s):
-                raise EngineError(f"{self._topology.pipeline}: the GPUs of rank {rank} were not yielded within {self._patience_s:g} s")
+                raise EngineError(
+                    f"{self._topology.pipeline}: the GPUs of rank {rank} were not yielded within {self._patience_s:g} s"
+                )
 
     def sleep(self, rank: int) -> None:
         with self._changed:
@@ -151,8 +175,9 @@ class ExternalJob:
             self._asked.discard(rank)
             self._yielded.discard(rank)
 
-    def load(self, rank: int, version: int) -> None:
+    def load(self, rank: int, version: int) -> int:
         """There are no weights to load."""
+        return version
 
     def set_routable(self, rank: int, active: bool) -> None:
         with self._changed:

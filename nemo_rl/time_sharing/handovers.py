@@ -1,7 +1,7 @@
 """How long GPUs are on their way: from the decision to give them to a cluster or a rank until they are used there.
 
-The one place that measures it: the simulator's table and the report of a record both ask here. A claim that is dropped or fenced counts for
-nothing; one that is made anew counts from its last decision.
+The one place that measures it: the simulator's table and the report of a record both ask here. A claim that is dropped
+or fenced counts for nothing; one that is made anew counts from its last decision.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from nemo_rl.time_sharing.types import ACTOR_INFER, Phase
 
 
 class Handover(NamedTuple):
-    """From a claim on GPUs to their use: granted, or the rank routed. Seconds on the record's clock; `what` is a cluster, or `rank 3`."""
+    """From a claim on GPUs to their use: granted, or the rank routed. Seconds on the record's clock; `what` is a
+    cluster, or `rank 3`.
+    """
 
     pipeline: str
     what: str

@@ -1,8 +1,9 @@
 """Keeps pipelines that hold one fixed cluster while they wait for another from waiting for each other for ever.
 
-Which fixed GPUs a pipeline may ever want is known from its registration, so a grant after which some pipelines could not all be satisfied one after
-another is put off, and a reservation never stands in the way of a pipeline that the reserver itself waits for. Invariant: the graph "may still want
-what the other holds" has no cycle, hence neither has the graph of who waits for whom. Knows nothing of generation, which always gives way.
+Which fixed GPUs a pipeline may ever want is known from its registration, so a grant after which some pipelines could
+not all be satisfied one after another is put off, and a reservation never stands in the way of a pipeline that the
+reserver itself waits for. Invariant: the graph "may still want what the other holds" has no cycle, hence neither has
+the graph of who waits for whom. Knows nothing of generation, which always gives way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from nemo_rl.time_sharing.books import Claim, PipelineState
 class HoldGraph:
     """Holds and claims of fixed clusters, and who waits for whom, while one plan is made.
 
-    A waiter is named by its pipeline; a pipeline that waits for its first generation rank by `hungry(name)`, since its holds do not wait for that.
+    A waiter is named by its pipeline; a pipeline that waits for its first generation rank by `hungry(name)`, since its
+    holds do not wait for that.
     """
 
     def __init__(self, pipelines: Mapping[str, PipelineState], fixed_claims: Iterable[Claim]) -> None:
@@ -37,8 +39,9 @@ class HoldGraph:
         self._holder.update(dict.fromkeys(gpus, name))
 
     def closes_cycle(self, name: str, gpus: Iterable[int]) -> str | None:
-        """Whom a grant of `gpus` to `name` would have to wait for: somebody who may want them while holding, directly or through others,
-        what `name` may want next; None when the grant is safe."""
+        """Whom a grant of `gpus` to `name` would have to wait for: somebody who may want them while holding, directly
+        or through others, what `name` may want next; None when the grant is safe.
+        """
         mine = self._held.get(name, set()) | set(gpus)
         for first in sorted(self._holders(self._pipelines[name].topology.training_gpus - mine, name)):
             seen, open_names = {first}, [first]

@@ -1,7 +1,8 @@
 """Squares the books with what a pipeline says it holds, once per pipeline after a scheduler restart.
 
-The log is exact up to where it ends; if its end was lost, agents hold or have given back things the books do not know. What an agent holds and nobody
-else does is adopted; what contradicts another holder costs the pipeline that says so, because a GPU is never on two books.
+The log is exact up to where it ends; if its end was lost, agents hold or have given back things the books do not know.
+What an agent holds and nobody else does is adopted; what contradicts another holder costs the pipeline that says so,
+because a GPU is never on two books.
 """
 
 from __future__ import annotations
@@ -21,20 +22,41 @@ logger = logging.getLogger(__name__)
 
 
 def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
-    """Adopts what `status` holds and the books miss, frees what the books hold and it does not; fences the pipeline where that is impossible."""
+    """Adopts what `status` holds and the books miss, frees what the books hold and it does not; fences the pipeline
+    where that is impossible.
+    """
     name, pipeline = status.pipeline, state.pipelines[status.pipeline]
     granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
     for held in status.holds:
         known = pipeline.held.get(held.cluster)
-        if held.cluster not in pipeline.topology.clusters or held.cluster not in FIXED_CLUSTERS or (known is not None and known.epoch >= held.epoch):
+        if (
+            held.cluster not in pipeline.topology.clusters
+            or held.cluster not in FIXED_CLUSTERS
+            or (known is not None and known.epoch >= held.epoch)
+        ):
             continue
         if known is not None:
             emit(ev.Released(name, held.cluster, known.epoch, -1))
         gpus = pipeline.topology.clusters[held.cluster].gpus
         if not _clear(state, emit, gpus):
-            executor.fence(name, f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others", contested=_unbooked(state, status))
+            executor.fence(
+                name,
+                f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others",
+                contested=_unbooked(state, status),
+            )
             return
-        emit(ev.Granted(name, held.cluster, held.epoch, gpus, held.priority, -1, pipeline.last_request, state.time + state.limits.max_hold_s))
+        emit(
+            ev.Granted(
+                name,
+                held.cluster,
+                held.epoch,
+                gpus,
+                held.priority,
+                -1,
+                pipeline.last_request,
+                state.time + state.limits.max_hold_s,
+            )
+        )
     holds = {held.cluster for held in status.holds}
     for cluster, known in list(pipeline.held.items()):
         if cluster not in holds and cluster not in granting:
@@ -45,20 +67,29 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
 def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
     """GPUs that a pipeline says it occupies and that are not its own by the books."""
     topology = state.pipelines[status.pipeline].topology
-    said = {gpu for held in status.holds if held.cluster in topology.clusters for gpu in topology.clusters[held.cluster].gpus}
+    said = {
+        gpu
+        for held in status.holds
+        if held.cluster in topology.clusters
+        for gpu in topology.clusters[held.cluster].gpus
+    }
     said |= {gpu for rank, _ in status.awake if 0 <= rank < len(topology.ranks) for gpu in topology.ranks[rank]}
     booked = {gpu for gpu in said if (lease := state.owner[gpu]) is not None and lease.pipeline == status.pipeline}
     return tuple(sorted(said - booked))
 
 
 def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
-    """Whether the books know that the rank's processes are still there: they could not be ended so far, and it is tried again."""
+    """Whether the books know that the rank's processes are still there: they could not be ended so far, and it is tried
+    again.
+    """
     return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
 
 
 def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Callable[[object], None]) -> None:
-    """Fences pipelines with numbers that no plan can be made with and drops requests that can never be granted: a log written before these were
-    refused at the door may hold them, and every scheduler that reads it would fail on them again."""
+    """Fences pipelines with numbers that no plan can be made with and drops requests that can never be granted: a log
+    written before these were refused at the door may hold them, and every scheduler that reads it would fail on them
+    again.
+    """
     for name, pipeline in list(state.pipelines.items()):
         if pipeline.fenced:
             continue
@@ -75,15 +106,22 @@ def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Call
                 emit(ev.RequestDropped(name, cluster, queued.want.request, "refused"))
 
 
-def _ranks(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState) -> None:
+def _ranks(
+    state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState
+) -> None:
     name = status.pipeline
     awake = dict(status.awake)
     for rank, epoch in awake.items():
         known = pipeline.awake.get(rank)
-        if not 0 <= rank < len(pipeline.topology.ranks) or (known is not None and known.epoch >= epoch) or _being_ended(state, status, rank):
+        if (
+            not 0 <= rank < len(pipeline.topology.ranks)
+            or (known is not None and known.epoch >= epoch)
+            or _being_ended(state, status, rank)
+        ):
             continue
         if known is not None:
-            # The books know an earlier lease of this rank: it has ended, and a later one begun, in the part of the log that is lost.
+            # The books know an earlier lease of this rank: it has ended, and a later one begun, in the part of the log
+            # that is lost.
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
         if not _clear(state, emit, pipeline.topology.ranks[rank]):
             reason = f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others"

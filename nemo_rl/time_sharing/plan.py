@@ -1,7 +1,7 @@
 """What a plan says, what it is made from, and how each of its decisions reads in words.
 
-A plan is a set of intentions, not of timings: the executor carries each out as soon as the GPUs it needs are free. Every operation carries the
-reason for it, so that `explain` never has to guess.
+A plan is a set of intentions, not of timings: the executor carries each out as soon as the GPUs it needs are free.
+Every operation carries the reason for it, so that `explain` never has to guess.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Snapshot:
 
 
 class Grant(NamedTuple):
-    """All GPUs of a fixed cluster go to it once free; `passed` are the requests ahead of it that it overtakes safely."""
+    """All GPUs of a fixed cluster go to it once free; `passed` are the requests ahead of it that it overtakes
+    safely.
+    """
 
     pipeline: str
     cluster: str
@@ -63,7 +65,9 @@ class Shrink(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """A generation rank takes its GPUs once free and wakes. A `floor` rank is safe from every request for the minimum hold time."""
+    """A generation rank takes its GPUs once free and wakes. A `floor` rank is safe from every request for the minimum
+    hold time.
+    """
 
     pipeline: str
     rank: int
@@ -83,7 +87,9 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """Everything to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before rounding."""
+    """Everything to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before
+    rounding.
+    """
 
     grants: list[Grant] = field(default_factory=list)
     reprices: list[Reprice] = field(default_factory=list)

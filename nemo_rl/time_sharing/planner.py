@@ -1,8 +1,8 @@
 """Decides who gets which GPU next: `plan(snapshot, now) -> Plan`, a pure function.
 
-First the queue: requests for fixed clusters, and pipelines whose generation has no rank at all, in aged order. Each is served completely, with all
-its victims known, or not at all; one that cannot be served reserves its GPUs against those behind it. Then the rest is shared among
-generation (`elastic`). Nothing here acts, waits or reads a clock.
+First the queue: requests for fixed clusters, and pipelines whose generation has no rank at all, in aged order. Each is
+served completely, with all its victims known, or not at all; one that cannot be served reserves its GPUs against those
+behind it. Then the rest is shared among generation (`elastic`). Nothing here acts, waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nemo_rl.time_sharing.types import ACTOR_INFER, RISING, Priority
 class QueueItem(NamedTuple):
     """One place in the queue; `queued` is None for a pipeline that wants its first generation rank.
 
-    The key is arrival + priority x aging: requests age at equal pace, so the order of two never changes, and a request is overtaken only by
-    those that arrive within (its priority - theirs) x aging after it.
+    The key is arrival + priority x aging: requests age at equal pace, so the order of two never changes, and a request
+    is overtaken only by those that arrive within (its priority - theirs) x aging after it.
     """
 
     key: float
@@ -48,7 +48,8 @@ class _Obstacles:
 def plan(snapshot: Snapshot, now: float) -> Plan:
     """The decisions for this moment.
 
-    Arguments: snapshot, which is not changed; now, seconds on the scheduler's clock. Planned releases come first, then the queue, then generation.
+    Arguments: snapshot, which is not changed; now, seconds on the scheduler's clock. Planned releases come first, then
+    the queue, then generation.
     """
     board = Board(snapshot, now)
     if snapshot.limits.max_initialising:
@@ -122,7 +123,8 @@ def _serve(board: Board, result: Plan, item: QueueItem, pipeline: PipelineState,
         _check_backfill(board, pipeline, want.priority, found)
     if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
         board.no_expand.add(item.name)
-        # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as they can.
+        # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as
+        # they can.
         for name, rank in sorted(found.victims):
             if name == item.name and pipeline.awake[rank].phase in RISING:
                 board.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
@@ -172,11 +174,16 @@ def _obstacles(board: Board, name: str, pipeline: PipelineState, gpus: tuple[int
 
 def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
     held = any(held.priority is Priority.INITIALIZATION for held in pipeline.held.values())
-    return held or any(q.want.priority is Priority.INITIALIZATION and _has_claim(snapshot, pipeline, cluster) for cluster, q in pipeline.wants.items())
+    return held or any(
+        q.want.priority is Priority.INITIALIZATION and _has_claim(snapshot, pipeline, cluster)
+        for cluster, q in pipeline.wants.items()
+    )
 
 
 def _check_places(board: Board, name: str, pipeline: PipelineState, found: _Obstacles) -> None:
-    """No more than `max_initialising` at a time. Those who wait count for those behind them, or a later one could take every place that comes free."""
+    """No more than `max_initialising` at a time. Those who wait count for those behind them, or a later one could take
+    every place that comes free.
+    """
     others = board.initialising - {name}
     if len(others) >= board.limits.max_initialising and not pipeline.held:
         found.block(("initialising", ", ".join(sorted(others))), float("inf"))

@@ -1,7 +1,8 @@
 """Ends the Ray actors of a pipeline and shows that their processes are gone, children included.
 
-A GPU may be given on only when nobody holds memory on it any more, and Ray forgets an actor as soon as it has asked for its end: a process that hangs,
-or was stopped, keeps its memory. So each process is killed by its number on its own node, and waited for. Knows no plans and no leases.
+A GPU may be given on only when nobody holds memory on it any more, and Ray forgets an actor as soon as it has asked for
+its end: a process that hangs, or was stopped, keeps its memory. So each process is killed by its number on its own
+node, and waited for. Knows no plans and no leases.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def rank_actor_name(rank: int, incarnation: int) -> str:
 
 
 class Left(NamedTuple):
-    """A process that was to be killed and is not known to be gone. `started`: seconds since the epoch, 0 if unknown; its number may be another's later."""
+    """A process that was to be killed and is not known to be gone. `started`: seconds since the epoch, 0 if unknown;
+    its number may be another's later.
+    """
 
     node: str
     pid: int
@@ -44,7 +47,8 @@ class Left(NamedTuple):
 
 
 class Reaper:
-    """Ends the processes of pipelines, and remembers those that were not gone: Ray has forgotten them when it is tried again.
+    """Ends the processes of pipelines, and remembers those that were not gone: Ray has forgotten them when it is tried
+    again.
 
     memory: a file that keeps them for a reaper that is started anew, made when there is something to keep.
     """
@@ -55,15 +59,22 @@ class Reaper:
         self._led_by_ranks = {key[:2] for key in self._left if key[2] >= 0}
 
     def ends_single_ranks(self, pipeline: str, incarnation: int) -> bool:
-        """Whether the engines of a pipeline are, or were, actors of their own, so that one rank can be ended without the others."""
-        if any(name.startswith("rank_") and name.endswith(f".{incarnation}") for name in actors_in(agent_namespace(pipeline))):
+        """Whether the engines of a pipeline are, or were, actors of their own, so that one rank can be ended without
+        the others.
+        """
+        if any(
+            name.startswith("rank_") and name.endswith(f".{incarnation}")
+            for name in actors_in(agent_namespace(pipeline))
+        ):
             self._led_by_ranks.add((pipeline, incarnation))
         return (pipeline, incarnation) in self._led_by_ranks
 
     def end(self, pipeline: str, incarnation: int, rank: int, *, timeout_s: float) -> bool:
-        """Ends the named actors of one incarnation, or the one that leads a rank; returns whether all their processes are gone within timeout_s.
+        """Ends the named actors of one incarnation, or the one that leads a rank; returns whether all their processes
+        are gone within timeout_s.
 
-        A pipeline without rank actors runs its engines in its own processes: nothing less than ending all of them frees a rank's memory.
+        A pipeline without rank actors runs its engines in its own processes: nothing less than ending all of them frees
+        a rank's memory.
         """
         import ray
 
@@ -79,7 +90,9 @@ class Reaper:
                 handles.append(ray.get_actor(name, namespace=namespace))
             except ValueError:
                 continue
-        to_end = {left for key in earlier for left in self._left[key]} | _processes_of([handle._actor_id.hex() for handle in handles])
+        to_end = {left for key in earlier for left in self._left[key]} | _processes_of(
+            [handle._actor_id.hex() for handle in handles]
+        )
         left = _end_on_their_nodes(to_end, timeout_s)
         self._remember(earlier, (pipeline, incarnation, rank), left)
         for handle in handles:
@@ -105,7 +118,10 @@ class Reaper:
 
 def _recalled(memory: Path) -> dict[tuple[str, int, int], set[Left]]:
     try:
-        return {(name, life, rank): {Left(*left) for left in processes} for name, life, rank, processes in json.loads(memory.read_text())}
+        return {
+            (name, life, rank): {Left(*left) for left in processes}
+            for name, life, rank, processes in json.loads(memory.read_text())
+        }
     except (ValueError, TypeError) as error:
         # Only a machine that was lost leaves half a file, and it has taken the processes along.
         logger.error("event=left_processes_unreadable path=%s reason=%s", memory, error)
@@ -116,14 +132,20 @@ def actors_in(namespace: str) -> set[str]:
     """Names of the actors that Ray knows in a namespace."""
     import ray
 
-    return {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
+    return {
+        entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace
+    }
 
 
 def _processes_of(actor_ids: Sequence[str]) -> set[Left]:
     from ray._private.state import actors
 
     entries: list[dict[str, Any]] = [actors(actor_id) for actor_id in actor_ids]
-    return {Left(entry["Address"]["NodeID"], entry["Pid"], 0.0) for entry in entries if entry and entry["Pid"] and entry["State"] != "DEAD"}
+    return {
+        Left(entry["Address"]["NodeID"], entry["Pid"], 0.0)
+        for entry in entries
+        if entry and entry["Pid"] and entry["State"] != "DEAD"
+    }
 
 
 def _end_on_their_nodes(processes: Set[Left], timeout_s: float) -> set[Left]:
@@ -135,7 +157,10 @@ def _end_on_their_nodes(processes: Set[Left], timeout_s: float) -> set[Left]:
 
     # A node that is gone has taken its processes along.
     nodes = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
-    by_node = {node: [(left.pid, left.started) for left in processes if left.node == node] for node in nodes & {left.node for left in processes}}
+    by_node = {
+        node: [(left.pid, left.started) for left in processes if left.node == node]
+        for node in nodes & {left.node for left in processes}
+    }
     here = ray.get_runtime_context().get_node_id()
     elsewhere = {
         node: ray.remote(end_processes)

@@ -1,6 +1,8 @@
-"""A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves, hand-over latencies, and the checker's word.
+"""A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves,
+hand-over latencies, and the checker's word.
 
-The page holds its data as JSON and draws it on canvases with the script in `report_page`; it loads nothing from anywhere.
+The page holds its data as JSON and draws it on canvases with the script in `report_page`; it loads nothing from
+anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def write_report(timeline: Timeline, violations: Sequence[Violation], path: str 
 
 
 def report_data(timeline: Timeline, violations: Sequence[Violation], title: str) -> dict[str, object]:
-    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in `pipelines`."""
+    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in
+    `pipelines`.
+    """
     pipelines = timeline.pipelines
     index = {name: number for number, name in enumerate(pipelines)}
     gpu_seconds = [0.0] * len(pipelines)
@@ -35,13 +39,19 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
     bars: list[list[float | int | str]] = []
     # First, so that whoever has a GPU that is closed to one pipeline only is drawn over it.
     for out in timeline.outages:
-        bars += [[first, last, round(out.start, 3), round(out.end, 3), index.get(out.pipeline, 0), out.kind, out.label] for first, last in _runs(out.gpus)]
+        bars += [
+            [first, last, round(out.start, 3), round(out.end, 3), index.get(out.pipeline, 0), out.kind, out.label]
+            for first, last in _runs(out.gpus)
+        ]
     for o in timeline.occupations:
         gpu_seconds[index[o.pipeline]] += len(o.gpus) * (o.end - o.start)
         if o.phase in ("held", "active"):
             held += len(o.gpus) * (o.end - o.start)
         runs = _runs(o.gpus)
-        bars += [[first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label] for first, last in runs]
+        bars += [
+            [first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label]
+            for first, last in runs
+        ]
     spans = sorted(handover.seconds for handover in timeline.handovers)
     said = timeline.simulated
     return {

@@ -1,4 +1,6 @@
-"""The page that `report` fills: markup, style and the script that draws. It knows the data's keys and nothing of where they come from."""
+"""The page that `report` fills: markup, style and the script that draws. It knows the data's keys and nothing of where
+they come from.
+"""
 
 from __future__ import annotations
 

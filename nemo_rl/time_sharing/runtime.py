@@ -1,7 +1,8 @@
 """Carries an agent in a real process: operations on threads, messages to the scheduler actor, heartbeats on a timer.
 
-The engines are behind the `Engine` protocol; the pipeline's driver calls `acquire`, `train`-side methods and progress through this class from its own
-thread. One lock guards the agent's state machine; it is never held while an engine works or a message travels.
+The engines are behind the `Engine` protocol; the pipeline's driver calls `acquire`, `train`-side methods and progress
+through this class from its own thread. One lock guards the agent's state machine; it is never held while an engine
+works or a message travels.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.topology import Topology
@@ -23,7 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What a pipeline can do with one of its generation ranks. Each call returns when it is done and raises EngineError when it cannot be done."""
+    """What a pipeline can do with one of its generation ranks.
+
+    Each call returns when it is done and raises EngineError when it cannot be done. `load` returns the version that it
+    loaded: the one asked for, or a newer one that was built meanwhile. `set_routable` must not wait.
+    """
 
     def drain(self, rank: int) -> None: ...
 
@@ -31,17 +37,19 @@ class Engine(Protocol):
 
     def wake(self, rank: int) -> None: ...
 
-    def load(self, rank: int, version: int) -> None: ...
+    def load(self, rank: int, version: int) -> int: ...
 
     def set_routable(self, rank: int, active: bool) -> None: ...
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError, RuntimeError):
     """An engine could not do what it was told; the rank goes back to sleep or is ended."""
 
 
 class SchedulerLink(Protocol):
-    """The way to the scheduler; both calls return at once, and a reply to a status comes back through the callback, if ever."""
+    """The way to the scheduler; both calls return at once, and a reply to a status comes back through the callback, if
+    ever.
+    """
 
     def status(self, status: Status, replied: Callable[[Reply], None]) -> None: ...
 
@@ -53,11 +61,15 @@ class Dismissed(RuntimeError):
 
 
 class RequestEnded(TimeoutError):
-    """The scheduler has ended a request without a grant, because it waited longer than `request_s`; it may be asked for again."""
+    """The scheduler has ended a request without a grant, because it waited longer than `request_s`; it may be asked for
+    again.
+    """
 
 
 class AgentRuntime:
-    """An agent with its threads. `closed` is set when the pipeline has left, or was fenced (`fenced` is true then), and `on_closed` called."""
+    """An agent with its threads. `closed` is set when the pipeline has left, or was fenced (`fenced` is true then), and
+    `on_closed` called.
+    """
 
     def __init__(
         self,
@@ -81,7 +93,9 @@ class AgentRuntime:
         self._refreshed = version
         self._work = ThreadPoolExecutor(max_workers=max(4, len(topology.ranks)), thread_name_prefix="agent")
         # The scheduler ends a request at request_s, and within a lease its agent has heard of it or is fenced.
-        self._agent = Agent(topology, incarnation, self, record, version=version, request_s=limits.request_s + limits.lease_s)
+        self._agent = Agent(
+            topology, incarnation, self, record, version=version, request_s=limits.request_s + limits.lease_s
+        )
         self._heart = threading.Thread(target=self._beat, name="agent-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -93,26 +107,46 @@ class AgentRuntime:
     def acquire(self, cluster: str, priority: Priority, step: int, timeout_s: float) -> None:
         """Asks for a fixed cluster, or for another priority of a held one, and waits for it.
 
-        Raises TimeoutError after timeout_s (the request is withdrawn), RequestEnded (a TimeoutError) when the scheduler gave it up before,
-        ProtocolError for what cannot be asked for, Dismissed when the pipeline was fenced meanwhile.
+        Raises TimeoutError after timeout_s (the request is withdrawn), RequestEnded (a TimeoutError) when the scheduler
+        gave it up before, ProtocolError for what cannot be asked for, Dismissed when the pipeline was fenced meanwhile.
         """
         with self._changed:
             self._granted.pop(cluster, None)
             self._agent.want(cluster, priority, step, time.time())
             if not self._wait(lambda: self._granted.get(cluster) is priority or cluster in self._ended, timeout_s):
                 self._agent.withdraw(cluster)
-                raise TimeoutError(f"{self._agent.topology.pipeline}: {cluster} for {priority.name} of step {step} was not granted within {timeout_s:g} s")
+                raise TimeoutError(
+                    f"{self._agent.topology.pipeline}: {cluster} for {priority.name} of step {step} was not "
+                    f"granted within {timeout_s:g} s"
+                )
             if cluster in self._ended:
                 what = f"{self._agent.topology.pipeline}: {cluster} for {priority.name} of step {step}"
                 raise RequestEnded(f"{what} was not granted: {self._ended.pop(cluster)}")
 
-    def publish(self, version: int, timeout_s: float) -> None:
-        """The cache of `version` is built: refreshes the ranks that are awake and publishes. Raises TimeoutError after timeout_s."""
-        with self._changed:
+    def begin_at(self, version: int) -> None:
+        """The run begins with the weights of `version`, which the cache serves."""
+        with self._lock:
+            self._agent.begin_at(version)
+            self._refreshed = version
+
+    def cache_built(self, version: int) -> None:
+        """The cache serves `version`; what is woken from now on gets it."""
+        with self._lock:
             self._agent.cache_built(version)
+
+    def publish(self, version: int, timeout_s: float) -> None:
+        """Refreshes the ranks that are awake with the cache of `version`, and publishes it. Raises TimeoutError after
+        timeout_s.
+        """
+        with self._changed:
+            if self._agent.cached < version:
+                self._agent.cache_built(version)
             self._agent.refresh()
             if not self._wait(lambda: self._refreshed >= version, timeout_s):
-                raise TimeoutError(f"{self._agent.topology.pipeline}: version {version} did not reach the ranks that are awake within {timeout_s:g} s")
+                raise TimeoutError(
+                    f"{self._agent.topology.pipeline}: version {version} did not reach the ranks that are "
+                    f"awake within {timeout_s:g} s"
+                )
 
     def release(self, cluster: str, *, target: int = 0, done: int = 0, unit: int = 1) -> None:
         """Gives a cluster back and, in the same breath, says what generation is waited for next."""
@@ -135,6 +169,10 @@ class AgentRuntime:
     def rank_broken(self, rank: int) -> None:
         with self._lock:
             self._agent.rank_broken(rank)
+
+    def rank_broken_soon(self, rank: int) -> None:
+        """The same from a thread that must not wait, such as an event loop's."""
+        self._work.submit(self.rank_broken, rank).add_done_callback(_log_error)
 
     def leave(self, timeout_s: float) -> None:
         """Puts all ranks to sleep and ends the registration. Raises TimeoutError after timeout_s."""
@@ -190,26 +228,28 @@ class AgentRuntime:
         self._on_closed()
 
     def _perform(self, operation: Operation) -> None:
-        work: dict[str, Callable[[], None]] = {
+        work: dict[str, Callable[[], int | None]] = {
             Verb.DRAIN.value: lambda: self._engine.drain(operation.rank),
             Verb.SLEEP.value: lambda: self._engine.sleep(operation.rank),
             Verb.WAKE.value: lambda: self._engine.wake(operation.rank),
             Verb.SYNC.value: lambda: self._engine.load(operation.rank, operation.version),
             REFRESH: lambda: self._engine.load(operation.rank, operation.version),
         }
+        done, loaded = True, None
         try:
-            work[operation.kind]()
-            done = True
+            loaded = work[operation.kind]()
         except EngineError:
             logger.exception("event=operation_failed kind=%s rank=%d", operation.kind, operation.rank)
             done = False
         with self._lock:
-            self._agent.performed(operation, done)
+            self._agent.performed(operation, done, loaded)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         done = self._changed.wait_for(lambda: condition() or self.closed.is_set(), timeout_s)
         if self.closed.is_set() and not condition():
-            raise Dismissed(f"{self._agent.topology.pipeline}: incarnation {self._agent.incarnation} is no longer registered")
+            raise Dismissed(
+                f"{self._agent.topology.pipeline}: incarnation {self._agent.incarnation} is no longer registered"
+            )
         return done
 
     def _beat(self) -> None:
@@ -219,7 +259,9 @@ class AgentRuntime:
 
 
 def _log_error(done: Future[None]) -> None:
-    """An engine that raises anything but EngineError has a defect; its operation stays unanswered and ends at the scheduler's deadline."""
+    """An engine that raises anything but EngineError has a defect; its operation stays unanswered and ends at the
+    scheduler's deadline.
+    """
     error = done.exception()
     if error is not None:
         logger.error("event=operation_raised error=%r", error, exc_info=error)

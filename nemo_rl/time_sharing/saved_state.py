@@ -1,4 +1,5 @@
-"""The scheduler's whole state as one event. A segment of its log begins with it, so that nothing before the segment is needed to go on.
+"""The scheduler's whole state as one event. A segment of its log begins with it, so that nothing before the segment is
+needed to go on.
 
 It carries what cannot be derived; `state` folds it like every other event, into exactly the state that was saved.
 """
@@ -10,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
-from nemo_rl.time_sharing.books import AwakeRank, Claim, HeldCluster, PendingCommand, PipelineState, Quarantine, QueuedWant
+from nemo_rl.time_sharing.books import (
+    AwakeRank,
+    Claim,
+    HeldCluster,
+    PendingCommand,
+    PipelineState,
+    Quarantine,
+    QueuedWant,
+)
 from nemo_rl.time_sharing.topology import Topology
 from nemo_rl.time_sharing.types import Demand, PipelineSpec, Priority
 from nemo_rl.utils.record_events import event_kind

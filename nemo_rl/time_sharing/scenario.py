@@ -1,7 +1,8 @@
 """What a simulation is told: the pool, the jobs, what hand-overs cost, how the network behaves and what breaks.
 
-These are the schemas of the scenario YAML files, each key with its meaning (`scenario_page` makes docs/time_sharing_scenarios.md of them). Mappings
-are checked by the same rules as a real registration. Nothing is converted: text is no number and `true` is not 1. Times are in seconds, all virtual.
+These are the schemas of the scenario YAML files, each key with its meaning (`scenario_page` makes
+docs/time_sharing_scenarios.md of them). Mappings are checked by the same rules as a real registration. Nothing is
+converted: text is no number and `true` is not 1. Times are in seconds, all virtual.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
 _MOST_SAMPLES = 1_000_000
 
 
-def _key(default: Any, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
+def _key(
+    default: Any, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None
+) -> Any:
     return Field(default, description=meaning, ge=ge, gt=gt, le=le)
 
 
@@ -44,7 +47,9 @@ class PoolSection(_Section):
 
 
 class Tokens(_Section):
-    """How long completions are: log-normal, cut at `max`. Each prompt of a seed has the same length in every way of running the jobs."""
+    """How long completions are: log-normal, cut at `max`. Each prompt of a seed has the same length in every way of
+    running the jobs.
+    """
 
     median: Number = _key(256, "Median length in tokens.", gt=0, le=1e7)
     sigma: Number = _key(0.8, "Spread of the logarithm: 0 gives equal lengths, 1.2 a long tail.", ge=0, le=3)
@@ -52,17 +57,25 @@ class Tokens(_Section):
 
 
 class Engine(_Section):
-    """One generation rank. With n requests running it gives each tokens_per_s / (1 + n / half_batch), so that its rate saturates as n grows."""
+    """One generation rank. With n requests running it gives each tokens_per_s / (1 + n / half_batch), so that its rate
+    saturates as n grows.
+    """
 
     tokens_per_s: Number = _key(100.0, "Tokens a second of a request that runs alone.", gt=0, le=1e6)
     half_batch: Number = _key(
-        64.0, "So many requests at once halve the speed of each. A rank more is worth having per half_batch / 4 samples left.", gt=0, le=1e6
+        64.0,
+        "So many requests at once halve the speed of each. A rank more is worth having per half_batch / 4 "
+        "samples left.",
+        gt=0,
+        le=1e6,
     )
     max_running: Int = _key(256, "Requests that a rank runs at once; further ones wait.", ge=1, le=1_000_000)
 
 
 class Costs(_Section):
-    """What hand-overs take, in seconds. The defaults are those of an H200 with a small model, weights of 1 GB synced through the host."""
+    """What hand-overs take, in seconds. The defaults are those of an H200 with a small model, weights of 1 GB synced
+    through the host.
+    """
 
     start_s: Seconds = _key(5.0, "First wake of a rank: building its engine.")
     drain_s: Seconds = _key(0.05, "Taking the requests off a rank.")
@@ -73,7 +86,9 @@ class Costs(_Section):
     load_s: Seconds = _key(0.3, "Bringing the trainer back to its GPUs, before log-probs or training.")
     cache_s: Seconds = _key(0.3, "Copying new weights to host memory after a training step.")
     offload_s: Seconds = _key(0.2, "Taking the trainer off its GPUs.")
-    jitter: Number = _key(0.1, "Each duration is multiplied by a log-normal factor of this spread; 0 for none.", ge=0, le=2)
+    jitter: Number = _key(
+        0.1, "Each duration is multiplied by a log-normal factor of this spread; 0 for none.", ge=0, le=2
+    )
 
 
 class Network(_Section):
@@ -87,20 +102,32 @@ class Network(_Section):
 
 
 class Faults(_Section):
-    """What breaks, at random by the seed. Rates are per hour of the whole simulation, each strike hitting one job picked at random. Running alone has none."""
+    """What breaks, at random by the seed. Rates are per hour of the whole simulation, each strike hitting one job
+    picked at random. Running alone has none.
+    """
 
-    agent_crashes: Rate = _key(0.0, "A job's processes die, per hour; they start again after restart_s and go on after the last trained step.")
+    agent_crashes: Rate = _key(
+        0.0, "A job's processes die, per hour; they start again after restart_s and go on after the last trained step."
+    )
     scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log after 1 to 6 s.")
     partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
-    partition_s: Seconds = _key(20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs.")
-    stuck_shards: Rate = _key(0.0, "A generation rank stands still, per hour, until it is put to sleep and started anew.")
+    partition_s: Seconds = _key(
+        20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs."
+    )
+    stuck_shards: Rate = _key(
+        0.0, "A generation rank stands still, per hour, until it is put to sleep and started anew."
+    )
     slow_shards: Rate = _key(0.0, "A generation rank falls to 5 % of its speed, per hour.")
     clock_jumps: Rate = _key(0.0, "The scheduler's machine sets its clock (by -1 h, -1 s, 20 s or a day), per hour.")
     operation_fails: Probability = _key(0.0, "Chance that a drain, sleep, wake, sync or refresh fails.")
     operation_hangs: Probability = _key(0.0, "Chance that a drain, sleep, wake or sync never ends.")
-    reap_fails: Probability = _key(0.0, "Chance that processes cannot be ended; their GPUs are quarantined and it is tried again.")
+    reap_fails: Probability = _key(
+        0.0, "Chance that processes cannot be ended; their GPUs are quarantined and it is tried again."
+    )
     restart_s: Seconds = _key(5.0, "How long a job's supervisor waits before it starts the job again.")
-    restarts: Int = _key(20, "How often it does; a job that is ended once more is given up and counts as unfinished.", ge=0, le=1_000_000)
+    restarts: Int = _key(
+        20, "How often it does; a job that is ended once more is given up and counts as unfinished.", ge=0, le=1_000_000
+    )
     until_s: Seconds = _key(1e7, "No crash, partition, stall, jump or failed operation after this time.")
 
 
@@ -108,36 +135,56 @@ class Job(_Section):
     """One RL job: where it runs, what a step is, when it comes and goes."""
 
     name: Text = Field(description="Its name: letters, digits, `_`, `.` and `-`; each job has another.")
-    train: tuple[Int, ...] = Field(description="GPUs it trains on, ascending; all of them in `infer`, and some whole rank of `infer` not among them.")
+    train: tuple[Int, ...] = Field(
+        description="GPUs it trains on, ascending; all of them in `infer`, and some whole rank of `infer` "
+        "not among them."
+    )
     infer: tuple[Int, ...] = Field(description="GPUs it may generate on, ascending; rank r is the r-th `tp` of them.")
     tp: Int = _key(1, "GPUs of one generation rank: 1, 2, 4, 8 or whole nodes.", ge=1)
     weight: Number = _key(1.0, "Its claim on contended GPUs relative to other jobs.", gt=0)
-    min_share: Number = _key(0.0, "Part of its GPUs (0 to 1) it is entitled to at least while it has samples to generate.", ge=0, le=1)
+    min_share: Number = _key(
+        0.0, "Part of its GPUs (0 to 1) it is entitled to at least while it has samples to generate.", ge=0, le=1
+    )
     max_share: Number = _key(1.0, "Part of its GPUs it is entitled to at most; free GPUs may go beyond it.", gt=0, le=1)
     steps: Int = _key(10, "Training steps; the job has finished when all are trained.", ge=1, le=1_000_000)
-    groups: Int = _key(8, "Prompt groups per step: a step trains when all samples of its groups are there.", ge=1, le=100_000)
+    groups: Int = _key(
+        8, "Prompt groups per step: a step trains when all samples of its groups are there.", ge=1, le=100_000
+    )
     samples_per_group: Int = _key(8, "Completions of each prompt.", ge=1, le=100_000)
-    staleness: Int = _key(1, "How many steps generation may be ahead of training; 0 is on-policy: generation waits for the new weights.", ge=0, le=1_000_000)
+    staleness: Int = _key(
+        1,
+        "How many steps generation may be ahead of training; 0 is on-policy: generation waits for the new weights.",
+        ge=0,
+        le=1_000_000,
+    )
     train_s: Seconds = _key(10.0, "Seconds of one training step on the `train` GPUs.")
     log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
     init_s: Seconds = _key(2.0, "Seconds of the trainer's initialisation, whenever the job starts.")
     tokens: Tokens = _key(Tokens(), "Completion lengths.")
     engine: Engine = _key(Engine(), "How fast a rank generates.")
     arrive_s: Seconds = _key(0.0, "When the job is started.")
-    leaves_s: Seconds | None = _key(None, "When its user stops it, finished or not; null for never. Such a job has no slowdown.")
+    leaves_s: Seconds | None = _key(
+        None, "When its user stops it, finished or not; null for never. Such a job has no slowdown."
+    )
     full_overlap: Bool = _key(False, "Lets training cover every generation rank: nothing is generated beside training.")
 
 
 class Fleet(_Section):
-    """Many jobs of one kind, called by the fleet's name and a number: their mappings of `width` GPUs lie at even distances round the pool."""
+    """Many jobs of one kind, called by the fleet's name and a number: their mappings of `width` GPUs lie at even
+    distances round the pool.
+    """
 
     count: Int = Field(description="How many jobs.", ge=1, le=10_000)
     width: Int = Field(description="GPUs that each may generate on.", ge=1)
     train_gpus: Int = Field(description="The first so many of them are trained on.", ge=1)
-    stride: Int = Field(description="From the first GPU of one job to that of the next, beginning anew at the pool's end.", ge=1)
+    stride: Int = Field(
+        description="From the first GPU of one job to that of the next, beginning anew at the pool's end.", ge=1
+    )
     first: Int = _key(0, "First GPU of the first job.", ge=0)
     arrive_every_s: Seconds = _key(0.0, "Seconds between the arrivals of two jobs.")
-    job: dict[str, Any] = Field(default_factory=dict, description="What else its jobs have: any key of a job but `name`, `train` and `infer`.")
+    job: dict[str, Any] = Field(
+        default_factory=dict, description="What else its jobs have: any key of a job but `name`, `train` and `infer`."
+    )
 
 
 class Scenario(_Section):
@@ -146,13 +193,21 @@ class Scenario(_Section):
     name: Text = _key("scenario", "Title of tables and reports.")
     about: Text = _key("", "What the mix is to show.")
     pool: PoolSection = _key(PoolSection(), "The GPUs.")
-    jobs: tuple[Job, ...] = _key((), "The jobs; together with the fleets at least one. Where several arrive at once, one after the other goes by this order.")
+    jobs: tuple[Job, ...] = _key(
+        (),
+        "The jobs; together with the fleets at least one. Where several arrive at once, one after the other "
+        "goes by this order.",
+    )
     fleets: dict[str, Fleet] = Field(default_factory=dict, description="Many jobs of one kind, by name.")
     costs: Costs = _key(Costs(), "What hand-overs take.")
     network: Network = _key(Network(), "How messages travel.")
     faults: Faults = _key(Faults(), "What breaks.")
-    limits: dict[str, Annotated[float, Field(strict=True)]] = Field(default_factory=dict, description="The scheduler's bounds and delays.")
-    horizon_s: Seconds = _key(1e6, "The simulation ends here at the latest; jobs that are not done by then are unfinished.", gt=0)
+    limits: dict[str, Annotated[float, Field(strict=True)]] = Field(
+        default_factory=dict, description="The scheduler's bounds and delays."
+    )
+    horizon_s: Seconds = _key(
+        1e6, "The simulation ends here at the latest; jobs that are not done by then are unfinished.", gt=0
+    )
 
     @property
     def gpu_pool(self) -> Pool:
@@ -169,7 +224,9 @@ def load_scenario(path: str | Path) -> Scenario:
 
 
 def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
-    """A scenario from plain data. Raises ScenarioError with one line per mistake: path of the key, the value, and what is allowed."""
+    """A scenario from plain data. Raises ScenarioError with one line per mistake: path of the key, the value, and what
+    is allowed.
+    """
     if not isinstance(given, dict):
         raise ScenarioError(f"{where}: a scenario is a mapping of keys, this is a {type(given).__name__}")
     expanded, places, problems = _unroll_fleets(given)
@@ -207,8 +264,14 @@ def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], li
         if fleet.width > size:
             problems.append(f"fleets.{name}.width: {fleet.width} GPUs do not fit the pool of {size} GPUs")
         if fleet.train_gpus > fleet.width:
-            problems.append(f"fleets.{name}.train_gpus: {fleet.train_gpus} is more than the fleet's width of {fleet.width} GPUs")
-        problems += [f"fleets.{name}.job.{key}: each job of a fleet gets its own; leave it out" for key in _FLEET_GIVES if key in fleet.job]
+            problems.append(
+                f"fleets.{name}.train_gpus: {fleet.train_gpus} is more than the fleet's width of {fleet.width} GPUs"
+            )
+        problems += [
+            f"fleets.{name}.job.{key}: each job of a fleet gets its own; leave it out"
+            for key in _FLEET_GIVES
+            if key in fleet.job
+        ]
         if not problems:
             made += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
             places += [f"fleets.{name}.job"] * fleet.count
@@ -236,7 +299,10 @@ def _problems(scenario: Scenario, places: list[str]) -> Iterator[str]:
     wrong_fleets: set[str] = set()
     for job, place in zip(scenario.jobs, places, strict=True):
         if job.name in first:
-            yield f"{place}.name: two jobs are called {job.name!r}, the other is {first[job.name]}; each needs a name of its own"
+            yield (
+                f"{place}.name: two jobs are called {job.name!r}, the other is {first[job.name]}; each "
+                "needs a name of its own"
+            )
         first.setdefault(job.name, place)
         found = list(_problems_of_job(scenario, job))
         if place.startswith("fleets."):
@@ -247,18 +313,32 @@ def _problems(scenario: Scenario, places: list[str]) -> Iterator[str]:
                 wrong_fleets.add(place)
         for key, message in found:
             of_fleet = place.startswith("fleets.") and key in _FLEET_GIVES
-            yield f"{place.removesuffix('.job') if of_fleet else f'{place}.{key}'}: job {job.name!r}: {f'{key}: ' if of_fleet else ''}{message}"
+            yield (
+                f"{place.removesuffix('.job') if of_fleet else f'{place}.{key}'}: job {job.name!r}: "
+                f"{f'{key}: ' if of_fleet else ''}{message}"
+            )
 
 
 def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
     if job.leaves_s is not None and job.leaves_s < job.arrive_s:
-        yield "leaves_s", f"{job.leaves_s:g} s is before it arrives (arrive_s: {job.arrive_s:g}); give a later time, or null for never"
+        yield (
+            "leaves_s",
+            f"{job.leaves_s:g} s is before it arrives (arrive_s: {job.arrive_s:g}); give a later time, or "
+            "null for never",
+        )
     if job.arrive_s >= scenario.horizon_s:
-        yield "arrive_s", f"{job.arrive_s:g} s is not before the end of the simulation (horizon_s: {scenario.horizon_s:g})"
+        yield (
+            "arrive_s",
+            f"{job.arrive_s:g} s is not before the end of the simulation (horizon_s: {scenario.horizon_s:g})",
+        )
     ahead = min(job.staleness + 1, job.steps)
     if job.groups * job.samples_per_group * ahead > _MOST_SAMPLES:
         counts = f"{job.groups} groups of {job.samples_per_group} samples, {ahead} steps at a time"
-        yield "groups", f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer groups, or less staleness"
+        yield (
+            "groups",
+            f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer "
+            "groups, or less staleness",
+        )
     if job.tokens.max < job.tokens.median:
         yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
     try:

@@ -1,6 +1,7 @@
 """The `limits` of a scenario: what each bound of the scheduler means, and which values cannot work.
 
-The bounds themselves and their defaults are `types.Limits`; this file adds words and ranges for people who write scenarios.
+The bounds themselves and their defaults are `types.Limits`; this file adds words and ranges for people who write
+scenarios.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from nemo_rl.time_sharing.types import COUNTS, Limits, limits_from
 
 MEANING = {
     "aging_s": "A waiting request rises by one priority in this time.",
-    "min_hold_s": "Longest turn that a generation rank keeps its GPUs against other jobs (times the job's weight), and the length of a guaranteed turn.",
+    "min_hold_s": "Longest turn that a generation rank keeps its GPUs against other jobs (times the job's "
+    "weight), and the length of a guaranteed turn.",
     "hysteresis": "How much better served than the taker a job must be before a busy GPU moves (0.10: ten per cent).",
     "max_backfills": "How often a waiting request is passed by later ones that end before it can start.",
     "max_initialising": "How many jobs may initialise at a time; 0 for any number.",
     "max_hold_s": "A training hold that lasts longer has its job cut off and started again.",
     "heartbeat_s": "How often a job says how it is.",
-    "lease_s": "A job not heard of for so long is cut off; a generation rank that makes no progress for so long is restarted.",
+    "lease_s": "A job not heard of for so long is cut off; a generation rank that makes no progress for so "
+    "long is restarted.",
     "retry_s": "A command without an answer is sent again after this time.",
     "drain_s": "Deadline of taking requests off a rank; whoever misses it is ended.",
     "sleep_s": "Deadline of sending a rank to sleep.",
@@ -52,7 +55,10 @@ def problems_of_limits(limits: Mapping[str, float]) -> Iterator[str]:
         return
     typed = limits_from(limits)
     if typed.heartbeat_s >= typed.lease_s:
-        yield f"limits.heartbeat_s: {typed.heartbeat_s:g} s must be less than lease_s ({typed.lease_s:g} s), or every pipeline is taken for dead"
+        yield (
+            f"limits.heartbeat_s: {typed.heartbeat_s:g} s must be less than lease_s ({typed.lease_s:g} s), "
+            "or every pipeline is taken for dead"
+        )
 
 
 def _problem(key: str, value: float, known: list[str]) -> str:

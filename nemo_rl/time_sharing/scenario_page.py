@@ -1,6 +1,7 @@
 """Writes docs/time_sharing_scenarios.md, the reference of all keys of a scenario file, from the schemas.
 
-Decides the page's shape only; every word about a key is the schema's. Invariant: the same schemas give the same text, whatever was loaded before.
+Decides the page's shape only; every word about a key is the schema's. Invariant: the same schemas give the same text,
+whatever was loaded before.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ jobs:
 ```
 
 `python -m nemo_rl.time_sharing simulate FILE --report two.html` runs it in seconds. Everything else has a default.
-`examples/time_sharing/with_faults.yaml` uses most keys: different jobs with weights, shares and arrivals, a network that loses messages,
-crashes. Times are seconds of virtual time. Unknown keys, keys given twice and values of another kind are refused with the path of the key.
-`--seed` decides lengths, jitter and faults: equal seeds give equal runs, byte by byte.
+`examples/time_sharing/with_faults.yaml` uses most keys: different jobs with weights, shares and arrivals, a network
+that loses messages, crashes. Times are seconds of virtual time. Unknown keys, keys given twice and values of another
+kind are refused with the path of the key. `--seed` decides lengths, jitter and faults: equal seeds give equal runs,
+byte by byte.
 
-How to find figures of your own: `train_s`, `log_probs_s` and `init_s` from a run's log; `tokens_per_s` is the rate of one request alone in
-an engine, `half_batch` the number of requests at which each gets half of that; `median` and `sigma` of the lengths from its samples;
-`costs` from its record, or the defaults.
+How to find figures of your own: `train_s`, `log_probs_s` and `init_s` from a run's log; `tokens_per_s` is the rate of
+one request alone in an engine, `half_batch` the number of requests at which each gets half of that; `median` and
+`sigma` of the lengths from its samples; `costs` from its record, or the defaults.
 """
 _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", Scenario),
@@ -103,7 +105,12 @@ def _kind(field: FieldInfo) -> str:
 
 
 def _range(field: FieldInfo) -> str:
-    bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le") if getattr(rule, name, None) is not None}
+    bounds = {
+        name: getattr(rule, name)
+        for rule in field.metadata
+        for name in ("ge", "gt", "le")
+        if getattr(rule, name, None) is not None
+    }
     low = f"more than {bounds['gt']:g}" if "gt" in bounds else f"at least {bounds['ge']:g}" if "ge" in bounds else ""
     high = f"at most {bounds['le']:g}" if "le" in bounds else ""
     return f", {' and '.join(part for part in (low, high) if part)}" if low or high else ""
@@ -115,4 +122,10 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return "below"
-    return "none" if value in ((), {}) else f"`{value:g}`" if isinstance(value, float) and value >= 1e6 else f"`{json.dumps(value)}`"
+    return (
+        "none"
+        if value in ((), {})
+        else f"`{value:g}`"
+        if isinstance(value, float) and value >= 1e6
+        else f"`{json.dumps(value)}`"
+    )

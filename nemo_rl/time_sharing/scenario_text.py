@@ -1,7 +1,7 @@
 """Between a scenario file and its schema: reads the YAML, and says in plain words what pydantic found wrong.
 
-Knows no key. What YAML would pass over in silence is refused here: a key that is given twice, text in another encoding. Every message says where
-(the path of the key), what was given and what is allowed.
+Knows no key. What YAML would pass over in silence is refused here: a key that is given twice, text in another encoding.
+Every message says where (the path of the key), what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.errors import UserError, did_you_mean
 
 PAGE = "docs/time_sharing_scenarios.md"
 
 
-class ScenarioError(ValueError):
+class ScenarioError(UserError, ValueError):
     """A scenario file cannot be used; each line of the message is one mistake with the path of its key."""
 
 
@@ -34,16 +34,22 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice, first in line {seen[key.value]}", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice, first in line {seen[key.value]}", key.start_mark
+                )
             seen[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file. Raises ScenarioError for a file that cannot be read, is not UTF-8, not YAML, or holds something else."""
+    """The mapping in a YAML file. Raises ScenarioError for a file that cannot be read, is not UTF-8, not YAML, or holds
+    something else.
+    """
     try:
         given = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -65,7 +71,9 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
 
 def in_words(error: ValidationError, schema: type[BaseModel], places: Sequence[str]) -> list[str]:
-    """One line per mistake. `places` says where in the file each entry of `jobs` was written; what several jobs of a fleet share is said once."""
+    """One line per mistake. `places` says where in the file each entry of `jobs` was written; what several jobs of a
+    fleet share is said once.
+    """
     lines: dict[tuple[str, str], str] = {}
     for mistake in error.errors(include_url=False):
         loc = mistake["loc"]
@@ -112,7 +120,11 @@ def _words(mistake: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _given(value: object) -> str:
-    shown = {None: "null", True: "true", False: "false"}.get(value) if value is None or isinstance(value, bool) else repr(value)
+    shown = (
+        {None: "null", True: "true", False: "false"}.get(value)
+        if value is None or isinstance(value, bool)
+        else repr(value)
+    )
     text = str(shown)
     return f" (given: {text if len(text) <= 80 else text[:77] + '...'})"
 

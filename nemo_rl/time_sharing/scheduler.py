@@ -1,7 +1,9 @@
-"""The scheduler without its wires: takes registrations, statuses and answers, plans when something changed, and keeps leases alive or fences them.
+"""The scheduler without its wires: takes registrations, statuses and answers, plans when something changed, and keeps
+leases alive or fences them.
 
-Every effect is an event in the log before it is a command on the wire, so a scheduler that is killed goes on from its log; what the log has lost is
-taken from the agents' own inventories. It owns no thread, no socket and no clock: callers pass readings and carry the commands.
+Every effect is an event in the log before it is a command on the wire, so a scheduler that is killed goes on from its
+log; what the log has lost is taken from the agents' own inventories. It owns no thread, no socket and no clock: callers
+pass readings and carry the commands.
 """
 
 from __future__ import annotations
@@ -28,17 +30,30 @@ logger = logging.getLogger(__name__)
 
 PlanRule = Callable[[Snapshot, float], Plan]
 _LOST_TERMS = 1000
-"""Room for the schedulers of which a log that has lost its end says nothing: agents would take a command of the same term and number for one they know."""
-_REPLAN = frozenset({ev.Requested, ev.RequestDropped, ev.Released, ev.ClaimDropped, ev.Leaving, ev.Fenced, ev.Unregistered, ev.GpusCleared, ev.InventoryDone})
+"""Room for the schedulers of which a log that has lost its end says nothing: agents would take a command of the same
+term and number for one they know."""
+_REPLAN = frozenset(
+    {
+        ev.Requested,
+        ev.RequestDropped,
+        ev.Released,
+        ev.ClaimDropped,
+        ev.Leaving,
+        ev.Fenced,
+        ev.Unregistered,
+        ev.GpusCleared,
+        ev.InventoryDone,
+    }
+)
 
 
 class Scheduler:
     """Decides and keeps the books.
 
-    record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a REAP to the daemon that
-    ends processes. clock: steady time, advanced here only. notify: tells an agent at once that it is dismissed (if that is lost, the reply to
-    its next heartbeat says so). rule: the planner. validator: what a plan
-    must pass; what does not pass is left out, with all that the plan holds for the same pipeline.
+    record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a
+    REAP to the daemon that ends processes. clock: steady time, advanced here only. notify: tells an agent at once that
+    it is dismissed (if that is lost, the reply to its next heartbeat says so). rule: the planner. validator: what a
+    plan must pass; what does not pass is left out, with all that the plan holds for the same pipeline.
     """
 
     def __init__(
@@ -69,7 +84,9 @@ class Scheduler:
         self._timers_due = 0.0
 
     def open(self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True) -> None:
-        """Begins a new log over a pool; not `complete` if there was one that is lost, so that somebody may hold GPUs (see `recover`)."""
+        """Begins a new log over a pool; not `complete` if there was one that is lost, so that somebody may hold GPUs
+        (see `recover`).
+        """
         self.clock.advance(reading)
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
         if not complete:
@@ -80,10 +97,11 @@ class Scheduler:
     def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:
         """Goes on from a log: nothing is granted until each registered pipeline has said what it holds, or was fenced.
 
-        complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches the operating system
-        before any command leaves; see `log_end`). If it may have lost its end, nothing is granted for one lease either: a pipeline whose registration
-        was lost shows itself by a heartbeat and is ended; so too if the scheduler before went on without the end and died before it had waited.
-        Raises InconsistentLog when the log contradicts itself.
+        complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches
+        the operating system before any command leaves; see `log_end`). If it may have lost its end, nothing is granted
+        for one lease either: a pipeline whose registration was lost shows itself by a heartbeat and is ended; so too if
+        the scheduler before went on without the end and died before it had waited. Raises InconsistentLog when the log
+        contradicts itself.
         """
         self.clock.advance(reading)
         self.state.__dict__.update(replay(entries).__dict__)
@@ -114,10 +132,12 @@ class Scheduler:
         rank_batch: int = 1,
         full_overlap: bool = False,
     ) -> Topology:
-        """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See `topology.register` for the options.
+        """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See
+        `topology.register` for the options.
 
-        incarnation: larger than any that this name was registered under before. Raises RegistrationError for a mistake of the user, StillRegistered
-        while an earlier incarnation is being taken down, IncarnationUsed for one that has been.
+        incarnation: larger than any that this name was registered under before. Raises RegistrationError for a mistake
+        of the user, StillRegistered while an earlier incarnation is being taken down, IncarnationUsed for one that has
+        been.
         """
         self._advance(reading)
         topology = register(
@@ -140,10 +160,25 @@ class Scheduler:
             if known.incarnation < incarnation and not known.fenced:
                 self._executor.fence(pipeline, f"incarnation {incarnation} takes its place")
                 self._flush()
-            raise StillRegistered(f"incarnation {known.incarnation} is still registered; try again shortly, with a larger incarnation", pipeline=pipeline)
+            raise StillRegistered(
+                f"incarnation {known.incarnation} is still registered; try again shortly, with a larger incarnation",
+                pipeline=pipeline,
+            )
         self._check_incarnation(pipeline, incarnation)
         spec = topology.spec
-        self._emit(ev.Registered(pipeline, incarnation, namespace, spec.clusters, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch))
+        self._emit(
+            ev.Registered(
+                pipeline,
+                incarnation,
+                namespace,
+                spec.clusters,
+                spec.weight,
+                spec.min_share,
+                spec.max_share,
+                spec.staleness,
+                spec.rank_batch,
+            )
+        )
         self._seen[pipeline] = self.clock.now
         self._inventoried.add(pipeline)
         # The caller builds on being registered, so a scheduler that is killed now must still know of it afterwards.
@@ -155,10 +190,15 @@ class Scheduler:
         last = self.state.incarnations.get(pipeline, -1)
         if not is_whole(incarnation) or incarnation <= last:
             kind = IncarnationUsed if is_whole(incarnation) else RegistrationError
-            raise kind(f"incarnation={shown(incarnation)} must be a whole number that was never used; the next free one is {last + 1}", pipeline=pipeline)
+            raise kind(
+                f"incarnation={shown(incarnation)} must be a whole number that was never used; the next free "
+                f"one is {last + 1}",
+                pipeline=pipeline,
+            )
 
     def drain(self, pipeline: str, reading: float) -> None:
-        """Gives a pipeline nothing more, sends its ranks to sleep and lets it go once it holds nothing; as if it had asked to leave itself.
+        """Gives a pipeline nothing more, sends its ranks to sleep and lets it go once it holds nothing; as if it had
+        asked to leave itself.
 
         One that is not registered, or is leaving or fenced already, is left alone.
         """
@@ -171,7 +211,9 @@ class Scheduler:
         self._flush()
 
     def unregister(self, pipeline: str, reading: float) -> None:
-        """Cuts a pipeline off and has its processes ended; one that is not registered, or is leaving or fenced already, is left alone."""
+        """Cuts a pipeline off and has its processes ended; one that is not registered, or is leaving or fenced already,
+        is left alone.
+        """
         self._advance(reading)
         known = self.state.pipelines.get(pipeline)
         if known is not None and not known.leaving and not known.fenced:
@@ -181,8 +223,8 @@ class Scheduler:
     def status(self, status: Status, reading: float) -> Reply:
         """Takes what an agent says of itself; late and repeated statuses change nothing.
 
-        What makes no sense in it costs that pipeline alone: a bad demand or request is left out and the reply says so; a status of the wrong shape
-        is not taken and is no heartbeat.
+        What makes no sense in it costs that pipeline alone: a bad demand or request is left out and the reply says so;
+        a status of the wrong shape is not taken and is no heartbeat.
         """
         self._advance(reading)
         pipeline = self.state.pipelines.get(status.pipeline) if isinstance(status.pipeline, str) else None
@@ -196,7 +238,9 @@ class Scheduler:
         status, ended, refused = admissible(status, pipeline.topology.clusters)
         for reason in (*refused, *(request.reason for request in ended)):
             logger.error("event=status_refused pipeline=%s reason=%s", status.pipeline, reason)
-        reply = Reply(status.pipeline, status.incarnation, self.state.term, True, ended + self._expired(pipeline, status), refused)
+        reply = Reply(
+            status.pipeline, status.incarnation, self.state.term, True, ended + self._expired(pipeline, status), refused
+        )
         if status.seq <= self._seqs.get(status.pipeline, -1):
             return reply
         self._seqs[status.pipeline] = status.seq
@@ -248,7 +292,11 @@ class Scheduler:
 
     def hello(self) -> list[Reply]:
         """What a restarted scheduler tells every registered agent, so that inventories come at once."""
-        return [Reply(name, p.incarnation, self.state.term, True) for name, p in self.state.pipelines.items() if not p.fenced]
+        return [
+            Reply(name, p.incarnation, self.state.term, True)
+            for name, p in self.state.pipelines.items()
+            if not p.fenced
+        ]
 
     def _advance(self, reading: float) -> None:
         jumped = self.clock.advance(reading)
@@ -271,8 +319,9 @@ class Scheduler:
             self._urgent = self._urgent or self._changes_much(event)
 
     def _changes_much(self, event: ev.RankMoved) -> bool:
-        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or somebody waited for this rank to be up:
-        the training of its own pipeline, or a pipeline without any rank that may get this one."""
+        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or somebody waited
+        for this rank to be up: the training of its own pipeline, or a pipeline without any rank that may get this one.
+        """
         pipeline = self.state.pipelines[event.pipeline]
         gpus = pipeline.topology.ranks[event.rank]
         if event.phase is Phase.ASLEEP:
@@ -376,12 +425,19 @@ class Scheduler:
 
     def _expire_requests(self, name: str, pipeline: PipelineState) -> None:
         for cluster, queued in list(pipeline.wants.items()):
-            if self.clock.now > queued.since + self.state.limits.request_s and (name, cluster, -1) not in self.state.claims:
+            if (
+                self.clock.now > queued.since + self.state.limits.request_s
+                and (name, cluster, -1) not in self.state.claims
+            ):
                 self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
 
     def _expired(self, pipeline: PipelineState, status: Status) -> tuple[EndedRequest, ...]:
         reason = f"it waited longer than request_s={self.state.limits.request_s:g}; ask again under a new number"
-        return tuple(EndedRequest(want.request, reason) for want in status.wants if pipeline.expired.get(want.cluster) == want.request)
+        return tuple(
+            EndedRequest(want.request, reason)
+            for want in status.wants
+            if pipeline.expired.get(want.cluster) == want.request
+        )
 
     def _plan_if_due(self) -> None:
         self._finish_inventory()

@@ -1,8 +1,10 @@
-"""The scheduler's log as files. Going on from a log takes as long as its newest segment is, however long the scheduler has run.
+"""The scheduler's log as files. Going on from a log takes as long as its newest segment is, however long the scheduler
+has run.
 
-`scheduler.jsonl` is the first segment; `scheduler.000001.jsonl` and those after it begin with the whole state (`saved_state`), so the newest one is
-all that a scheduler needs, and all of them are what happened. A segment gets its name when its beginning is on the disk: whenever a
-scheduler or its machine dies, either the old segment or the new one is the newest. Knows files and when to begin one; the state is another's.
+`scheduler.jsonl` is the first segment; `scheduler.000001.jsonl` and those after it begin with the whole state
+(`saved_state`), so the newest one is all that a scheduler needs, and all of them are what happened. A segment gets its
+name when its beginning is on the disk: whenever a scheduler or its machine dies, either the old segment or the new one
+is the newest. Knows files and when to begin one; the state is another's.
 """
 
 from __future__ import annotations
@@ -31,13 +33,17 @@ _BEGINNING_LINES = 3  # the file's opening, its writer's signature, the state
 
 
 def segments_of(first: Path) -> list[Path]:
-    """The segments of a log that are there, oldest first; `first` is the path of the first one, which may have been removed."""
+    """The segments of a log that are there, oldest first; `first` is the path of the first one, which may have been
+    removed.
+    """
     later = [path for path in first.parent.glob(f"*{first.suffix}") if _number(path) and _first_of(path) == first]
     return [*([first] if first.exists() else []), *sorted(later, key=_number)]
 
 
 def missing_segment(segments: Sequence[Path]) -> Path | None:
-    """The first that is missing between the segments of a log, and was not set aside; None if none is, whatever is missing before them."""
+    """The first that is missing between the segments of a log, and was not set aside; None if none is, whatever is
+    missing before them.
+    """
     for before, after in pairwise(segments):
         for number in range(_number(before) + 1, _number(after)):
             path = _numbered(_first_of(after), number)
@@ -47,9 +53,13 @@ def missing_segment(segments: Sequence[Path]) -> Path | None:
 
 
 def newest_segment(first: Path) -> tuple[Path, bool]:
-    """The segment to go on with, and whether that is the newest. One whose beginning is damaged is set aside, as `*.damaged`, for the one before it."""
+    """The segment to go on with, and whether that is the newest. One whose beginning is damaged is set aside, as
+    `*.damaged`, for the one before it.
+    """
     for path in reversed(segments_of(first)):
-        if path == first or any(isinstance(entry.event, StateSaved) for entry in islice(read_record(path, recover=True), _BEGINNING_LINES)):
+        if path == first or any(
+            isinstance(entry.event, StateSaved) for entry in islice(read_record(path, recover=True), _BEGINNING_LINES)
+        ):
             return path, _number(path) >= _newest_damaged(first)
         logger.error("event=segment_damaged path=%s", path)
         path.rename(path.with_name(path.name + _DAMAGED))
@@ -58,7 +68,9 @@ def newest_segment(first: Path) -> tuple[Path, bool]:
 
 def _newest_damaged(first: Path) -> int:
     """The number of the newest segment that was set aside; 0 if there is none."""
-    aside = [path.with_name(path.name.removesuffix(_DAMAGED)) for path in first.parent.glob(f"*{first.suffix}{_DAMAGED}")]
+    aside = [
+        path.with_name(path.name.removesuffix(_DAMAGED)) for path in first.parent.glob(f"*{first.suffix}{_DAMAGED}")
+    ]
     return max((_number(path) for path in aside if _first_of(path) == first), default=0)
 
 
@@ -76,15 +88,20 @@ def _first_of(path: Path) -> Path:
 
 
 class SegmentedLog:
-    """The scheduler's record (see `utils.record.Record`): goes on with the segment at `path`, signed for `boot`, and begins others when it is told to.
+    """The scheduler's record (see `utils.record.Record`): goes on with the segment at `path`, signed for `boot`, and
+    begins others when it is told to.
 
-    It is `due` when its segment has `segment_lines` lines, and at once behind one that was set aside; whoever knows the state then calls `begin_segment`,
-    between two events. Raises ValueError for segments of less than 16 lines.
+    It is `due` when its segment has `segment_lines` lines, and at once behind one that was set aside; whoever knows the
+    state then calls `begin_segment`, between two events. Raises ValueError for segments of less than 16 lines.
     """
 
-    def __init__(self, path: Path, boot: str, *, clock: Callable[[], float], segment_lines: int = SEGMENT_LINES) -> None:
+    def __init__(
+        self, path: Path, boot: str, *, clock: Callable[[], float], segment_lines: int = SEGMENT_LINES
+    ) -> None:
         if segment_lines < _SHORTEST:
-            raise ValueError(f"segment_lines={segment_lines}: a segment has at least {_SHORTEST} lines, its beginning among them")
+            raise ValueError(
+                f"segment_lines={segment_lines}: a segment has at least {_SHORTEST} lines, its beginning among them"
+            )
         self._boot, self._clock, self._segment_lines = boot, clock, segment_lines
         aside = _newest_damaged(_first_of(path))
         self._path, self._number = path, max(_number(path), aside)
@@ -111,7 +128,9 @@ class SegmentedLog:
         log_end.sign(self._writer, boot)
 
     def begin_segment(self, state: StateSaved) -> None:
-        """Goes on in a new file that begins with `state`. Where none can be written, goes on in the present one and is due again later."""
+        """Goes on in a new file that begins with `state`. Where none can be written, goes on in the present one and is
+        due again later.
+        """
         first = _first_of(self._path)
         path = _numbered(first, self._number + 1)
         try:
@@ -155,7 +174,8 @@ class SegmentedLog:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Without it a machine that dies may come back with the segment before as the newest: one that has lost its end, which is known.
+    # Without it a machine that dies may come back with the segment before as the newest: one that has lost its end,
+    # which is known.
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

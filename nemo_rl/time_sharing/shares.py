@@ -1,7 +1,8 @@
 """How many GPUs of a common budget each pipeline is entitled to: weighted shares between bounds, then whole ranks.
 
-Shares grow with weight times remaining work, never fall below a floor nor rise above a cap, and add up to the budget where the caps allow
-it (water-filling). Rounding gives every pipeline its whole ranks first and the rest by largest remainder (Hamilton's method). Pure arithmetic.
+Shares grow with weight times remaining work, never fall below a floor nor rise above a cap, and add up to the budget
+where the caps allow it (water-filling). Rounding gives every pipeline its whole ranks first and the rest by largest
+remainder (Hamilton's method). Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import NamedTuple
 
 
 class Claimant(NamedTuple):
-    """One pipeline in the division: `claim` > 0 relative, `floor` and `cap` in GPUs, `rank_gpus` the size of one rank."""
+    """One pipeline in the division: `claim` > 0 relative, `floor` and `cap` in GPUs, `rank_gpus` the size of one
+    rank.
+    """
 
     name: str
     claim: float

@@ -1,7 +1,7 @@
 """The scheduler's whole state: a fold over its events, so that a log read again gives the same state.
 
-`SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the books (a GPU leased twice, an
-unknown rank), because a log that says so is wrong and must not be believed.
+`SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the books (a
+GPU leased twice, an unknown rank), because a log that says so is wrong and must not be believed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.books import AwakeRank, Claim, HeldCluster, Lease, PendingCommand, PipelineState, Quarantine, QueuedWant
+from nemo_rl.time_sharing.books import (
+    AwakeRank,
+    Claim,
+    HeldCluster,
+    Lease,
+    PendingCommand,
+    PipelineState,
+    Quarantine,
+    QueuedWant,
+)
 from nemo_rl.time_sharing.saved_state import StateSaved
 from nemo_rl.time_sharing.topology import Pool, Topology
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Demand, Limits, Phase, PipelineSpec, Want, limits_from
@@ -43,7 +52,8 @@ class SchedulerState:
         self.unsure = False
         self.time = 0.0
         self.pipelines: dict[str, PipelineState] = {}
-        # Kept for names that are gone, too: what a late reaper or message says of an incarnation must never be taken for another's.
+        # Kept for names that are gone, too: what a late reaper or message says of an incarnation must never be taken
+        # for another's.
         self.incarnations: dict[str, int] = {}
         self.owner: list[Lease | None] = [None]
         self.trainers: list[int] = [0]
@@ -54,7 +64,9 @@ class SchedulerState:
         self.commands: dict[str, PendingCommand] = {}
 
     def apply(self, event: object, at: float) -> None:
-        """Takes one event into the state; events of other parts of the run are not the scheduler's and change nothing."""
+        """Takes one event into the state; events of other parts of the run are not the scheduler's and change
+        nothing.
+        """
         fold = _FOLDS.get(type(event))
         if fold is not None:
             self.time = at
@@ -83,7 +95,9 @@ class SchedulerState:
     def add_claim(self, claim: Claim) -> None:
         for gpu in claim.gpus:
             if gpu in self.claimed:
-                raise InconsistentLog(f"GPU {gpu} is claimed by {self.claimed[gpu].key} and cannot be claimed by {claim.key}")
+                raise InconsistentLog(
+                    f"GPU {gpu} is claimed by {self.claimed[gpu].key} and cannot be claimed by {claim.key}"
+                )
             self.claimed[gpu] = claim
         self.claims[claim.key] = claim
         if claim.rank >= 0:
@@ -115,7 +129,9 @@ def replay(entries: Iterable[Entry]) -> SchedulerState:
         try:
             state.apply(entry.event, entry.time)
         except InconsistentLog as error:
-            raise InconsistentLog(f"entry {entry.seq} ({type(entry.event).__name__}) at {entry.time:.3f} s: {error}") from error
+            raise InconsistentLog(
+                f"entry {entry.seq} ({type(entry.event).__name__}) at {entry.time:.3f} s: {error}"
+            ) from error
     return state
 
 
@@ -163,9 +179,20 @@ def _inventory_done(state: SchedulerState, event: ev.InventoryDone, at: float) -
 def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
     if event.pipeline in state.pipelines:
         raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
-    spec = PipelineSpec(event.pipeline, event.namespace, event.clusters, event.weight, event.min_share, event.max_share, event.staleness, event.rank_batch)
+    spec = PipelineSpec(
+        event.pipeline,
+        event.namespace,
+        event.clusters,
+        event.weight,
+        event.min_share,
+        event.max_share,
+        event.staleness,
+        event.rank_batch,
+    )
     state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
-    state.incarnations[event.pipeline] = max(event.incarnation, state.incarnations.get(event.pipeline, event.incarnation))
+    state.incarnations[event.pipeline] = max(
+        event.incarnation, state.incarnations.get(event.pipeline, event.incarnation)
+    )
     _count_trainer(state, state.pipelines[event.pipeline].topology, 1)
     _order_wakes(state, state.pipelines[event.pipeline])
 
@@ -193,7 +220,8 @@ def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
     demand = Demand(event.target, event.done, event.unit, event.seq)
     problem = demand_problem(demand)
     if problem:
-        # Written by a scheduler that did not look: believed, no plan could be made by this scheduler nor by any that follows it.
+        # Written by a scheduler that did not look: believed, no plan could be made by this scheduler nor by any that
+        # follows it.
         logger.error("event=demand_ignored pipeline=%s reason=%s", event.pipeline, problem)
         demand = Demand(seq=pipeline.demand.seq)
     pipeline.demand = demand
@@ -236,7 +264,9 @@ def _granted(state: SchedulerState, event: ev.Granted, at: float) -> None:
     state.drop_claim((event.pipeline, event.cluster, -1))
     state.take(event.gpus, Lease(event.pipeline, event.cluster, -1, event.epoch))
     state.epoch = max(state.epoch, event.epoch)
-    pipeline.held[event.cluster] = HeldCluster(event.epoch, event.gpus, event.priority, event.step, at, event.hold_until, event.request)
+    pipeline.held[event.cluster] = HeldCluster(
+        event.epoch, event.gpus, event.priority, event.step, at, event.hold_until, event.request
+    )
     pipeline.wants.pop(event.cluster, None)
     pipeline.last_request = max(pipeline.last_request, event.request)
 
@@ -298,7 +328,14 @@ def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> No
 
 def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
     state.commands[event.command] = PendingCommand(
-        event.command, event.pipeline, event.verb, event.rank, event.cluster, event.epoch, event.deadline, event.incarnation
+        event.command,
+        event.pipeline,
+        event.verb,
+        event.rank,
+        event.cluster,
+        event.epoch,
+        event.deadline,
+        event.incarnation,
     )
 
 

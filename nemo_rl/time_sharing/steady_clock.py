@@ -1,6 +1,7 @@
 """The scheduler's own time: seconds that only go forward, and never by more than a tick can explain.
 
-Deadlines and leases are measured on it. A machine clock that is set back, or a process that was suspended, would otherwise expire every lease at once.
+Deadlines and leases are measured on it. A machine clock that is set back, or a process that was suspended, would
+otherwise expire every lease at once.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 class SteadyClock:
     """Turns readings of any clock into steady time.
 
-    start: the first steady time, after a restart no earlier than the last log entry. reading: the reading that belongs to it, by default the first
-    one taken. max_step_s: the largest step believed; the rest of a larger
-    one is left out and returned by `advance`.
+    start: the first steady time, after a restart no earlier than the last log entry. reading: the reading that belongs
+    to it, by default the first one taken. max_step_s: the largest step believed; the rest of a larger one is left out
+    and returned by `advance`.
     """
 
     def __init__(self, *, start: float = 0.0, reading: float | None = None, max_step_s: float = 5.0) -> None:

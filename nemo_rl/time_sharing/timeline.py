@@ -1,6 +1,8 @@
-"""A record seen as pictures need it: who was on which GPU when and in which phase, who waited, what was demanded and what hand-overs took.
+"""A record seen as pictures need it: who was on which GPU when and in which phase, who waited, what was demanded and
+what hand-overs took.
 
-A pure projection of the scheduler's events (and of the agents' steps); trace and report draw from here and look at no event themselves.
+A pure projection of the scheduler's events (and of the agents' steps); trace and report draw from here and look at no
+event themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from nemo_rl.utils.record import Entry
 
 
 class Occupation(NamedTuple):
-    """One stretch on some GPUs, seconds: `tag` as in `Priority.tag`, `phase` of a rank, `held` or `fenced`; `number` counts the hold it is part of.
+    """One stretch on some GPUs, seconds: `tag` as in `Priority.tag`, `phase` of a rank, `held` or `fenced`; `number`
+    counts the hold it is part of.
 
-    `rank` and `step` are -1 where there is none, `plan` is the number of the plan that gave the GPUs. `kind`: `request` for a fixed cluster; for a
-    rank `initial` (its first wake), `proactive` (a later one) or `floor` (its guaranteed turn).
+    `rank` and `step` are -1 where there is none, `plan` is the number of the plan that gave the GPUs. `kind`: `request`
+    for a fixed cluster; for a rank `initial` (its first wake), `proactive` (a later one) or `floor` (its guaranteed
+    turn).
     """
 
     gpus: tuple[int, ...]
@@ -71,9 +75,11 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Everything there is to draw. `marks`: (time, what was asked, decided or given back); `faults`: (time, what went wrong).
+    """Everything there is to draw. `marks`: (time, what was asked, decided or given back); `faults`: (time, what went
+    wrong).
 
-    `pipelines` are in order of their registration. `simulated` is what a simulation said at its end, None for a real run.
+    `pipelines` are in order of their registration. `simulated` is what a simulation said at its end, None for a real
+    run.
     """
 
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
@@ -125,7 +131,17 @@ class _Builder:
         spec = self.clusters[pipeline][cluster]
         return spec.gpus if rank < 0 else spec.gpus[rank * spec.tp_size : (rank + 1) * spec.tp_size]
 
-    def begin(self, key: tuple[str, str, int], time: float, phase: str, tag: str, label: str, *, step: int = -1, kind: str = "request") -> None:
+    def begin(
+        self,
+        key: tuple[str, str, int],
+        time: float,
+        phase: str,
+        tag: str,
+        label: str,
+        *,
+        step: int = -1,
+        kind: str = "request",
+    ) -> None:
         before = self.open.get(key)
         number = before.number if before is not None else self.holds
         if before is None:
@@ -142,7 +158,19 @@ class _Builder:
         if time > held.start:
             plan = self.plans.get(key, -1)
             stretch = Occupation(
-                self.gpus_of(key), held.start, time, key[0], held.tag, held.phase, held.label, held.number, key[1], key[2], held.step, plan, held.kind
+                self.gpus_of(key),
+                held.start,
+                time,
+                key[0],
+                held.tag,
+                held.phase,
+                held.label,
+                held.number,
+                key[1],
+                key[2],
+                held.step,
+                plan,
+                held.kind,
             )
             self.timeline.occupations.append(stretch)
         if last:
@@ -203,11 +231,20 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
         case ev.Claimed():
             builder.plans[event.pipeline, event.cluster, event.rank] = event.plan
             who, count = event.cluster if event.rank < 0 else f"rank {event.rank}", len(event.gpus)
-            timeline.marks.append((time, f"plan {event.plan}: {event.pipeline}/{who} gets {count} {'GPU' if count == 1 else 'GPUs'}"))
+            timeline.marks.append(
+                (time, f"plan {event.plan}: {event.pipeline}/{who} gets {count} {'GPU' if count == 1 else 'GPUs'}")
+            )
         case ev.Granted() | ev.Repriced():
             builder.end_wait(event.pipeline, event.cluster, time)
             key = (event.pipeline, event.cluster, -1)
-            builder.begin(key, time, "held", event.priority.tag, f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}", step=event.step)
+            builder.begin(
+                key,
+                time,
+                "held",
+                event.priority.tag,
+                f"{event.priority.tag} {event.pipeline} {event.cluster} step {event.step}",
+                step=event.step,
+            )
         case ev.Released():
             builder.close((event.pipeline, event.cluster, -1), time)
             timeline.marks.append((time, f"release {event.pipeline}/{event.cluster}"))
@@ -238,23 +275,37 @@ def _take_fault(builder: _Builder, event: object, time: float) -> None:
             timeline.faults.append((time, f"{event.pipeline} is cut off: {event.reason}"))
             for key in [key for key in builder.open if key[0] == event.pipeline]:
                 held = builder.open[key]
-                builder.begin(key, time, "fenced", held.tag, f"{event.pipeline}: being ended ({event.reason})", step=held.step, kind=held.kind)
+                builder.begin(
+                    key,
+                    time,
+                    "fenced",
+                    held.tag,
+                    f"{event.pipeline}: being ended ({event.reason})",
+                    step=held.step,
+                    kind=held.kind,
+                )
         case ev.SchedulerStarted() if event.term > 1:
             timeline.faults.append((time, f"the scheduler starts anew (term {event.term})"))
         case ev.GpusQuarantined():
             label = f"quarantined: {event.reason} ({event.pipeline})"
             timeline.faults.append((time, f"GPUs {', '.join(map(str, event.gpus))} {label}"))
             whose = (event.pipeline, event.incarnation, event.rank)
-            builder.begin_outage((event.gpus, *whose), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label))
+            builder.begin_outage(
+                (event.gpus, *whose), Outage(event.gpus, time, float("inf"), event.pipeline, "quarantined", label)
+            )
         case ev.GpusCleared():
             whose = (event.pipeline, event.incarnation, event.rank)
-            for key in [key for key in builder.out if key[0] == event.gpus and (not event.pipeline or key[1:] == whose)]:
+            for key in [
+                key for key in builder.out if key[0] == event.gpus and (not event.pipeline or key[1:] == whose)
+            ]:
                 builder.end_outage(key, time)
         case ev.RankCooling():
             label = f"{event.pipeline} rank {event.rank} cools off, others may have its GPUs"
             timeline.faults.append((time, f"{event.pipeline} rank {event.rank} is taken out of service"))
             gpus = builder.gpus_of((event.pipeline, ACTOR_INFER, event.rank))
-            builder.begin_outage((event.pipeline, event.rank), Outage(gpus, time, event.until, event.pipeline, "cooling", label))
+            builder.begin_outage(
+                (event.pipeline, event.rank), Outage(gpus, time, event.until, event.pipeline, "cooling", label)
+            )
         case ev.PlanRejected():
             timeline.faults.append((time, f"a plan was refused: {'; '.join(event.problems)}"))
         case ev.ClockJumped():
@@ -275,4 +326,11 @@ def _take_rank(builder: _Builder, event: ev.RankMoved, time: float) -> None:
     else:
         kind = builder.open[key].kind if key in builder.open else "proactive"
     version = f" v{event.version}" if event.version >= 0 else ""
-    builder.begin(key, time, event.phase.value, Priority.GENERATION.tag, f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}", kind=kind)
+    builder.begin(
+        key,
+        time,
+        event.phase.value,
+        Priority.GENERATION.tag,
+        f"GEN {event.pipeline} rank {event.rank} {event.phase.value}{version}",
+        kind=kind,
+    )

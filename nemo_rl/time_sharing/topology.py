@@ -1,7 +1,9 @@
-"""Which rank means which GPUs: the pool, the registration rules, and the one rank -> GPUs table that scheduler and pipeline share.
+"""Which rank means which GPUs: the pool, the registration rules, and the one rank -> GPUs table that scheduler and
+pipeline share.
 
-A pipeline that passes `register` can always be scheduled: its mappings lie in the pool, every rank is whole and inside its node, and some
-inference rank survives training. A mapping that is not sorted is refused, because the two sides would disagree about what a rank is.
+A pipeline that passes `register` can always be scheduled: its mappings lie in the pool, every rank is whole and inside
+its node, and some inference rank survives training. A mapping that is not sorted is refused, because the two sides
+would disagree about what a rank is.
 """
 
 from __future__ import annotations
@@ -11,17 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, CLUSTER_NAMES, FIXED_CLUSTERS, REWARD, ClusterSpec, PipelineSpec
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    CLUSTER_NAMES,
+    FIXED_CLUSTERS,
+    REWARD,
+    ClusterSpec,
+    PipelineSpec,
+)
 from nemo_rl.time_sharing.wellformed import MAX_COUNT, is_whole, shown
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1000.0
-"""A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these, weighted work stays finite."""
+"""A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these,
+weighted work stays finite."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_ID = 256
 
 
-class RegistrationError(ValueError):
-    """A pipeline cannot be registered as asked; `pipeline`, `cluster` and `gpu` say where, each None where it does not apply."""
+class RegistrationError(UserError, ValueError):
+    """A pipeline cannot be registered as asked; `pipeline`, `cluster` and `gpu` say where, each None where it does not
+    apply.
+    """
 
     def __init__(self, message: str, *, pipeline: str, cluster: str | None = None, gpu: int | None = None) -> None:
         where = f"pipeline {pipeline!r}" + (f", cluster {cluster!r}" if cluster else "")
@@ -34,7 +48,9 @@ class RegistrationError(ValueError):
         return _rebuild_error, (type(self), self._message, self.pipeline, self.cluster, self.gpu)
 
 
-def _rebuild_error(kind: type[RegistrationError], message: str, pipeline: str, cluster: str | None, gpu: int | None) -> RegistrationError:
+def _rebuild_error(
+    kind: type[RegistrationError], message: str, pipeline: str, cluster: str | None, gpu: int | None
+) -> RegistrationError:
     return kind(message, pipeline=pipeline, cluster=cluster, gpu=gpu)
 
 
@@ -75,7 +91,9 @@ class StillRegistered(RegistrationError):
 
 
 class IncarnationUsed(RegistrationError):
-    """The pipeline has been registered under this incarnation, or a larger one, before; the message names the next free one."""
+    """The pipeline has been registered under this incarnation, or a larger one, before; the message names the next free
+    one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +123,9 @@ class Topology:
         self.clusters: dict[str, ClusterSpec] = {cluster.name: cluster for cluster in spec.clusters}
         infer = self.clusters[ACTOR_INFER]
         self.tp = infer.tp_size
-        self.ranks: tuple[tuple[int, ...], ...] = tuple(infer.gpus[i : i + self.tp] for i in range(0, len(infer.gpus), self.tp))
+        self.ranks: tuple[tuple[int, ...], ...] = tuple(
+            infer.gpus[i : i + self.tp] for i in range(0, len(infer.gpus), self.tp)
+        )
 
     @property
     def pipeline(self) -> str:
@@ -126,11 +146,15 @@ def cluster_id(pipeline: str, cluster: str) -> str:
 
 
 def split_cluster_id(identifier: str) -> tuple[str, str]:
-    """(pipeline, cluster) of a cluster id, by its known suffix: a pipeline name may itself contain underscores. Raises ValueError otherwise."""
+    """(pipeline, cluster) of a cluster id, by its known suffix: a pipeline name may itself contain underscores. Raises
+    ValueError otherwise.
+    """
     for name in CLUSTER_NAMES:
         if identifier.endswith(f"_{name}") and len(identifier) > len(name) + 1:
             return identifier[: -len(name) - 1], name
-    raise ValueError(f"{identifier!r} is not a cluster id: it must end in one of {', '.join('_' + n for n in CLUSTER_NAMES)}")
+    raise ValueError(
+        f"{identifier!r} is not a cluster id: it must end in one of {', '.join('_' + n for n in CLUSTER_NAMES)}"
+    )
 
 
 def register(
@@ -149,11 +173,12 @@ def register(
 ) -> Topology:
     """Checks everything a pipeline registers and returns its topology.
 
-    cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name, ascending; `reward` must be
-    empty. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share, max_share: bounds on its part of the GPUs it is
-    mapped to, 0 to 1. staleness: versions, a whole number from 0. rank_batch: samples that one rank runs at once, a whole number from 1.
-    full_overlap admits pipelines whose training covers every inference rank (colocated turns, no generation beside training).
-    Raises a RegistrationError that names the pipeline, the cluster and the GPU.
+    cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name,
+    ascending; `reward` must be empty. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share,
+    max_share: bounds on its part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0.
+    rank_batch: samples that one rank runs at once, a whole number from 1. full_overlap admits pipelines whose training
+    covers every inference rank (colocated turns, no generation beside training). Raises a RegistrationError that names
+    the pipeline, the cluster and the GPU.
     """
     _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
     check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch)
@@ -164,7 +189,9 @@ def register(
         mapping = _gpu_ids(pipeline, name, cluster_device_mappings[name])
         if name == REWARD:
             if mapping:
-                raise RegistrationError("runs on the CPU; its device mapping must be empty", pipeline=pipeline, cluster=name, gpu=mapping[0])
+                raise RegistrationError(
+                    "runs on the CPU; its device mapping must be empty", pipeline=pipeline, cluster=name, gpu=mapping[0]
+                )
             continue
         _check_mapping(pool, pipeline, name, cluster_tp_configs[name], mapping)
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
@@ -179,45 +206,68 @@ def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings
         raise RegistrationError(f"id must be text, found {shown(pipeline)}", pipeline=shown(pipeline))
     longest = len(pipeline) + 1 + max(len(n) for n in CLUSTER_NAMES)
     if not _ID.fullmatch(pipeline) or longest > _MAX_ID:
-        raise RegistrationError(f"id must match {_ID.pattern} and leave its cluster ids within {_MAX_ID} characters (now {longest})", pipeline=pipeline)
+        raise RegistrationError(
+            f"id must match {_ID.pattern} and leave its cluster ids within {_MAX_ID} characters (now {longest})",
+            pipeline=pipeline,
+        )
     if not isinstance(namespace, str) or not namespace:
-        raise RegistrationError("namespace is empty" if namespace == "" else f"namespace={shown(namespace)} must be text", pipeline=pipeline)
+        raise RegistrationError(
+            "namespace is empty" if namespace == "" else f"namespace={shown(namespace)} must be text", pipeline=pipeline
+        )
     for what, given in (("cluster_tp_configs", tps), ("cluster_device_mappings", mappings)):
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise RegistrationError(f"{what} must map cluster names to values, found {shown(given)}", pipeline=pipeline)
     if tps.keys() != mappings.keys():
         odd = ", ".join(sorted(tps.keys() ^ mappings.keys()))
-        raise RegistrationError(f"cluster_tp_configs and cluster_device_mappings must name the same clusters; only one of them has {odd}", pipeline=pipeline)
+        raise RegistrationError(
+            f"cluster_tp_configs and cluster_device_mappings must name the same clusters; only one of them has {odd}",
+            pipeline=pipeline,
+        )
     for name in mappings:
         if name not in CLUSTER_NAMES:
-            raise UnknownCluster(f"unknown; the clusters are {', '.join(CLUSTER_NAMES)}", pipeline=pipeline, cluster=name)
+            raise UnknownCluster(
+                f"unknown; the clusters are {', '.join(CLUSTER_NAMES)}", pipeline=pipeline, cluster=name
+            )
     if ACTOR_INFER not in mappings:
-        raise RegistrationError("is missing; it is the cluster that shares its GPUs", pipeline=pipeline, cluster=ACTOR_INFER)
+        raise RegistrationError(
+            "is missing; it is the cluster that shares its GPUs", pipeline=pipeline, cluster=ACTOR_INFER
+        )
 
 
-def check_numbers(pipeline: str, weight: float, min_share: float, max_share: float, staleness: int, rank_batch: int) -> None:
+def check_numbers(
+    pipeline: str, weight: float, min_share: float, max_share: float, staleness: int, rank_batch: int
+) -> None:
     """Raises BadShare for numbers that no plan could be made with."""
     for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise BadShare(
-            f"weight={shown(weight)} must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; it counts relative to the weights of others", pipeline=pipeline
+            f"weight={shown(weight)} must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; it counts "
+            "relative to the weights of others",
+            pipeline=pipeline,
         )
     if not 0 <= min_share <= max_share <= 1 or max_share == 0:
         raise BadShare(
-            f"min_share={shown(min_share)} and max_share={shown(max_share)} must satisfy 0 <= min_share <= max_share <= 1 and 0 < max_share", pipeline=pipeline
+            f"min_share={shown(min_share)} and max_share={shown(max_share)} must satisfy 0 <= min_share <= "
+            "max_share <= 1 and 0 < max_share",
+            pipeline=pipeline,
         )
     for name, count, least in (("staleness", staleness, 0), ("rank_batch", rank_batch, 1)):
         if not is_whole(count, least):
-            raise BadShare(f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}", pipeline=pipeline)
+            raise BadShare(
+                f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}",
+                pipeline=pipeline,
+            )
 
 
 def _gpu_ids(pipeline: str, name: str, mapping: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(mapping)
     except TypeError as error:
-        raise RegistrationError(f"its device mapping is {shown(mapping)}; expected a list of GPU ids", pipeline=pipeline, cluster=name) from error
+        raise RegistrationError(
+            f"its device mapping is {shown(mapping)}; expected a list of GPU ids", pipeline=pipeline, cluster=name
+        ) from error
 
 
 def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
@@ -225,9 +275,16 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
         raise RegistrationError("its device mapping is empty", pipeline=pipeline, cluster=name)
     for gpu in mapping:
         if isinstance(gpu, bool) or not isinstance(gpu, int):
-            raise RegistrationError(f"device mapping holds {shown(gpu)}; GPU ids are integers", pipeline=pipeline, cluster=name)
+            raise RegistrationError(
+                f"device mapping holds {shown(gpu)}; GPU ids are integers", pipeline=pipeline, cluster=name
+            )
         if not 0 <= gpu < pool.size:
-            raise GpuOutsidePool(f"GPU {gpu} is outside the pool of {pool.size} GPUs (0..{pool.size - 1})", pipeline=pipeline, cluster=name, gpu=gpu)
+            raise GpuOutsidePool(
+                f"GPU {gpu} is outside the pool of {pool.size} GPUs (0..{pool.size - 1})",
+                pipeline=pipeline,
+                cluster=name,
+                gpu=gpu,
+            )
     seen: set[int] = set()
     for before, gpu in zip((-1, *mapping), mapping, strict=False):
         if gpu in seen:
@@ -235,12 +292,17 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
         seen.add(gpu)
         if gpu < before:
             raise UnsortedMapping(
-                f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}", pipeline=pipeline, cluster=name, gpu=gpu
+                f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}",
+                pipeline=pipeline,
+                cluster=name,
+                gpu=gpu,
             )
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise BadRankSize(f"tp={shown(tp)} must be an integer of at least 1", pipeline=pipeline, cluster=name)
     if len(mapping) % tp:
-        raise BadRankSize(f"{len(mapping)} GPUs cannot be divided into ranks of tp={tp}", pipeline=pipeline, cluster=name)
+        raise BadRankSize(
+            f"{len(mapping)} GPUs cannot be divided into ranks of tp={tp}", pipeline=pipeline, cluster=name
+        )
     if tp > 1:
         _check_rank_placement(pool, pipeline, name, tp, mapping)
 
@@ -248,14 +310,23 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
 def _check_rank_placement(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
     per_node = pool.gpus_per_node
     if tp not in (1, 2, 4, 8) and tp % per_node:
-        raise BadRankSize(f"tp={tp} must be 1, 2, 4, 8 or whole nodes of {per_node} GPUs", pipeline=pipeline, cluster=name)
+        raise BadRankSize(
+            f"tp={tp} must be 1, 2, 4, 8 or whole nodes of {per_node} GPUs", pipeline=pipeline, cluster=name
+        )
     for start in range(0, len(mapping), tp):
         rank = mapping[start : start + tp]
         if rank[-1] - rank[0] != tp - 1:
-            raise BadRankSize(f"rank {start // tp} on GPUs {rank} is not contiguous", pipeline=pipeline, cluster=name, gpu=rank[0])
+            raise BadRankSize(
+                f"rank {start // tp} on GPUs {rank} is not contiguous", pipeline=pipeline, cluster=name, gpu=rank[0]
+            )
         spans_nodes = pool.node_of(rank[0]) != pool.node_of(rank[-1])
         if spans_nodes and (tp % per_node or rank[0] % per_node):
-            raise BadRankSize(f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs", pipeline=pipeline, cluster=name, gpu=rank[0])
+            raise BadRankSize(
+                f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs",
+                pipeline=pipeline,
+                cluster=name,
+                gpu=rank[0],
+            )
 
 
 def _check_overlap(topology: Topology, full_overlap: bool) -> None:
@@ -266,11 +337,15 @@ def _check_overlap(topology: Topology, full_overlap: bool) -> None:
     outside = sorted(set(train.gpus) - infer)
     if outside:
         raise TrainingOutsideInference(
-            f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs", pipeline=topology.pipeline, cluster=ACTOR_TRAIN, gpu=outside[0]
+            f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs",
+            pipeline=topology.pipeline,
+            cluster=ACTOR_TRAIN,
+            gpu=outside[0],
         )
     if not full_overlap and all(set(rank) & set(train.gpus) for rank in topology.ranks):
         raise NoSurvivingRank(
-            f"training on GPUs {train.gpus} touches each of the {len(topology.ranks)} inference ranks of tp={topology.tp}; "
+            f"training on GPUs {train.gpus} touches each of the {len(topology.ranks)} inference ranks of "
+            f"tp={topology.tp}; "
             f"at least one whole rank must stay awake: add inference GPUs, or train on fewer",
             pipeline=topology.pipeline,
             cluster=ACTOR_TRAIN,

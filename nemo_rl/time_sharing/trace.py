@@ -1,7 +1,8 @@
 """A timeline as a trace for ui.perfetto.dev: GPUs, queue, counters and markers.
 
-Written in the Chrome JSON trace format, which Perfetto opens as it is and which needs no library. Times are microseconds. One process holds a
-track per GPU (a slice per hold, its phases nested inside), one the queue with a row per waiting cluster under its priority.
+Written in the Chrome JSON trace format, which Perfetto opens as it is and which needs no library. Times are
+microseconds. One process holds a track per GPU (a slice per hold, its phases nested inside), one the queue with a row
+per waiting cluster under its priority.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
         yield {"ph": "C", "pid": _SCHEDULER, "name": "active GPUs", "ts": _us(time), "args": {"GPUs": active}}
     for time, text in timeline.marks:
         kind = text.split(" ", 1)[0]
-        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": {"enqueue": 1, "plan": 2, "release": 3}[kind], "name": text, "ts": _us(time)}
+        yield {
+            "ph": "i",
+            "s": "t",
+            "pid": _SCHEDULER,
+            "tid": {"enqueue": 1, "plan": 2, "release": 3}[kind],
+            "name": text,
+            "ts": _us(time),
+        }
     for time, text in timeline.faults:
         yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": 4, "name": text, "ts": _us(time)}
     yield from _gpu_slices(timeline)
@@ -92,7 +100,9 @@ def _slice(gpu: int, name: str, start: float, end: float, part: Occupation) -> d
 
 def _about(part: Occupation) -> dict[str, object]:
     """What a slice is for: numbers that do not apply are left out."""
-    numbers = {name: value for name, value in (("rank", part.rank), ("step", part.step), ("plan", part.plan)) if value >= 0}
+    numbers = {
+        name: value for name, value in (("rank", part.rank), ("step", part.step), ("plan", part.plan)) if value >= 0
+    }
     return {"pipeline": part.pipeline, "cluster": part.cluster, "kind": part.kind, **numbers}
 
 
@@ -114,8 +124,12 @@ def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
             "args": {"pipeline": wait.pipeline, "cluster": wait.cluster},
         }
     for tag in tags:
-        # At one moment those who come count before those who go: a request that is served at once was in the queue, and nobody leaves before coming.
-        changes = sorted([(w.start, -1) for w in timeline.waits if w.tag == tag] + [(w.end, 1) for w in timeline.waits if w.tag == tag])
+        # At one moment those who come count before those who go: a request that is served at once was in the queue, and
+        # nobody leaves before coming.
+        changes = sorted(
+            [(w.start, -1) for w in timeline.waits if w.tag == tag]
+            + [(w.end, 1) for w in timeline.waits if w.tag == tag]
+        )
         depth = 0
         for time, gone in changes:
             depth -= gone

@@ -1,7 +1,8 @@
-"""The vocabulary of time-sharing: priorities, rank phases, clusters, demand, and what goes between the scheduler and a pipeline's agent.
+"""The vocabulary of time-sharing: priorities, rank phases, clusters, demand, and what goes between the scheduler and a
+pipeline's agent.
 
-Only values live here, all frozen. Nothing knows a clock, a log or Ray. A lower priority number wins; 0 to 5 are fixed (all GPUs of a cluster or
-none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5 at any time).
+Only values live here, all frozen. Nothing knows a clock, a log or Ray. A lower priority number wins; 0 to 5 are fixed
+(all GPUs of a cluster or none, not preempted while held), 6 is elastic (rank by rank, preempted by 0 to 5 at any time).
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ FIXED_CLUSTERS = (ACTOR_TRAIN, CRITIC, REFERENCE)
 
 
 class Phase(str, Enum):
-    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only."""
+    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE
+    only.
+    """
 
-    # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all ranks.
+    # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all
+    # ranks.
     __hash__ = str.__hash__
 
     ASLEEP = "asleep"
@@ -72,7 +76,9 @@ class Verb(str, Enum):
 
 
 class Outcome(str, Enum):
-    """How a command ended. STALE: the weights changed meanwhile, sync again. REFUSED: the command makes no sense to the agent."""
+    """How a command ended. STALE: the weights changed meanwhile, sync again. REFUSED: the command makes no sense to the
+    agent.
+    """
 
     DONE = "done"
     FAILED = "failed"
@@ -92,9 +98,10 @@ class ClusterSpec(NamedTuple):
 class PipelineSpec:
     """What a pipeline registers. Build it with `topology.register`, which checks every rule.
 
-    weight: its claim on contended GPUs relative to others. min_share, max_share: bounds on its part of the GPUs it is mapped to (0 to 1), while
-    it has demand. staleness: how many versions old the tokens of a trained group may be. rank_batch: how many samples one rank runs at once at
-    good speed; more ranks than remaining samples / rank_batch are of no use to it.
+    weight: its claim on contended GPUs relative to others. min_share, max_share: bounds on its part of the GPUs it is
+    mapped to (0 to 1), while it has demand. staleness: how many versions old the tokens of a trained group may be.
+    rank_batch: how many samples one rank runs at once at good speed; more ranks than remaining samples / rank_batch are
+    of no use to it.
     """
 
     pipeline: str
@@ -108,7 +115,9 @@ class PipelineSpec:
 
 
 class Demand(NamedTuple):
-    """Standing generation demand of the step being waited for: `target` and `done` in units of `unit` samples each; a larger `seq` replaces."""
+    """Standing generation demand of the step being waited for: `target` and `done` in units of `unit` samples each; a
+    larger `seq` replaces.
+    """
 
     target: int = 0
     done: int = 0
@@ -122,7 +131,9 @@ class Demand(NamedTuple):
 
 
 class Want(NamedTuple):
-    """A fixed cluster that a pipeline waits for, or wants at another priority while it holds it. `request` is unique in the pipeline's life."""
+    """A fixed cluster that a pipeline waits for, or wants at another priority while it holds it. `request` is unique in
+    the pipeline's life.
+    """
 
     cluster: str
     priority: Priority
@@ -139,7 +150,9 @@ class Held(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """The newest hold of a cluster that the pipeline has given back, and the weight version it had published by then."""
+    """The newest hold of a cluster that the pipeline has given back, and the weight version it had published by
+    then.
+    """
 
     cluster: str
     epoch: int
@@ -148,11 +161,12 @@ class GivenBack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything an agent says unasked, as levels: repeated with each heartbeat, so that a lost one is healed by the next.
+    """Everything an agent says unasked, as levels: repeated with each heartbeat, so that a lost one is healed by the
+    next.
 
-    A status with a smaller `seq` than the last of the same incarnation is late and ignored. `awake`: the ranks that hold GPU memory, with
-    their epochs. `serving`: those of them that take requests. `broken`: those that cannot (a refresh failed).
-    `term`: the newest scheduler term the agent has heard of.
+    A status with a smaller `seq` than the last of the same incarnation is late and ignored. `awake`: the ranks that
+    hold GPU memory, with their epochs. `serving`: those of them that take requests. `broken`: those that cannot (a
+    refresh failed). `term`: the newest scheduler term the agent has heard of.
     """
 
     pipeline: str
@@ -171,7 +185,9 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One thing to do. Repeating it changes nothing: the agent answers a known `command` from memory; an `epoch` older than the rank's is refused."""
+    """One thing to do. Repeating it changes nothing: the agent answers a known `command` from memory; an `epoch` older
+    than the rank's is refused.
+    """
 
     command: str
     term: int
@@ -195,7 +211,9 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a command. `version` is the weight version that a SYNC loaded; `seq` counts with the statuses, so that one can tell which is newer."""
+    """What became of a command. `version` is the weight version that a SYNC loaded; `seq` counts with the statuses, so
+    that one can tell which is newer.
+    """
 
     command: str
     pipeline: str
@@ -214,10 +232,11 @@ class EndedRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the scheduler says to a status: its term, and whether this incarnation is registered; one that is not must stop what it does on GPUs.
+    """What the scheduler says to a status: its term, and whether this incarnation is registered; one that is not must
+    stop what it does on GPUs.
 
-    `ended`: requests of the status that are over without a grant; repeated until the agent asks for them no more. `refused`: what else of the
-    status was not taken, and why.
+    `ended`: requests of the status that are over without a grant; repeated until the agent asks for them no more.
+    `refused`: what else of the status was not taken, and why.
     """
 
     pipeline: str
@@ -232,8 +251,9 @@ class Reply(NamedTuple):
 class Limits:
     """Every bound and delay of the scheduler, in seconds unless said otherwise. The defaults suit minutes-long steps.
 
-    max_backfills: how often a waiting request is passed. max_initialising: how many pipelines may initialise at the same time, 0 for any number; set it
-    where starting processes is what a machine runs out of (their number, host memory), and not GPUs.
+    max_backfills: how often a waiting request is passed. max_initialising: how many pipelines may initialise at the
+    same time, 0 for any number; set it where starting processes is what a machine runs out of (their number, host
+    memory), and not GPUs.
     """
 
     aging_s: float = 60.0
@@ -276,6 +296,8 @@ COUNTS = frozenset({"max_backfills", "max_initialising"})
 
 
 def limits_from(values: Mapping[str, float]) -> Limits:
-    """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no limit."""
+    """Limits from plain numbers by name; what is not named keeps its default. Raises TypeError for a name that is no
+    limit.
+    """
     typed: dict[str, Any] = {name: int(value) if name in COUNTS else value for name, value in values.items()}
     return replace(Limits(), **typed)

@@ -1,8 +1,9 @@
 """Checkpoint directories: written aside, made visible by one rename, kept by rule, found again on resume.
 
-`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml` and whatever the caller writes (`policy/...`, `train_dataloader.pt`).
-Knows no file format of weights and no process but its own; a background thread waits for writers so that training does not.
-Invariant: a directory called `step_N` is complete; whatever happens during a write, the last complete one stays usable.
+`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml` and whatever the caller writes (`policy/...`,
+`train_dataloader.pt`). Knows no file format of weights and no process but its own; a background thread waits for
+writers so that training does not. Invariant: a directory called `step_N` is complete; whatever happens during a write,
+the last complete one stays usable.
 """
 
 import json
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from nemo_rl.config import CheckpointingConfig
+from nemo_rl.config.errors import UserError
+from nemo_rl.lazy import names_of
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ STATUS_FILE = "latest_checkpoint_status.json"
 FINALIZE_DEADLINE_S = 1800.0
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint could not be written or read."""
 
 
@@ -51,15 +54,16 @@ class CheckpointManager:
     True
     """
 
-    def __init__(self, cfg: CheckpointingConfig, deadline_s: float = FINALIZE_DEADLINE_S) -> None:
-        self.cfg = cfg
-        self.root = Path(cfg.checkpoint_dir)
+    def __init__(self, cfg: CheckpointingConfig | Mapping[str, Any], deadline_s: float = FINALIZE_DEADLINE_S) -> None:
+        self.cfg = CheckpointingConfig.read(cfg)
+        self.root = Path(self.cfg.checkpoint_dir)
         self._deadline_s = deadline_s
         self._executor: ThreadPoolExecutor | None = None
         self._pending: tuple[Path, Future[None]] | None = None
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
-        """Begin a checkpoint: create `tmp_step_N` with its info and configuration. Finishes a pending one first and removes what dead runs left.
+        """Begin a checkpoint: create `tmp_step_N` with its info and configuration. Finishes a pending one first and
+        removes what dead runs left.
 
         Args:
             step: completed RL steps.
@@ -81,7 +85,11 @@ class CheckpointManager:
                 shutil.rmtree(stale)
             path.mkdir()
             if run_config is not None:
-                plain = run_config.model_dump(mode="json", by_alias=True) if hasattr(run_config, "model_dump") else run_config
+                plain = (
+                    run_config.model_dump(mode="json", by_alias=True)
+                    if hasattr(run_config, "model_dump")
+                    else run_config
+                )
                 (path / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
             _write_json(path / INFO_FILE, dict(training_info))
         return path
@@ -124,7 +132,10 @@ class CheckpointManager:
             return
         path, future = self._pending
         if wait([future], timeout=self._deadline_s).not_done:
-            raise CheckpointError(f"{path} was not written within {self._deadline_s:g} s; its writers hang or {self.root} is too slow{self._last_good()}")
+            raise CheckpointError(
+                f"{path} was not written within {self._deadline_s:g} s; its writers hang or {self.root} is "
+                f"too slow{self._last_good()}"
+            )
         self._pending = None
         failure = future.exception()
         if isinstance(failure, CheckpointError):
@@ -143,7 +154,10 @@ class CheckpointManager:
         """
         match = re.fullmatch(r"tmp_step_(\d+)", tmp_path.name)
         if match is None or not (tmp_path / INFO_FILE).is_file():
-            raise CheckpointError(f"{tmp_path} is no checkpoint in progress: expected tmp_step_N with {INFO_FILE}, from init_tmp_checkpoint")
+            raise CheckpointError(
+                f"{tmp_path} is no checkpoint in progress: expected tmp_step_N with {INFO_FILE}, from "
+                "init_tmp_checkpoint"
+            )
         step = int(match[1])
         final, old = self.root / f"step_{step}", self.root / f"old_step_{step}"
         try:
@@ -151,7 +165,10 @@ class CheckpointManager:
                 final.rename(old)
             tmp_path.rename(final)
             shutil.rmtree(old, ignore_errors=True)
-            _write_json(self.root / STATUS_FILE, {"step": step, "path": str(final), "training_info": json.loads((final / INFO_FILE).read_text("utf-8"))})
+            _write_json(
+                self.root / STATUS_FILE,
+                {"step": step, "path": str(final), "training_info": json.loads((final / INFO_FILE).read_text("utf-8"))},
+            )
         except OSError as error:
             raise self._unwritable(tmp_path, error) from error
         self.remove_old_checkpoints()
@@ -173,7 +190,9 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     def get_latest_checkpoint_path(self) -> Path | None:
@@ -197,7 +216,9 @@ class CheckpointManager:
             return None
         weights, optimizer = path / "policy" / "weights", path / "policy" / "optimizer"
         if not weights.exists():
-            raise CheckpointError(f"{path} has no policy/weights; remove that directory to resume from an earlier checkpoint")
+            raise CheckpointError(
+                f"{path} has no policy/weights; remove that directory to resume from an earlier checkpoint"
+            )
         if not optimizer.exists():
             logger.warning("optimizer_state_missing checkpoint=%s: the optimizer starts afresh", path)
             return ResumePaths(weights, None)
@@ -215,10 +236,14 @@ class CheckpointManager:
         try:
             return json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path / INFO_FILE} cannot be read: {error}; remove that checkpoint to resume from an earlier one") from error
+            raise CheckpointError(
+                f"{path / INFO_FILE} cannot be read: {error}; remove that checkpoint to resume from an earlier one"
+            ) from error
 
     def remove_old_checkpoints(self) -> list[int]:
-        """Remove the checkpoints no rule keeps, and return their steps. One that cannot be removed is logged and tried again next time."""
+        """Remove the checkpoints no rule keeps, and return their steps. One that cannot be removed is logged and tried
+        again next time.
+        """
         history = self._history()
         kept = steps_to_keep(history, self.cfg)
         removed = []
@@ -268,7 +293,8 @@ class CheckpointManager:
 
     def _unwritable(self, path: Path, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"checkpointing.checkpoint_dir={self.root}: cannot write {path.name} ({error.strerror or error}); free space or choose a directory that can be "
+            f"checkpointing.checkpoint_dir={self.root}: cannot write {path.name} "
+            f"({error.strerror or error}); free space or choose a directory that can be "
             f"written{self._last_good()}"
         )
 
@@ -287,8 +313,8 @@ def model_directory(source: str) -> str:
     """The Hugging Face directory behind the name of a model.
 
     Args:
-        source: a checkpoint (`step_N`), a directory of checkpoints (its latest is meant), or anything else, which is returned as it is:
-            a Hugging Face directory or id.
+        source: a checkpoint (`step_N`), a directory of checkpoints (its latest is meant), or anything else, which is
+            returned as it is: a Hugging Face directory or id.
     """
     root = Path(source)
     steps = saved_steps(root)
@@ -300,3 +326,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(content, indent=2, default=float), encoding="utf-8")
     aside.replace(path)
+
+
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

@@ -1,6 +1,7 @@
 """Which checkpoints are worth writing, and which stay.
 
-Decides from step numbers and recorded metrics alone; it touches no file. Invariant: the newest checkpoint always stays, so a run can go on.
+Decides from step numbers and recorded metrics alone; it touches no file. Invariant: the newest checkpoint always stays,
+so a run can go on.
 """
 
 import logging
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.config import CheckpointingConfig
+from nemo_rl.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -22,15 +24,15 @@ class SavedStep:
     metric: float | None
 
 
-class UnknownMetric(ValueError):
+class UnknownMetric(UserError, ValueError):
     """A metric is named that this run never computes."""
 
 
 def steps_to_keep(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> set[int]:
     """The steps whose checkpoints stay: the union of three rules.
 
-    - The `keep_top_k` best of those at multiples of `save_period` (all of them when null): by metric, ties to the newer; those without the metric come
-      last, and with `metric_name` null the newest are best.
+    - The `keep_top_k` best (all when null), whenever they were written, but for the extra ones of `ft_save_period`: by
+      metric, ties to the newer; those without the metric come last, and with `metric_name` null the newest are best.
     - The newest `ft_keep_latest_k` of all.
     - The newest.
 
@@ -39,15 +41,22 @@ def steps_to_keep(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> set[i
         cfg: the checkpointing section.
     """
     newest_first = sorted(saved, key=lambda checkpoint: -checkpoint.step)
-    periodic = [checkpoint for checkpoint in newest_first if checkpoint.step % cfg.save_period == 0]
+    ranked = [checkpoint for checkpoint in newest_first if not _is_extra(checkpoint.step, cfg)]
     if cfg.keep_top_k is None and cfg.ft_save_period is None:
         return {checkpoint.step for checkpoint in newest_first}
-    best = sorted(periodic, key=lambda checkpoint: _rank(checkpoint, cfg))[: cfg.keep_top_k]
+    best = sorted(ranked, key=lambda checkpoint: _rank(checkpoint, cfg))[: cfg.keep_top_k]
     return {checkpoint.step for checkpoint in [*best, *newest_first[: max(cfg.ft_keep_latest_k or 0, 1)]]}
 
 
+def _is_extra(step: int, cfg: CheckpointingConfig) -> bool:
+    """Whether a checkpoint was written for restarts alone."""
+    return cfg.ft_save_period is not None and step % cfg.ft_save_period == 0 and step % cfg.save_period != 0
+
+
 def best_step(saved: Iterable[SavedStep], cfg: CheckpointingConfig) -> int | None:
-    """The step with the best metric (ties to the newer), the newest where no metric ranks them, None without checkpoints."""
+    """The step with the best metric (ties to the newer), the newest where no metric ranks them, None without
+    checkpoints.
+    """
     ranked = sorted(saved, key=lambda checkpoint: _rank(checkpoint, cfg))
     return ranked[0].step if ranked else None
 
@@ -58,16 +67,23 @@ def _rank(checkpoint: SavedStep, cfg: CheckpointingConfig) -> tuple[bool, float,
     return (False, -checkpoint.metric if cfg.higher_is_better else checkpoint.metric, -checkpoint.step)
 
 
-def should_save(step: int, cfg: CheckpointingConfig, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False) -> bool:
-    """Whether a checkpoint is due after `step` (from 1): at the end, before time runs out, and every `save_period` and `ft_save_period` steps."""
+def should_save(
+    step: int, cfg: CheckpointingConfig, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False
+) -> bool:
+    """Whether a checkpoint is due after `step` (from 1): at the end, before time runs out, and every `save_period` and
+    `ft_save_period` steps.
+    """
     if not cfg.enabled:
         return False
     periodic = step % cfg.save_period == 0 or (cfg.ft_save_period is not None and step % cfg.ft_save_period == 0)
     return is_last or early_stop or timeout or periodic
 
 
-def ranking_metric(cfg: CheckpointingConfig, step: int, *, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None) -> dict[str, float]:
-    """The entry of `training_info` that ranks a checkpoint, `{"val:accuracy": 0.5}`; empty (with a warning) where this step did not measure it.
+def ranking_metric(
+    cfg: CheckpointingConfig, step: int, *, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
+) -> dict[str, float]:
+    """The entry of `training_info` that ranks a checkpoint, `{"val:accuracy": 0.5}`; empty (with a warning) where this
+    step did not measure it.
 
     A name that nothing measures is no reason to lose the step: the checkpoint is written and stays unranked.
 
@@ -82,9 +98,19 @@ def ranking_metric(cfg: CheckpointingConfig, step: int, *, train: Mapping[str, A
     kind, _, name = cfg.metric_name.partition(":")
     metrics = {"train": train, "val": val}[kind]
     if metrics is None:
-        logger.warning("checkpoint_not_ranked step=%d metric=%s: not measured at this step; validate at every save_period", step, cfg.metric_name)
+        logger.warning(
+            "checkpoint_not_ranked step=%d metric=%s: not measured at this step; validate at every save_period",
+            step,
+            cfg.metric_name,
+        )
         return {}
     if name not in metrics:
-        logger.warning("checkpoint_not_ranked step=%d metric=%s: there is no such metric; %s metrics are %s", step, cfg.metric_name, kind, sorted(metrics))
+        logger.warning(
+            "checkpoint_not_ranked step=%d metric=%s: there is no such metric; %s metrics are %s",
+            step,
+            cfg.metric_name,
+            kind,
+            sorted(metrics),
+        )
         return {}
     return {cfg.metric_name: float(metrics[name])}

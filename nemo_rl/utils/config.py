@@ -1,8 +1,5 @@
-"""The path under which NeMo-RL's scripts import configuration loading; everything here is defined in `nemo_rl.config`."""
+"""NeMo-RL's import path for loading configurations; see `nemo_rl.compat.names`."""
 
-from nemo_rl.config.errors import OverridesError
-from nemo_rl.config.load import load_config, load_master_config
-from nemo_rl.config.overrides import parse_hydra_overrides
-from nemo_rl.config.resolvers import register_omegaconf_resolvers
+from nemo_rl.lazy import names_of
 
-__all__ = ["OverridesError", "load_config", "load_master_config", "parse_hydra_overrides", "register_omegaconf_resolvers"]
+__getattr__, __dir__ = names_of(__name__)

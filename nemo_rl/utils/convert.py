@@ -3,9 +3,9 @@
     python -m nemo_rl.utils.convert to-hf CHECKPOINT OUT_DIR [--dtype bfloat16]
     python -m nemo_rl.utils.convert from-hf MODEL_DIR CHECKPOINT_DIR
 
-A checkpoint's weights lie in it as a Hugging Face directory already, in float32; converting takes them out, in the precision one wants to
-serve, and puts a model in as the checkpoint of step 0. Invariants: nothing that exists is overwritten; an output directory is whole or not
-there; tensors keep their names.
+A checkpoint's weights lie in it as a Hugging Face directory already, in float32; converting takes them out, in the
+precision one wants to serve, and puts a model in as the checkpoint of step 0. Invariants: nothing that exists is
+overwritten; an output directory is whole or not there; tensors keep their names.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from nemo_rl.config.errors import UserError
+from nemo_rl.utils.adapters import base_directory, is_adapter, merged, read_adapter
 from nemo_rl.utils.checkpoint import INFO_FILE, model_directory
 
 DTYPES = ("float32", "float16", "bfloat16")
 _NOT_OF_THE_MODEL = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
 
 
-class ConversionError(RuntimeError):
+class ConversionError(UserError, RuntimeError):
     """A checkpoint or model cannot be converted."""
 
 
@@ -45,15 +48,47 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
     source = Path(model_directory(str(checkpoint)))
     if not (source / "config.json").is_file():
         raise ConversionError(
-            f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of checkpoints, nor a Hugging Face directory"
+            f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of "
+            "checkpoints, nor a Hugging Face directory"
         )
     with _made_whole(out_dir) as aside:
-        _copy_model(source, aside, dtype)
+        if is_adapter(source):
+            merge_adapter(source, aside, dtype)
+        else:
+            _copy_model(source, aside, dtype)
     return out_dir
 
 
+def merge_adapter(source: Path, target: Path, dtype: str | None = None, base: Path | None = None) -> None:
+    """Writes the model that an adapter makes of its base.
+
+    Args:
+        source: the adapter, in PEFT's format.
+        target: a directory.
+        dtype: precision of the written weights; None keeps the base's.
+        base: the base model's directory; None takes the one that the adapter names.
+
+    Raises:
+        AdapterError, ConversionError: there is no such adapter or base, or they do not fit.
+    """
+    info, factors = read_adapter(source)
+    folder = base or base_directory(info.base_model_name_or_path)
+    used: set[str] = set()
+
+    def adapted(name: str, weight: Any) -> Any:
+        module = name.removesuffix(".weight")
+        used.update(factor for factor in (f"{module}.lora_A", f"{module}.lora_B") if factor in factors)
+        return merged(name, weight, factors, info.scale)
+
+    _copy_model(folder, target, dtype, adapted)
+    if used != factors.keys():
+        missing = sorted(factors.keys() - used)
+        raise ConversionError(f"{source}: {folder} has no weights for {', '.join(missing[:3])}; it is another model")
+
+
 def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
-    """Puts a Hugging Face model into a checkpoint directory as `step_0`, from which a run with that `checkpointing.checkpoint_dir` starts.
+    """Puts a Hugging Face model into a checkpoint directory as `step_0`, from which a run with that
+    `checkpointing.checkpoint_dir` starts.
 
     Args:
         model: a Hugging Face directory with safetensors.
@@ -78,18 +113,26 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
     return checkpoint_dir / "step_0"
 
 
-def _copy_model(source: Path, target: Path, dtype: str | None) -> None:
+def _copy_model(
+    source: Path, target: Path, dtype: str | None, change: Callable[[str, Any], Any] = lambda name, tensor: tensor
+) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
     wanted = getattr(torch, dtype) if dtype is not None else None
     files, torch_file = sorted(source.glob("*.safetensors")), source / "pytorch_model.bin"
     if not files and not torch_file.is_file():
-        raise ConversionError(f"{source}: holds neither *.safetensors nor pytorch_model.bin; load and save the model with transformers first")
+        raise ConversionError(
+            f"{source}: holds neither *.safetensors nor pytorch_model.bin; load and save the model with "
+            "transformers first"
+        )
     for file in files or [torch_file]:
         tensors = load_file(file) if files else torch.load(file, weights_only=True, map_location="cpu")
         # Tensors of a torch file may share memory, which safetensors refuses.
-        converted = {name: tensor.to(wanted, copy=not files) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        converted = {
+            name: change(name, tensor).to(wanted, copy=not files) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
         save_file(converted, target / (file.name if files else "model.safetensors"), {"format": "pt"})
     for path in source.iterdir():
         if path.is_file() and (path.name.endswith(".index.json") or not path.name.endswith(_NOT_OF_THE_MODEL)):
@@ -118,12 +161,16 @@ def _made_whole(out_dir: Path) -> Iterator[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one conversion and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_rl.utils.convert", description="Convert checkpoints to and from Hugging Face directories.")
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_rl.utils.convert", description="Convert checkpoints to and from Hugging Face directories."
+    )
     commands = parser.add_subparsers(required=True, dest="command")
     out = commands.add_parser("to-hf", help="write a checkpoint's model as a Hugging Face directory")
     out.add_argument("checkpoint", type=Path, help="step_N, or a checkpoint directory, whose latest is taken")
     out.add_argument("out_dir", type=Path)
-    out.add_argument("--dtype", choices=DTYPES, help="precision of the written weights; default: the checkpoint's, float32")
+    out.add_argument(
+        "--dtype", choices=DTYPES, help="precision of the written weights; default: the checkpoint's, float32"
+    )
     back = commands.add_parser("from-hf", help="put a Hugging Face model into a checkpoint directory as step_0")
     back.add_argument("model", type=Path)
     back.add_argument("checkpoint_dir", type=Path)

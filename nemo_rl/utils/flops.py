@@ -1,7 +1,9 @@
-"""Floating-point operations of a transformer, from its Hugging Face configuration, and what accelerators can do at best.
+"""Floating-point operations of a transformer, from its Hugging Face configuration, and what accelerators can do at
+best.
 
-Counts matrix multiplications (2 operations per multiply-add) and causal attention; leaves out norms, activations and the optimizer, as model FLOPs
-utilisation (https://arxiv.org/abs/2204.02311, appendix B) does. Knows no device but by name.
+Counts matrix multiplications (2 operations per multiply-add) and causal attention; leaves out norms, activations and
+the optimizer, as model FLOPs utilisation (https://arxiv.org/abs/2204.02311, appendix B) does. Knows no device but by
+name.
 """
 
 from collections.abc import Iterable
@@ -46,7 +48,9 @@ class UnknownArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes FLOPs depend on. `mlp_operations` are multiply-adds per token and layer in the feed-forward part, averaged over layers."""
+    """The sizes FLOPs depend on. `mlp_operations` are multiply-adds per token and layer in the feed-forward part,
+    averaged over layers.
+    """
 
     layers: int
     hidden: int
@@ -75,7 +79,9 @@ class TransformerShape:
                 vocabulary=config.vocab_size,
             )
         except AttributeError as error:
-            raise UnknownArchitecture(f"cannot count the FLOPs of model type {getattr(config, 'model_type', '?')!r}: {error}") from error
+            raise UnknownArchitecture(
+                f"cannot count the FLOPs of model type {getattr(config, 'model_type', '?')!r}: {error}"
+            ) from error
 
     def forward_flops(self, lengths: Iterable[int]) -> float:
         """Operations of one forward pass over sequences of these lengths, logits included, padding not.
@@ -123,11 +129,22 @@ def utilization(flops: float, seconds: float, devices: int, peak_tflops_per_devi
 def _mlp_operations(config: Any, hidden: int, layers: int) -> float:
     matrices = 2 if getattr(config, "model_type", "") in _UNGATED else 3
     dense = matrices * hidden * (getattr(config, "intermediate_size", None) or 4 * hidden)
-    experts = next((count for name in ("num_experts", "num_local_experts", "n_routed_experts") if (count := getattr(config, name, None))), None)
+    experts = next(
+        (
+            count
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+            if (count := getattr(config, name, None))
+        ),
+        None,
+    )
     if not experts:
         return float(dense)
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    shared = (getattr(config, "n_shared_experts", None) or 0) * width or getattr(config, "shared_expert_intermediate_size", None) or 0
+    shared = (
+        (getattr(config, "n_shared_experts", None) or 0) * width
+        or getattr(config, "shared_expert_intermediate_size", None)
+        or 0
+    )
     sparse = matrices * hidden * (config.num_experts_per_tok * width + shared) + hidden * experts
     step = getattr(config, "decoder_sparse_step", None) or 1
     first_dense = getattr(config, "first_k_dense_replace", None) or 0

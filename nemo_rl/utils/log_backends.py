@@ -1,7 +1,7 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, SwanLab.
 
-Each backend is one small class; its package is imported when the backend is switched on and not before.
-Knows nothing of training. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures, parameters).
+Each backend is one small class; its package is imported when the backend is switched on and not before. Knows nothing
+of training. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures, parameters).
 """
 
 import importlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nemo_rl.config import MlflowConfig, SwanlabConfig, WandbConfig
+from nemo_rl.config.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 MetricValue: TypeAlias = float | list[float]
 
 
-class BackendMissing(ImportError):
+class BackendMissing(UserError, ImportError):
     """A metrics backend is switched on but its package is not installed."""
 
 
@@ -30,14 +31,21 @@ class BackendMissing(ImportError):
 _REACH_S = 20.0
 
 
-class TrackerUnreachable(RuntimeError):
+class TrackerUnreachable(UserError, RuntimeError):
     """A tracker cannot be started: no server, no network, no credentials."""
 
 
 class LoggerInterface(Protocol):
     """Something that shows metrics."""
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """Metrics of a step.
 
         Args:
@@ -81,7 +89,8 @@ def require(package: str, switch: str) -> Any:
     except ImportError as error:
         name = package.split(".", maxsplit=1)[0]
         raise BackendMissing(
-            f"{switch}=true needs the package {name!r}, which cannot be imported ({error}); pip install {name}, or set {switch}=false"
+            f"{switch}=true needs the package {name!r}, which cannot be imported ({error}); pip install "
+            f"{name}, or set {switch}=false"
         ) from error
 
 
@@ -106,7 +115,12 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     ordered = sorted(values)
-    return {"mean": statistics.fmean(ordered), "p50": statistics.median(ordered), "p90": ordered[int(0.9 * (len(ordered) - 1))], "max": ordered[-1]}
+    return {
+        "mean": statistics.fmean(ordered),
+        "p50": statistics.median(ordered),
+        "p90": ordered[int(0.9 * (len(ordered) - 1))],
+        "max": ordered[-1],
+    }
 
 
 class TensorboardLogger:
@@ -116,7 +130,14 @@ class TensorboardLogger:
         tensorboard = require("torch.utils.tensorboard", "logger.tensorboard_enabled")
         self._writer = tensorboard.SummaryWriter(**{"log_dir": str(log_dir / "tensorboard"), **cfg})
 
-    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, MetricValue],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """See `LoggerInterface`; lists become histograms."""
         scalars, lists = split_scalars(metrics)
         for name, value in scalars.items():
@@ -152,7 +173,9 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases; a step is committed when it is finished. Out of reach, the run is recorded offline, for `wandb sync`."""
+    """Weights & Biases; a step is committed when it is finished. Out of reach, the run is recorded offline, for `wandb
+    sync`.
+    """
 
     def __init__(self, cfg: WandbConfig, log_dir: Path) -> None:
         self._wandb = require("wandb", "logger.wandb_enabled")
@@ -170,10 +193,21 @@ class WandbLogger:
                 return self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
             except self._wandb.Error as error:
                 reason = first_line(error)
-        logger.warning("tracker=wandb mode=offline: %s; the run goes on, `wandb sync %s/wandb/offline-run-*` uploads it later", reason, log_dir)
+        logger.warning(
+            "tracker=wandb mode=offline: %s; the run goes on, `wandb sync %s/wandb/offline-run-*` uploads it later",
+            reason,
+            log_dir,
+        )
         return self._wandb.init(dir=str(log_dir), settings=settings, **{**arguments, "mode": "offline"})
 
-    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, MetricValue],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """See `LoggerInterface`."""
         scalars, lists = split_scalars(metrics)
         payload: dict[str, Any] = {full_name(prefix, name): value for name, value in scalars.items()}
@@ -219,10 +253,21 @@ class SwanlabLogger:
         try:
             self._run = self._swanlab.init(**arguments)
         except (OSError, RuntimeError, self._swanlab.exceptions.AuthenticationError) as error:
-            logger.warning("tracker=swanlab mode=offline: %s; the run goes on, `swanlab sync %s/run-*` uploads it later", first_line(error), directory)
+            logger.warning(
+                "tracker=swanlab mode=offline: %s; the run goes on, `swanlab sync %s/run-*` uploads it later",
+                first_line(error),
+                directory,
+            )
             self._run = self._swanlab.init(**{**arguments, "mode": "offline"})
 
-    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, MetricValue],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """See `LoggerInterface`; lists are summarised."""
         self._run.log(_flat_scalars(metrics, prefix), step=step)
 
@@ -267,7 +312,14 @@ class MlflowLogger:
         except self._mlflow.exceptions.MlflowException as error:
             raise TrackerUnreachable(first_line(error)) from error
 
-    def log_metrics(self, metrics: Mapping[str, MetricValue], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, MetricValue],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """See `LoggerInterface`; lists are summarised."""
         self._mlflow.log_metrics(_flat_scalars(metrics, prefix), step=step)
 

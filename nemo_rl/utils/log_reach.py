@@ -1,7 +1,8 @@
 """A tracker that may go out of reach without taking the run with it.
 
-The first failure of a tracker's own kind switches it off with one line; every metric is in `metrics.jsonl` in any case. Knows trackers by
-their interface. Invariant: no call raises what its tracker declares as a failure, and none is made after the first.
+The first failure of a tracker's own kind switches it off with one line; every metric is in `metrics.jsonl` in any case.
+Knows trackers by their interface. Invariant: no call raises what its tracker declares as a failure, and none is made
+after the first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,14 @@ class ReachableTracker:
         """Whether it still gets metrics."""
         return self._tracker is not None
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
@@ -77,4 +85,9 @@ class ReachableTracker:
 
     def _switch_off(self, error: Exception) -> None:
         self._tracker = None
-        logger.warning("tracker=%s event=switched_off: %s; the run goes on, its metrics are in %s", self._name, first_line(error), self._log_dir / METRICS_FILE)
+        logger.warning(
+            "tracker=%s event=switched_off: %s; the run goes on, its metrics are in %s",
+            self._name,
+            first_line(error),
+            self._log_dir / METRICS_FILE,
+        )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from nemo_rl.config import LoggerConfig
+from nemo_rl.lazy import names_of
 from nemo_rl.utils import log_backends
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue
 from nemo_rl.utils.log_reach import ReachableTracker
@@ -42,27 +43,41 @@ class Logger:
         OSError: the directory cannot be written.
     """
 
-    def __init__(self, cfg: LoggerConfig) -> None:
+    def __init__(self, cfg: LoggerConfig | Mapping[str, Any]) -> None:
+        cfg = LoggerConfig.read(cfg)
         self.log_dir = Path(cfg.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         switched_on: dict[str, tuple[bool, Callable[[], LoggerInterface]]] = {
-            "tensorboard": (cfg.tensorboard_enabled, lambda: log_backends.TensorboardLogger(cfg.tensorboard, self.log_dir)),
+            "tensorboard": (
+                cfg.tensorboard_enabled,
+                lambda: log_backends.TensorboardLogger(cfg.tensorboard, self.log_dir),
+            ),
             "wandb": (cfg.wandb_enabled, lambda: log_backends.WandbLogger(cfg.wandb, self.log_dir)),
             "mlflow": (cfg.mlflow_enabled, lambda: log_backends.MlflowLogger(cfg.mlflow, self.log_dir)),
             "swanlab": (cfg.swanlab_enabled, lambda: log_backends.SwanlabLogger(cfg.swanlab, self.log_dir)),
         }
-        self.backends = [ReachableTracker(name, make, self.log_dir) for name, (enabled, make) in switched_on.items() if enabled]
+        self.backends = [
+            ReachableTracker(name, make, self.log_dir) for name, (enabled, make) in switched_on.items() if enabled
+        ]
         self._file = MetricsFile(self.log_dir)
         self.samples_dir = self.log_dir / "samples"
         self.samples_dir.mkdir(exist_ok=True)
         self._ignored: set[str] = set()
         self._lock = threading.Lock()
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         """Metrics of a step.
 
         Args:
-            metrics: numbers, scalar tensors and lists or 1-D tensors of numbers, by name. Anything else is left out, with one warning per name.
+            metrics: numbers, scalar tensors and lists or 1-D tensors of numbers, by name. Anything else is left out,
+                with one warning per name.
             step: the step they belong to, from 1; 0 is before training.
             prefix: room of the metrics, such as `train`, `validation`, `timing/train`.
             step_metric: name of a metric that is the x axis instead of the step, for backends that can.
@@ -78,7 +93,9 @@ class Logger:
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.yaml`."""
         plain = json.loads(json.dumps(params, default=str))
-        (self.log_dir / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=160), encoding="utf-8")
+        (self.log_dir / "config.yaml").write_text(
+            yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=160), encoding="utf-8"
+        )
         flat = flatten_dict(params)
         for backend in self.backends:
             backend.log_hyperparams(flat)
@@ -118,7 +135,9 @@ class Logger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _plain(self, metrics: Mapping[str, Any], prefix: str) -> dict[str, MetricValue]:
@@ -131,7 +150,11 @@ class Logger:
                 plain[name] = [float(x) for x in item]
             elif (full := log_backends.full_name(prefix, name)) not in self._ignored:
                 self._ignored.add(full)
-                logger.warning("metric_ignored name=%s type=%s: metrics are numbers or lists of numbers", full, type(value).__name__)
+                logger.warning(
+                    "metric_ignored name=%s type=%s: metrics are numbers or lists of numbers",
+                    full,
+                    type(value).__name__,
+                )
         return plain
 
 
@@ -143,7 +166,13 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, value in nested.items():
-        children = value if isinstance(value, Mapping) else {str(i): item for i, item in enumerate(value)} if isinstance(value, (list, tuple)) else None
+        children = (
+            value
+            if isinstance(value, Mapping)
+            else {str(i): item for i, item in enumerate(value)}
+            if isinstance(value, (list, tuple))
+            else None
+        )
         if children:
             flat.update({f"{key}{sep}{name}": item for name, item in flatten_dict(children, sep).items()})
         else:
@@ -175,7 +204,11 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
 
 
 def print_message_log_samples(
-    message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], num_samples: int = 5, step: int = 0, console: "Console | None" = None
+    message_logs: Sequence[Sequence[Mapping[str, Any]]],
+    rewards: Sequence[float],
+    num_samples: int = 5,
+    step: int = 0,
+    console: "Console | None" = None,
 ) -> None:
     """Show conversations with their rewards on the terminal: the best, the worst and some between.
 
@@ -210,4 +243,12 @@ def print_message_log_samples(
         text.rstrip()
         panels.append(Panel(text, title=f"sample {i} · reward {float(rewards[i]):.3g}", title_align="left"))
     mean = sum(float(reward) for reward in rewards) / len(rewards)
-    (console or Console(stderr=True)).print(Group(Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels))
+    (console or Console(stderr=True)).print(
+        Group(
+            Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels
+        )
+    )
+
+
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

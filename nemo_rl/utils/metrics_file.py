@@ -1,21 +1,28 @@
 """`metrics.jsonl`: every metric of a run, one JSON object per line, and the reader that pictures and tests share.
 
-A line is `{"step": int, "time": seconds since the epoch, "prefix": "train" | "validation" | "timing/train" | ..., <name>: number | list | null}`;
-null is a value that was not finite. Knows no metric by name. Invariant: lines are whole or, after a kill, the last one is torn and skipped.
+A line is `{"step": int, "time": seconds since the epoch, "prefix": "train" | "validation" | "timing/train" | ...,
+<name>: number | list | null}`; null is a value that was not finite. Knows no metric by name. Invariant: lines are whole
+or, after a kill, the last one is torn and skipped.
 """
 
 import json
 import logging
 import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from nemo_rl.config.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+_UNNUMBERED = (0, 0)
 _RESERVED = ("step", "time", "prefix")
 
 
@@ -34,8 +41,15 @@ class MetricsFile:
         """
         taken = [name for name in _RESERVED if name in metrics]
         if taken:
-            raise ValueError(f"metrics under {prefix!r} may not be called {taken}: {METRICS_FILE} uses those names itself")
-        line = {"step": step, "time": round(time.time(), 3), "prefix": prefix, **{name: _finite(value) for name, value in metrics.items()}}
+            raise ValueError(
+                f"metrics under {prefix!r} may not be called {taken}: {METRICS_FILE} uses those names itself"
+            )
+        line = {
+            "step": step,
+            "time": round(time.time(), 3),
+            "prefix": prefix,
+            **{name: _finite(value) for name, value in metrics.items()},
+        }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -67,49 +81,103 @@ class RunMetrics:
         return values[-1] if values else None
 
 
-class NoMetrics(FileNotFoundError):
+class NoMetrics(UserError, FileNotFoundError):
     """A directory holds no metrics."""
 
 
 def metrics_paths(run_dir: Path | str) -> list[Path]:
-    """The metrics files of a run: the directory's own, or those of the `exp_NNN` directories in it, oldest first.
+    """The metrics files of one run, oldest first: those of the part that is named, or of the newest one in a
+    `logger.log_dir`, and of the parts that it goes on from.
+
+    A part goes on from an earlier one in the same `logger.log_dir` when it begins behind step 0 and shares its
+    checkpoint directory; other runs that logged there are left out.
+
+    Args:
+        run_dir: directory with `metrics.jsonl`, or one of `exp_NNN` directories.
 
     Raises:
         NoMetrics: there is none.
     """
     root = Path(run_dir)
-    own = root / METRICS_FILE
-    paths = [own] if own.is_file() else sorted(root.glob(f"exp_*/{METRICS_FILE}"), key=lambda path: (len(path.parent.name), path.parent.name))
-    if not paths:
-        raise NoMetrics(f"{root} holds neither {METRICS_FILE} nor exp_NNN/{METRICS_FILE}; give the logger.log_dir of a run")
-    return paths
+    numbered = _numbered(root)
+    named = root.resolve() if (root / METRICS_FILE).is_file() else numbered[-1].resolve() if numbered else None
+    if named is None:
+        raise NoMetrics(
+            f"{root} holds neither {METRICS_FILE} nor exp_NNN/{METRICS_FILE}; give the logger.log_dir of a run"
+        )
+    parts, begins = [named], _first_step(named)
+    before = (
+        [part for part in _numbered(named.parent) if _order(part) < _order(named)]
+        if _order(named) != _UNNUMBERED
+        else []
+    )
+    for part in reversed(before):
+        if begins == 0:
+            break
+        if _checkpoint_dir(part) == _checkpoint_dir(named):
+            parts.append(part)
+            begins = min(begins, _first_step(part))
+    return [part / METRICS_FILE for part in reversed(parts)]
 
 
 def read_metrics(run_dir: Path | str) -> RunMetrics:
-    """Everything a run has logged.
+    """Everything a run has logged, over all of its parts (see `metrics_paths`).
 
-    Args:
-        run_dir: directory with `metrics.jsonl`, or a `logger.log_dir` whose `exp_NNN` parts continue each other.
+    What a part logged behind the step from which a later one went on is lost, and left out.
 
     Raises:
         NoMetrics: there is none.
     """
     run = RunMetrics()
     for path in metrics_paths(run_dir):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        for number, text in enumerate(lines, start=1):
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                logger.warning("metrics_line_skipped path=%s line=%d of=%d: %s", path, number, len(lines), error)
-                continue
+        begins = _first_step(path.parent)
+        for points in (*run.series.values(), *run.times.values()):
+            for step in [step for step in points if step > begins]:
+                del points[step]
+        for line in _lines(path):
             step, prefix = int(line.pop("step")), str(line.pop("prefix"))
             run.times.setdefault(prefix, {})[step] = float(line.pop("time"))
             for name, value in line.items():
                 run.series.setdefault(f"{prefix}/{name}" if prefix else name, {})[step] = value
-    run.series = {name: dict(sorted(points.items())) for name, points in run.series.items()}
-    run.times = {prefix: dict(sorted(points.items())) for prefix, points in run.times.items()}
+    run.series = {name: dict(sorted(points.items())) for name, points in run.series.items() if points}
+    run.times = {prefix: dict(sorted(points.items())) for prefix, points in run.times.items() if points}
     return run
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError as error:
+                logger.warning("metrics_line_skipped path=%s line=%d: %s", path, number, error)
+
+
+def _numbered(log_dir: Path) -> list[Path]:
+    """The `exp_NNN` directories with metrics, in the order in which they were made."""
+    return sorted(
+        (path.parent for path in log_dir.glob(f"exp_*/{METRICS_FILE}") if _order(path.parent) != _UNNUMBERED),
+        key=_order,
+    )
+
+
+def _order(part: Path) -> tuple[int, int]:
+    match = re.fullmatch(r"exp_(\d+)", part.name)
+    return (1, int(match[1])) if match is not None else _UNNUMBERED
+
+
+def _first_step(part: Path) -> int:
+    """The step that a part began from: that of its first line, which set-up writes, or the one before a step's."""
+    for line in _lines(part / METRICS_FILE):
+        step = int(line["step"])
+        return step if not str(line["prefix"]).startswith("train") else max(step - 1, 0)
+    return 0
+
+
+def _checkpoint_dir(part: Path) -> str | None:
+    config = part / "config.yaml"
+    loaded = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return str((loaded or {}).get("checkpointing", {}).get("checkpoint_dir"))
 
 
 def _finite(value: float | Sequence[float]) -> Any:

@@ -10,13 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.utils.metrics_file import RunMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INDIGO, TEAL, AMBER, ROSE, VIOLET, SKY, SLATE, GREEN = "#4c5fd5", "#159a8c", "#e09f1f", "#d9485f", "#8f5bd6", "#3b9ddd", "#8a94a6", "#5aa545"
+INDIGO, TEAL, AMBER, ROSE, VIOLET, SKY, SLATE, GREEN = (
+    "#4c5fd5",
+    "#159a8c",
+    "#e09f1f",
+    "#d9485f",
+    "#8f5bd6",
+    "#3b9ddd",
+    "#8a94a6",
+    "#5aa545",
+)
 _PHASE_COLORS = (INDIGO, TEAL, AMBER, ROSE, VIOLET, SKY, GREEN)
 _FEW_STEPS, _MANY_STEPS = 40, 60  # points are marked up to the first; curves are smoothed above the second
 _INK, _MUTED, _GRID = "#1f2733", "#6b7585", "#e8ebf0"
@@ -24,6 +34,10 @@ _INK, _MUTED, _GRID = "#1f2733", "#6b7585", "#e8ebf0"
 # Timers under timing/train that are not seconds of a phase.
 _NOTABLE = 0.01  # phases below this fraction of the time are joined
 _NOT_PHASES = frozenset({"total_step_time", "valid_tokens_per_sec_per_gpu"})
+
+
+class NothingToShow(UserError, ValueError):
+    """A run has logged none of the metrics that its picture shows."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,7 @@ class Panel:
         kind: lines, or areas stacked on each other.
         unit: of the values: a percentage, seconds, or a plain number.
         smooth: draw a moving average over the raw curve.
+        min_span: the axis covers at least this much, so that rounding noise does not look like a curve.
     """
 
     title: str
@@ -55,14 +70,40 @@ class Panel:
     kind: Literal["line", "stack"] = "line"
     unit: Literal["", "%", "s"] = ""
     smooth: bool = False
+    min_span: float = 0.0
 
 
-def main_panels(run: RunMetrics) -> list[Panel]:
-    """The panels of the picture: reward, validation accuracy, lengths, KL, agreement of the engines, time per step."""
+def main_panels(run: RunMetrics, *, graded: bool = False) -> list[Panel]:
+    """The panels of the picture: reward, validation, lengths, KL, agreement of the engines, time per step.
+
+    Args:
+        run: its metrics.
+        graded: whether rewards are other than 0 and 1, so that their mean is no accuracy.
+    """
     pick = _picker(run)
+    validated = (
+        Panel(
+            "Validation reward",
+            "mean over held-out problems",
+            pick(("validation/accuracy", "reward", GREEN), ("validation/pass_k", "pass@k", TEAL)),
+        )
+        if graded
+        else Panel(
+            "Validation accuracy",
+            "held-out problems",
+            pick(("validation/accuracy", "accuracy", GREEN), ("validation/pass_k", "pass@k", TEAL)),
+            unit="%",
+        )
+    )
     candidates = [
-        Panel("Reward", "mean of a step's samples", pick(("train/reward", "reward", INDIGO), ("train/filtered_reward", "trained on", SKY)), smooth=True),
-        Panel("Validation accuracy", "held-out problems", pick(("validation/accuracy", "accuracy", GREEN), ("validation/pass_k", "pass@k", TEAL)), unit="%"),
+        Panel(
+            "Reward",
+            "mean of a step's samples",
+            pick(("train/reward", "reward", INDIGO), ("train/filtered_reward", "trained on", SKY)),
+            smooth=True,
+        ),
+        validated,
+        Panel("Validation loss", "per token, held-out", pick(("validation/val_loss", "val_loss", GREEN)), smooth=True),
         Panel(
             "Tokens per sample",
             "mean lengths",
@@ -73,12 +114,15 @@ def main_panels(run: RunMetrics) -> list[Panel]:
             ),
             smooth=True,
         ),
-        Panel("KL divergence", "from the reference policy", pick(("train/kl_penalty", "kl_penalty", VIOLET)), smooth=True),
+        Panel(
+            "KL divergence", "from the reference policy", pick(("train/kl_penalty", "kl_penalty", VIOLET)), smooth=True
+        ),
         Panel(
             "Generation and training agree",
             "mean of exp|log-prob gap|; 1 is perfect",
             pick(("train/token_mult_prob_error", "token_mult_prob_error", ROSE)),
             smooth=True,
+            min_span=0.002,
         ),
         Panel("Time per step", "seconds by phase", phase_series(run), kind="stack", unit="s"),
     ]
@@ -91,12 +135,27 @@ def more_panels(run: RunMetrics) -> list[Panel]:
     candidates = [
         Panel("Loss", "policy gradient and penalties", pick(("train/loss", "loss", INDIGO)), smooth=True),
         Panel("Gradient norm", "before clipping", pick(("train/grad_norm", "grad_norm", ROSE)), smooth=True),
-        Panel("Mismatch of the engines", "KL from generation to training", pick(("train/gen_kl_error", "gen_kl_error", AMBER)), smooth=True),
-        Panel("Entropy", "approximate, of sampled tokens", pick(("train/approx_entropy", "approx_entropy", TEAL)), smooth=True),
+        Panel(
+            "Mismatch of the engines",
+            "KL from generation to training",
+            pick(("train/gen_kl_error", "gen_kl_error", AMBER)),
+            smooth=True,
+            min_span=0.001,
+        ),
+        Panel(
+            "Entropy",
+            "approximate, of sampled tokens",
+            pick(("train/approx_entropy", "approx_entropy", TEAL)),
+            smooth=True,
+        ),
         Panel(
             "Probability ratio",
             "current over previous policy",
-            pick(("train/probs_ratio_max", "max", ROSE), ("train/probs_ratio", "mean", INDIGO), ("train/probs_ratio_min", "min", SKY)),
+            pick(
+                ("train/probs_ratio_max", "max", ROSE),
+                ("train/probs_ratio", "mean", INDIGO),
+                ("train/probs_ratio_min", "min", SKY),
+            ),
         ),
         Panel(
             "Group outcomes",
@@ -109,19 +168,38 @@ def more_panels(run: RunMetrics) -> list[Panel]:
             kind="stack",
             unit="%",
         ),
-        Panel("Truncated samples", "cut off at the length limit", pick(("train/truncation_rate", "truncation_rate", AMBER)), unit="%"),
         Panel(
-            "Tokens per second",
-            "whole run",
+            "Truncated samples",
+            "cut off at the length limit",
+            pick(("train/truncation_rate", "truncation_rate", AMBER)),
+            unit="%",
+        ),
+        Panel(
+            "Response tokens per second",
+            "while generating, and over the whole step",
+            [*pick(("performance/generation_tokens_per_sec", "generation", TEAL)), *_responses_over_the_step(run)],
+        ),
+        Panel(
+            "Trained tokens per second",
+            "prompts and responses, while training, and over the whole step",
             pick(
-                ("performance/tokens_per_sec", "whole step", INDIGO),
-                ("performance/generation_tokens_per_sec", "generation", TEAL),
                 ("performance/policy_training_tokens_per_sec", "training", AMBER),
+                ("performance/tokens_per_sec", "whole step", INDIGO),
             ),
         ),
         Panel("Learning rate", "of the step", pick(("train/lr", "lr", SLATE))),
     ]
     return [panel for panel in candidates if panel.series]
+
+
+def _responses_over_the_step(run: RunMetrics) -> list[Series]:
+    """Response tokens by the time of their whole step, which is never above the rate of generation itself."""
+    rates = dict(zip(*run.scalars("performance/generation_tokens_per_sec"), strict=True))
+    generating = dict(zip(*run.scalars("timing/train/generation"), strict=True))
+    whole = dict(zip(*run.scalars("timing/train/total_step_time"), strict=True))
+    steps = [step for step in rates if generating.get(step) and whole.get(step)]
+    values = [rates[step] * generating[step] / whole[step] for step in steps]
+    return [Series("whole step", INDIGO, steps, values)] if steps else []
 
 
 def phase_series(run: RunMetrics) -> list[Series]:
@@ -139,15 +217,29 @@ def phase_series(run: RunMetrics) -> list[Series]:
         return []
     totals = dict(zip(*run.scalars(prefix + "total_step_time"), strict=True))
     steps = sorted(totals or set().union(*phases.values()))
-    seconds = {label: sum(value for value in points.values() if math.isfinite(value)) for label, points in phases.items()}
-    order = sorted((label for label in phases if seconds[label] > _NOTABLE * sum(seconds.values())), key=lambda label: -seconds[label])
+    seconds = {
+        label: sum(value for value in points.values() if math.isfinite(value)) for label, points in phases.items()
+    }
+    order = sorted(
+        (label for label in phases if seconds[label] > _NOTABLE * sum(seconds.values())),
+        key=lambda label: -seconds[label],
+    )
     shown = list(zip(order, _PHASE_COLORS, strict=False))
-    series = [Series(label.replace("_", " "), color, steps, [phases[label].get(step, 0.0) for step in steps]) for label, color in shown]
+    series = [
+        Series(label.replace("_", " "), color, steps, [phases[label].get(step, 0.0) for step in steps])
+        for label, color in shown
+    ]
     covered = [sum(values) for values in zip(*(one.values for one in series), strict=True)]
     rest = [max(totals.get(step, done) - done, 0.0) for step, done in zip(steps, covered, strict=True)]
     if sum(rest) > _NOTABLE * sum(covered):
         series.append(Series("other", SLATE, steps, rest))
     return series
+
+
+def spanned(low: float, high: float, least: float) -> tuple[float, float]:
+    """The range, widened evenly to at least `least`."""
+    missing = max(least - (high - low), 0.0) / 2
+    return low - missing, high + missing
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -160,31 +252,39 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return result
 
 
-def figure(run: RunMetrics, title: str, subtitle: str = "") -> "Figure":
+def figure(run: RunMetrics, title: str, subtitle: str = "", *, graded: bool = False) -> "Figure":
     """The picture of a run.
 
     Args:
         run: its metrics.
         title: its name.
         subtitle: its result in one line.
+        graded: see `main_panels`.
 
     Raises:
-        ValueError: nothing that can be drawn was logged.
+        NothingToShow: nothing that can be drawn was logged.
     """
     from matplotlib.figure import Figure
 
-    panels = main_panels(run)
+    panels = main_panels(run, graded=graded)
     if not panels:
-        raise ValueError(f"none of the metrics this picture shows were logged; there are {sorted(run.series)[:20]}")
+        raise NothingToShow(f"none of the metrics this picture shows were logged; there are {sorted(run.series)[:20]}")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     fig = Figure(figsize=(5.2 * columns, 3.5 * rows + 0.9), dpi=140, facecolor="white")
-    fig.text(0.5 / (5.2 * columns), 1 - 0.42 / fig.get_figheight(), title, fontsize=17, fontweight="bold", color=_INK, va="center")
+    fig.text(
+        0.5 / (5.2 * columns),
+        1 - 0.42 / fig.get_figheight(),
+        title,
+        fontsize=17,
+        fontweight="bold",
+        color=_INK,
+        va="center",
+    )
     fig.text(0.5 / (5.2 * columns), 1 - 0.76 / fig.get_figheight(), subtitle, fontsize=10.5, color=_MUTED, va="center")
-    grid = fig.add_gridspec(
-        rows, columns, left=0.62 / (5.2 * columns), right=1 - 0.3 / (5.2 * columns), top=1 - 1.45 / fig.get_figheight(), bottom=0.5 / fig.get_figheight(),
-        hspace=0.46, wspace=0.2,
-    )  # fmt: skip
+    width, height = 5.2 * columns, fig.get_figheight()
+    edges = {"left": 0.62 / width, "right": 1 - 0.3 / width, "top": 1 - 1.45 / height, "bottom": 0.5 / height}
+    grid = fig.add_gridspec(rows, columns, **edges, hspace=0.46, wspace=0.2)
     for panel, (row, column) in zip(panels, itertools.product(range(rows), range(columns)), strict=False):
         _draw(fig.add_subplot(grid[row, column]), panel)
     return fig
@@ -195,7 +295,11 @@ def _picker(run: RunMetrics) -> Callable[..., list[Series]]:
         found = [Series(label, color, *run.scalars(name)) for name, label, color in wanted]
         with_data = [series for series in found if any(map(math.isfinite, series.values))]
         # Without dynamic sampling both rewards are the same curve.
-        return [series for n, series in enumerate(with_data) if not any(series.values == earlier.values for earlier in with_data[:n])]
+        return [
+            series
+            for n, series in enumerate(with_data)
+            if not any(series.values == earlier.values for earlier in with_data[:n])
+        ]
 
     return pick
 
@@ -242,7 +346,9 @@ def _draw_stack(axes: "Axes", panel: Panel) -> None:
         # Bars: with few steps an area would suggest values between them.
         floor = [0.0] * len(steps)
         for series in panel.series:
-            axes.bar(steps, series.values, width=0.82, bottom=floor, color=series.color, label=series.label, linewidth=0)
+            axes.bar(
+                steps, series.values, width=0.82, bottom=floor, color=series.color, label=series.label, linewidth=0
+            )
             floor = [low + value for low, value in zip(floor, series.values, strict=True)]
     legend_rows = math.ceil(len(panel.series) / (2 if len(panel.series) > 4 else 1))
     # Room for the legend above the bars.
@@ -258,9 +364,18 @@ def _draw_lines(axes: "Axes", panel: Panel) -> None:
         if smooth:
             axes.plot(series.steps, series.values, color=series.color, linewidth=1, alpha=0.28)
         marker = "o" if len(series.steps) <= _FEW_STEPS else None
-        axes.plot(series.steps, curves[-1], color=series.color, linewidth=2.2, label=series.label, marker=marker, markersize=3.8, solid_capstyle="round")
+        axes.plot(
+            series.steps,
+            curves[-1],
+            color=series.color,
+            linewidth=2.2,
+            label=series.label,
+            marker=marker,
+            markersize=3.8,
+            solid_capstyle="round",
+        )
     finite = [value for series in panel.series for value in series.values if math.isfinite(value)]
-    low, high = min(finite), max(finite)
+    low, high = spanned(min(finite), max(finite), panel.min_span)
     room = 0.12 * (high - low) or 0.05 * abs(high) or 0.5
     axes.set_ylim((0.0, min(1.02, high * 1.15) or 1.0) if panel.unit == "%" else (low - room, high + room))
     axes.margins(x=0.03)
@@ -271,7 +386,9 @@ def _draw_lines(axes: "Axes", panel: Panel) -> None:
 
 
 def _mark_last(axes: "Axes", panel: Panel, series: Series, curve: Sequence[float]) -> None:
-    step, value = next(point for point in zip(reversed(series.steps), reversed(curve), strict=True) if math.isfinite(point[1]))
+    step, value = next(
+        point for point in zip(reversed(series.steps), reversed(curve), strict=True) if math.isfinite(point[1])
+    )
     shown = f"{value:.1%}" if panel.unit == "%" else f"{value:.4g}" if abs(value - 1) > 0.01 else f"{value:.5f}"
     axes.annotate(
         shown,

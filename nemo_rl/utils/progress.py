@@ -1,7 +1,9 @@
 """A run's progress on the terminal: step, reward, accuracy, tokens per second, time left.
 
-On a terminal a live display with the last steps below a bar; elsewhere (a file, a Slurm log) one plain line per step.
-Shows what it is told; measures nothing but the time between steps. Invariant: the terminal is left as it was found, also after an error.
+On a terminal a live display with the last steps below a bar; elsewhere (a file, a Slurm log) a plain line per step, or
+for quick steps one every few seconds.
+Shows what it is told; measures nothing but the time between steps. Invariant: the terminal is left as it was found,
+also after an error.
 """
 
 import statistics
@@ -18,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 _RECENT_STEPS = 8
+_QUIET_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -48,11 +51,17 @@ class RunProgress:
         self._phase = "starting"
         self._validated: float | None = None
         self._validation_name = "accuracy"
+        self._gpu_memory: float | None = None
         self._rewards: deque[float] = deque(maxlen=40)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_RECENT_STEPS)
         self._durations: deque[float] = deque(maxlen=10)
         self._step_began = clock()
-        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True) if self.console.is_terminal else None
+        self._line_at = -_QUIET_S
+        self._live = (
+            Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+            if self.console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> Self:
         self._step_began = self._clock()
@@ -60,10 +69,17 @@ class RunProgress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
             self.console.print(self._render())
+
+    @property
+    def current_phase(self) -> str:
+        """What the run is doing now."""
+        return self._phase
 
     def phase(self, name: str) -> None:
         """What the run is doing now, such as `generation`; shown on a terminal only."""
@@ -73,9 +89,25 @@ class RunProgress:
         """The newest validation result."""
         self._validated, self._validation_name = value, name
         if self._live is None:
-            self.console.print(f"step {self._step}/{self.total_steps} validation {name}={value:.3f}", highlight=False, soft_wrap=True)
+            self.say(f"validation {name}={value:.3f}")
 
-    def step_done(self, step: int, *, loss: float, tokens: float, reward: float | None = None, extra: Mapping[str, float] | None = None) -> None:
+    def gpu_memory(self, gigabytes: float) -> None:
+        """Memory in use on the fullest GPU."""
+        self._gpu_memory = gigabytes
+
+    def say(self, line: str) -> None:
+        """A line for the person, beside the steps."""
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def step_done(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens: float,
+        reward: float | None = None,
+        extra: Mapping[str, float] | None = None,
+    ) -> None:
         """A step has ended.
 
         Args:
@@ -94,16 +126,25 @@ class RunProgress:
             self._rewards.append(reward)
         left = self.seconds_left()
         shown, validated = ("-" if value is None else f"{value:.3f}" for value in (reward, self._validated))
-        row = (str(step), shown, validated, f"{loss:+.4f}", f"{tokens / seconds:,.0f}", f"{seconds:.1f}", format_duration(left))
+        row = (
+            str(step),
+            shown,
+            validated,
+            f"{loss:+.4f}",
+            f"{tokens / seconds:,.0f}",
+            f"{seconds:.1f}",
+            format_duration(left),
+        )
         self._rows.append(row)
-        if self._live is None:
+        due = now - self._line_at >= _QUIET_S or step >= self.total_steps
+        if self._live is None and due:
+            self._line_at = now
             rewarded = "" if reward is None else f"reward={shown} "
             more = "".join(f" {name}={value:.4g}" for name, value in (extra or {}).items())
+            more += "" if self._gpu_memory is None else f" gpu_gb={self._gpu_memory:.1f}"
             pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}"
-            self.console.print(
-                f"step {step}/{self.total_steps} {rewarded}{self._validation_name}={row[2]} loss={row[3]} {pace}{more}",
-                highlight=False,
-                soft_wrap=True,
+            self.say(
+                f"step {step}/{self.total_steps} {rewarded}{self._validation_name}={row[2]} loss={row[3]} {pace}{more}"
             )
 
     def seconds_left(self) -> float:
@@ -113,13 +154,16 @@ class RunProgress:
     def _render(self) -> Group:
         head = Table.grid(padding=(0, 2), expand=False)
         validated = "" if self._validated is None else f"{self._validation_name} {self._validated:.3f}"
-        left = f"{format_duration(self.seconds_left())} left" if self._durations and self._step < self.total_steps else ""
+        left = (
+            f"{format_duration(self.seconds_left())} left" if self._durations and self._step < self.total_steps else ""
+        )
         head.add_row(
             Text(self.title, style="bold"),
             ProgressBar(total=max(self.total_steps, 1), completed=self._step, width=30),
             Text(f"{self._step}/{self.total_steps}"),
             Text(validated, style="bold green"),
             Text(left, style="dim"),
+            Text("" if self._gpu_memory is None else f"GPU {self._gpu_memory:.1f} GB", style="dim"),
             Text(self._phase if self._step < self.total_steps else "done", style="cyan"),
         )
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -129,7 +173,11 @@ class RunProgress:
             table.add_row(*row)
         if not self._rows:
             return Group(head)
-        return Group(head, table, Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green")) if self._rewards else Group(head, table)
+        return (
+            Group(head, table, Text("reward ", style="dim").append(sparkline(list(self._rewards)), style="green"))
+            if self._rewards
+            else Group(head, table)
+        )
 
 
 def sparkline(values: list[float]) -> str:

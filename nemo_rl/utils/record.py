@@ -1,8 +1,9 @@
 """The run record: an append-only file of checksummed, numbered, versioned JSON lines, one writer per file.
 
-Everything that happened in a run can be read back from here, so a line once written is never changed, and what follows a damaged line is never
-trusted. A line is one JSON object: `{"crc":"...", "v":schema, "n":line number, "t":seconds, "src":source, "kind":..., fields}`, the checksum being
-CRC-32 of everything behind its own comma. The events are in `record_events`; what they mean together is for checkers and pictures to say.
+Everything that happened in a run can be read back from here, so a line once written is never changed, and what follows
+a damaged line is never trusted. A line is one JSON object: `{"crc":"...", "v":schema, "n":line number, "t":seconds,
+"src":source, "kind":..., fields}`, the checksum being CRC-32 of everything behind its own comma. The events are in
+`record_events`; what they mean together is for checkers and pictures to say.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
+from nemo_rl.config.errors import UserError
+from nemo_rl.utils.record_archive import archive_of, lines_of, mend_archive, move_to_archive
 from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, plain, shape_of
 
 logger = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ _PREFIX_BYTES = len('{"crc":"00000000",')
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=plain).encode
 
 
-class RecordError(Exception):
+class RecordError(UserError):
     """A run record cannot be read or written as asked."""
 
 
@@ -38,7 +41,8 @@ class RecordDamaged(RecordError):
 
     def __init__(self, path: Path, line: int, offset: int, reason: str) -> None:
         super().__init__(
-            f"{path}: line {line} (byte {offset}) {reason}; the {line - 1} lines before it are intact and can be read up to there "
+            f"{path}: line {line} (byte {offset}) {reason}; the {line - 1} lines before it are intact and "
+            "can be read up to there "
             f"(--recover on a command line, recover=True in read_record)"
         )
         self.path, self.line, self.offset, self.reason = path, line, offset, reason
@@ -53,14 +57,17 @@ class RecordTooNew(RecordError):
 
     def __init__(self, path: Path, line: int, version: int) -> None:
         super().__init__(
-            f"{path}: line {line} has schema {version}, this nemo_rl reads up to {SCHEMA_VERSION}; read it with the version that wrote it, or a newer one"
+            f"{path}: line {line} has schema {version}, this nemo_rl reads up to {SCHEMA_VERSION}; read it "
+            "with the version that wrote it, or a newer one"
         )
         self.path, self.line, self.version = path, line, version
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a record: `seq` counts from 0 in its file, `time` in seconds on the writer's clock, `source` is `<pipeline>/<part>` or `scheduler`."""
+    """One line of a record: `seq` counts from 0 in its file, `time` in seconds on the writer's clock, `source` is
+    `<pipeline>/<part>` or `scheduler`.
+    """
 
     seq: int
     time: float
@@ -94,7 +101,9 @@ class NullRecord:
 class MemoryRecord:
     """Keeps entries in a list, in the order in which they were emitted, whichever of the bound sources emitted them."""
 
-    def __init__(self, *, source: str = "memory", clock: Callable[[], float] = time.time, entries: list[Entry] | None = None) -> None:
+    def __init__(
+        self, *, source: str = "memory", clock: Callable[[], float] = time.time, entries: list[Entry] | None = None
+    ) -> None:
         self.entries: list[Entry] = [] if entries is None else entries
         self._source, self._clock = source, clock
 
@@ -111,20 +120,34 @@ class MemoryRecord:
 class RecordWriter:
     """Appends events to one file that nobody else writes.
 
-    Arguments: `path`, whose folder must exist; `source`, who speaks (`<pipeline>/<part>`); `clock`, seconds; `flush_interval_s`, how much a killed
-    process may lose (0 hands each event to the operating system at once; `flush()` does so on demand); `resume`, go on with an existing
-    file: a damaged tail is cut off first. `emit` costs a few microseconds and may be called from several threads.
-    Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is of a newer schema.
+    Arguments: `path`, whose folder must exist; `source`, who speaks (`<pipeline>/<part>`); `clock`, seconds;
+    `flush_interval_s`, how much a killed process may lose (0 hands each event to the operating system at once;
+    `flush()` does so on demand); `resume`, go on with an existing file: a damaged tail is cut off first;
+    `archive_bytes`, from which size on `flush` moves lines to the compressed archive beside the file, as `close` then
+    does with the rest (None keeps all in the file). `emit` costs a few microseconds and may be called from several
+    threads. Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is of a
+    newer schema.
     """
 
-    def __init__(self, path: str | Path, *, source: str, clock: Callable[[], float] = time.time, flush_interval_s: float = 1.0, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        source: str,
+        clock: Callable[[], float] = time.time,
+        flush_interval_s: float = 1.0,
+        resume: bool = False,
+        archive_bytes: int | None = None,
+    ) -> None:
         self.path = Path(path)
         self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
-        self._lock = threading.Lock()
+        self._lock, self._archive_bytes = threading.Lock(), archive_bytes
         self._next, self._last_flush = 0, time.monotonic()
-        existing = self.path.exists() and self.path.stat().st_size > 0
+        existing = self.path.exists() and (self.path.stat().st_size > 0 or archive_of(self.path).exists())
         if existing and not resume:
-            raise RecordError(f"{self.path}: already holds a record; choose another path, or pass resume=True to go on with it")
+            raise RecordError(
+                f"{self.path}: already holds a record; choose another path, or pass resume=True to go on with it"
+            )
         if existing:
             self._next = _cut_damaged_tail(self.path)
         self._file: BinaryIO = self.path.open("ab", buffering=1 << 16)
@@ -154,21 +177,29 @@ class RecordWriter:
                 self._last_flush = now
 
     def flush(self, *, durable: bool = False) -> None:
-        """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives the machine)."""
+        """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
+        the machine).
+        """
         with self._lock:
             self._file.flush()
             self._last_flush = time.monotonic()
             if durable:
                 os.fsync(self._file.fileno())
+            if self._archive_bytes is not None and self._file.tell() >= self._archive_bytes:
+                move_to_archive(self.path)
 
     def close(self) -> None:
         with self._lock:
             self._file.close()
+            if self._archive_bytes is not None:
+                move_to_archive(self.path)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -191,7 +222,13 @@ class BoundRecord:
 def encode_entry(entry: Entry) -> bytes:
     """One line, newline included. Raises EventDefinitionError for an event that is not registered."""
     shape = shape_of(type(entry.event))
-    body: dict[str, object] = {"v": SCHEMA_VERSION, "n": entry.seq, "t": entry.time, "src": entry.source, "kind": shape.kind}
+    body: dict[str, object] = {
+        "v": SCHEMA_VERSION,
+        "n": entry.seq,
+        "t": entry.time,
+        "src": entry.source,
+        "kind": shape.kind,
+    }
     for name in shape.names:
         body[name] = getattr(entry.event, name)
     rest = _encode(body)[1:].encode()
@@ -201,19 +238,18 @@ def encode_entry(entry: Entry) -> bytes:
 def read_record(path: str | Path, *, recover: bool = False) -> Iterator[Entry]:
     """The entries of a record, in order.
 
-    A line that does not end, whose checksum is wrong or whose number is not the next one raises RecordDamaged; with `recover` the entries before it
-    are all there is, and a warning says what was left out. A newer schema raises RecordTooNew in both modes. Kinds that are not
-    registered in this process come as UnknownEvent.
+    A line that does not end, whose checksum is wrong or whose number is not the next one raises RecordDamaged; with
+    `recover` the entries before it are all there is, and a warning says what was left out. A newer schema raises
+    RecordTooNew in both modes. Kinds that are not registered in this process come as UnknownEvent.
     """
     path = Path(path)
     offset = 0
-    with open(path, "rb") as file:
-        for index, line in enumerate(file):
-            entry = _decode(path, index, offset, line, recover=recover)
-            if entry is None:
-                return
-            offset += len(line)
-            yield entry
+    for index, line in enumerate(lines_of(path)):
+        entry = _decode(path, index, offset, line, recover=recover)
+        if entry is None:
+            return
+        offset += len(line)
+        yield entry
 
 
 def merge_records(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
@@ -239,7 +275,9 @@ def _decode(path: Path, index: int, offset: int, line: bytes, *, recover: bool) 
         damage = RecordDamaged(path, index + 1, offset, reason)
         if not recover:
             raise damage from error
-        logger.warning("record=%s damaged_line=%d byte=%d reason=%s intact=%d", path, damage.line, offset, reason, damage.intact)
+        logger.warning(
+            "record=%s damaged_line=%d byte=%d reason=%s intact=%d", path, damage.line, offset, reason, damage.intact
+        )
         return None
 
 
@@ -255,7 +293,11 @@ def decode_line(line: bytes, expected_seq: int) -> Entry:
         raise ValueError("is torn: it has no end")
     rest = line[_PREFIX_BYTES:-1]
     if line[:_PREFIX_BYTES] != b'{"crc":"%08x",' % zlib.crc32(rest):
-        raise ValueError(f"has a wrong checksum{_newer_by_its_own_word(line)}" if line.startswith(b'{"crc":"') else "does not begin with a checksum")
+        raise ValueError(
+            f"has a wrong checksum{_newer_by_its_own_word(line)}"
+            if line.startswith(b'{"crc":"')
+            else "does not begin with a checksum"
+        )
     body = json.loads(b"{" + rest)
     version = body.get("v")
     if not isinstance(version, int) or version > SCHEMA_VERSION:
@@ -290,7 +332,7 @@ def _decode_event(body: dict[str, object]) -> object:
 
 def _cut_damaged_tail(path: Path) -> int:
     """Truncates `path` behind its last good line and returns how many lines stay."""
-    intact, good_bytes = 0, 0
+    intact, good_bytes = mend_archive(path), 0
     with open(path, "rb") as file:
         for line in file:
             entry = _decode(path, intact, good_bytes, line, recover=True)

@@ -1,8 +1,9 @@
-"""The events of the run record that every part of a run shares, and the registry that gives each event its name on disk.
+"""The events of the run record that every part of a run shares, and the registry that gives each event its name on
+disk.
 
-An event is a frozen dataclass of plain values. Its kind, registered once with `@event_kind`, is what a line says; a field that is added later
-needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Rooms above add kinds of their own in the same way (the
-scheduler does). Nothing here knows files, clocks or who writes.
+An event is a frozen dataclass of plain values. Its kind, registered once with `@event_kind`, is what a line says; a
+field that is added later needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Rooms above
+add kinds of their own in the same way (the scheduler does). Nothing here knows files, clocks or who writes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _SHAPES: dict[type, EventShape] = {}
 
 
 class EventDefinitionError(TypeError):
-    """An event class cannot be registered: its kind is taken, or one of its fields has a type that JSON lines cannot carry."""
+    """An event class cannot be registered: its kind is taken, or one of its fields has a type that JSON lines cannot
+    carry.
+    """
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,18 @@ class EventShape:
 def event_kind(kind: str) -> Callable[[EventClass], EventClass]:
     """Registers a frozen dataclass as the event `kind`.
 
-    Fields may be str, int, float, bool, enums of those, NamedTuples, other dataclasses, `tuple[X, ...]`, `set[X]`, `X | None` and
-    `Mapping[K, X]` with K a str, int or enum.
-    Raises EventDefinitionError when the kind is taken by another class or a field cannot be carried.
+    Fields may be str, int, float, bool, enums of those, NamedTuples, other dataclasses, `tuple[X, ...]`, `set[X]`, `X |
+    None` and `Mapping[K, X]` with K a str, int or enum. Raises EventDefinitionError when the kind is taken by another
+    class or a field cannot be carried.
     """
 
     def register(cls: EventClass) -> EventClass:
         taken = _KINDS.get(kind)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise EventDefinitionError(f"event kind {kind!r} is already {taken.__module__}.{taken.__qualname__}; give {cls.__qualname__} another kind")
+            raise EventDefinitionError(
+                f"event kind {kind!r} is already {taken.__module__}.{taken.__qualname__}; give "
+                f"{cls.__qualname__} another kind"
+            )
         _KINDS[kind] = cls
         return cls
 
@@ -72,7 +78,9 @@ def shape_of(cls: type) -> EventShape:
 def _build_shape(cls: type) -> EventShape:
     kind = next((name for name, known in _KINDS.items() if known is cls), None)
     if kind is None:
-        raise EventDefinitionError(f"{cls.__module__}.{cls.__qualname__} is not an event; decorate it with @event_kind('...')")
+        raise EventDefinitionError(
+            f"{cls.__module__}.{cls.__qualname__} is not an event; decorate it with @event_kind('...')"
+        )
     hints = typing.get_type_hints(cls)
     members = fields(cls)
     decoders = {member.name: _decoder(hints[member.name], f"{cls.__qualname__}.{member.name}") for member in members}
@@ -85,7 +93,9 @@ def _decoder(hint: object, where: str) -> Decoder:
     if origin in (typing.Union, types.UnionType):
         inner = [a for a in arguments if a is not type(None)]
         if len(inner) != 1:
-            raise EventDefinitionError(f"{where}: a union of several types cannot be told apart on disk; allowed is `X | None`")
+            raise EventDefinitionError(
+                f"{where}: a union of several types cannot be told apart on disk; allowed is `X | None`"
+            )
         decode = _decoder(inner[0], where)
         return lambda value: None if value is None else decode(value)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
@@ -140,7 +150,9 @@ def _key_decoder(hint: object, where: str) -> Callable[[str], object]:
 
 
 def plain(value: object) -> object:
-    """What JSON has no form for, in the form in which a line carries it. Raises TypeError for what a line cannot carry."""
+    """What JSON has no form for, in the form in which a line carries it. Raises TypeError for what a line cannot
+    carry.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {member.name: getattr(value, member.name) for member in fields(value)}
     if isinstance(value, (set, frozenset)):
@@ -162,7 +174,9 @@ def _as(expected: type[Value] | tuple[type[Value], ...], value: object) -> Value
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """A line whose kind nobody has registered in this process (its room is not imported); kept so that a reader can count and show it."""
+    """A line whose kind nobody has registered in this process (its room is not imported); kept so that a reader can
+    count and show it.
+    """
 
     kind: str
     fields: Mapping[str, object]
@@ -210,7 +224,9 @@ class GroupTrained:
 @event_kind("group_dropped")
 @dataclass(frozen=True, slots=True)
 class GroupDropped:
-    """A group left the run untrained; `reason` is a short stable word such as `zero_variance`, `stale`, `overlong` or `end_of_run`."""
+    """A group left the run untrained; `reason` is a short stable word such as `zero_variance`, `stale`, `overlong` or
+    `end_of_run`.
+    """
 
     group_id: str
     reason: str
@@ -227,7 +243,9 @@ class VersionSpan(typing.NamedTuple):
 @event_kind("tokens_generated")
 @dataclass(frozen=True, slots=True)
 class TokensGenerated:
-    """Which weights produced each generated token of a sample; `mixed_kv` when later tokens attended to KV entries of older weights."""
+    """Which weights produced each generated token of a sample; `mixed_kv` when later tokens attended to KV entries of
+    older weights.
+    """
 
     sample_id: str
     group_id: str
@@ -238,7 +256,9 @@ class TokensGenerated:
 @event_kind("version_published")
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Weight version `version` is what new tokens of these shards are stamped with from now on; no shards named means all that are awake."""
+    """Weight version `version` is what new tokens of these shards are stamped with from now on; no shards named means
+    all that are awake.
+    """
 
     version: int
     shards: tuple[int, ...] = ()
@@ -265,7 +285,9 @@ class ShardWoken:
 @event_kind("shard_routed")
 @dataclass(frozen=True, slots=True)
 class ShardRouted:
-    """A shard takes requests from now on; `generation` is the router's number of the active set, `version` the weights it serves."""
+    """A shard takes requests from now on; `generation` is the router's number of the active set, `version` the weights
+    it serves.
+    """
 
     shard: int
     generation: int
@@ -353,7 +375,9 @@ class SyncStarted:
 @event_kind("sync_finished")
 @dataclass(frozen=True, slots=True)
 class SyncFinished:
-    """A weight sync ended; `checksums` by target when verification is on, `outcome` is `done`, `failed` or `expired`."""
+    """A weight sync ended; `checksums` by target when verification is on, `outcome` is `done`, `failed` or
+    `expired`.
+    """
 
     sync_id: str
     version: int

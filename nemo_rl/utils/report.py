@@ -1,7 +1,8 @@
 """`python -m nemo_rl.utils.report RUN_DIR`: one HTML page and one picture of a run, from what its logger wrote.
 
-Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`; needs nothing that ran. The page holds its data and its script, and loads nothing.
-Invariant: what the page shows is escaped data, so a model's output cannot run in the reader's browser.
+Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`; needs nothing that ran. The page holds its data
+and its script, and loads nothing. Invariant: what the page shows is escaped data, so a model's output cannot run in the
+reader's browser.
 """
 
 import argparse
@@ -37,29 +38,54 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
     """Write `report.html` and `report.png`.
 
     Args:
-        run_dir: a run's log directory, or the `logger.log_dir` that holds its `exp_NNN` parts.
+        run_dir: a run's log directory, or a `logger.log_dir`, whose newest run is meant; the parts that it goes on from
+            are shown with it.
         out_dir: where to write; `run_dir` by default.
-        title: name of the run; taken from the configuration or the directory by default.
+        title: name of the run; its directory by default.
 
     Raises:
         NoMetrics: the directory holds no metrics.
-        ValueError: none of the metrics a report shows were logged.
+        NothingToShow: none of the metrics a report shows were logged.
     """
-    root = Path(run_dir)
-    run = read_metrics(root)
-    newest = metrics_paths(root)[-1].parent
-    config = _read_config(newest / "config.yaml")
-    title = title or _title(config, root)
-    out = Path(out_dir) if out_dir is not None else root
+    run = read_metrics(run_dir)
+    paths = _paths(run_dir, out_dir)
+    newest = metrics_paths(run_dir)[-1].parent
+    graded = _is_graded(newest)
+    headed = title or _title(newest), _subtitle(run, _read_config(newest / "config.yaml"), graded)
+    plots.figure(run, *headed, graded=graded).savefig(paths.png)
+    _write_page(run, newest, paths.html, title, live=False)
+    return paths
+
+
+def write_page(run_dir: Path | str) -> Path | None:
+    """Write `report.html` alone, of a run that goes on: the page loads itself anew; None while there is nothing to
+    show.
+    """
+    try:
+        run = read_metrics(run_dir)
+    except NoMetrics:
+        return None
+    if not plots.main_panels(run):
+        return None
+    path = _paths(run_dir, None).html
+    _write_page(run, metrics_paths(run_dir)[-1].parent, path, None, live=True)
+    return path
+
+
+def _paths(run_dir: Path | str, out_dir: Path | str | None) -> ReportPaths:
+    out = Path(out_dir) if out_dir is not None else Path(run_dir)
     out.mkdir(parents=True, exist_ok=True)
-    paths = ReportPaths(out / "report.html", out / "report.png")
-    subtitle = _subtitle(run)
-    plots.figure(run, title, subtitle).savefig(paths.png)
+    return ReportPaths(out / "report.html", out / "report.png")
+
+
+def _write_page(run: RunMetrics, newest: Path, path: Path, title: str | None, *, live: bool) -> None:
+    config, graded = _read_config(newest / "config.yaml"), _is_graded(newest)
     page: dict[str, Any] = {
-        "title": title,
-        "subtitle": subtitle,
-        "tiles": _tiles(run),
-        "panels": [_panel(panel) for panel in plots.main_panels(run)],
+        "title": title or _title(newest),
+        "subtitle": _subtitle(run, config, graded),
+        "live": live,
+        "tiles": _tiles(run, graded),
+        "panels": [_panel(panel) for panel in plots.main_panels(run, graded=graded)],
         "more": [_panel(panel) for panel in plots.more_panels(run)],
         "samples": _samples(newest),
         "last": [[name, _plain(value)] for name in sorted(run.series) if (value := run.last(name)) is not None],
@@ -68,8 +94,9 @@ def write_report(run_dir: Path | str, out_dir: Path | str | None = None, title: 
     template = (Path(__file__).parent / "report.html").read_text(encoding="utf-8")
     # "</script>" in a sample would end the data block early.
     data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
-    paths.html.write_text(template.replace("__DATA__", data), encoding="utf-8")
-    return paths
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(template.replace("__DATA__", data), encoding="utf-8")
+    aside.replace(path)
 
 
 def log_report(logger: Logger) -> None:
@@ -81,9 +108,10 @@ def log_report(logger: Logger) -> None:
     if not logger.backends:
         return
     try:
-        run = read_metrics(logger.log_dir)
-        picture = plots.figure(run, _title(_read_config(logger.log_dir / "config.yaml"), logger.log_dir), _subtitle(run))
-    except (NoMetrics, ValueError):
+        run, graded = read_metrics(logger.log_dir), _is_graded(logger.log_dir)
+        subtitle = _subtitle(run, _read_config(logger.log_dir / "config.yaml"), graded)
+        picture = plots.figure(run, _title(logger.log_dir), subtitle, graded=graded)
+    except (NoMetrics, plots.NothingToShow):
         return
     logger.log_plot(picture, _last_step(run), "report")
 
@@ -92,14 +120,29 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _title(config: dict[str, Any] | None, root: Path) -> str:
+def _title(part: Path) -> str:
+    """A run is called as its directory is: `grpo_arithmetic_cpu, exp_003`."""
+    real = part.resolve()
+    return f"{real.parent.name}, {real.name}" if real.name.startswith("exp_") else real.name
+
+
+def _what(config: dict[str, Any] | None) -> str | None:
     model = (config or {}).get("policy", {}).get("model_name")
     if not model:
-        return f"Run {root.resolve().name}"
+        return None
     path = Path(str(model))
     # A link to the newest checkpoint says nothing; the directories that hold it do.
     name = "/".join(path.parts[-3:-1]) if path.name == "latest" else path.name
-    return f"{'SFT' if 'sft' in (config or {}) else 'GRPO'} · {name}"
+    return f"{'SFT' if 'sft' in (config or {}) else 'GRPO'} of {name}"
+
+
+def _is_graded(part: Path) -> bool:
+    """Whether rewards of the newest validation are other than 0 and 1: their mean is then no accuracy."""
+    files = _validation_samples(part)
+    if not files:
+        return False
+    with files[-1][1].open(encoding="utf-8") as file:
+        return any(json.loads(line).get("rewards") not in (0, 1, None) for line in file)
 
 
 def run_seconds(run: RunMetrics) -> float:
@@ -120,16 +163,20 @@ def _first_and_last(run: RunMetrics, name: str) -> tuple[float, float] | None:
     return (values[0], values[-1]) if values else None
 
 
-def _subtitle(run: RunMetrics) -> str:
+def _subtitle(run: RunMetrics, config: dict[str, Any] | None, graded: bool) -> str:
     parts = [f"{_last_step(run)} steps in {format_duration(run_seconds(run))}"]
     if (accuracy := _first_and_last(run, "validation/accuracy")) is not None:
-        parts.append(f"validation accuracy {accuracy[0]:.1%} → {accuracy[1]:.1%}")
+        form = ".3g" if graded else ".1%"
+        named = "reward" if graded else "accuracy"
+        parts.append(f"validation {named} {accuracy[0]:{form}} → {accuracy[1]:{form}}")
     if (reward := _first_and_last(run, "train/reward")) is not None:
         parts.append(f"reward {reward[0]:.3g} → {reward[1]:.3g}")
+    if (what := _what(config)) is not None:
+        parts.insert(0, what)
     return "  ·  ".join(parts)
 
 
-def _tiles(run: RunMetrics) -> list[list[str]]:
+def _tiles(run: RunMetrics, graded: bool) -> list[list[str]]:
     tiles = [[str(_last_step(run)), "steps"], [format_duration(run_seconds(run)), "in steps"]]
 
     def best(name: str, label: str, form: str) -> None:
@@ -142,7 +189,10 @@ def _tiles(run: RunMetrics) -> list[list[str]]:
         if values:
             tiles.append([format(sum(values) / len(values), form), label])
 
-    best("validation/accuracy", "best validation accuracy", ".1%")
+    if graded:
+        best("validation/accuracy", "best validation reward", ".3f")
+    else:
+        best("validation/accuracy", "best validation accuracy", ".1%")
     best("train/reward", "best reward", ".3f")
     mean("timing/train/total_step_time", "seconds per step", ".1f")
     mean("performance/samples_per_sec", "samples per second", ",.1f")
@@ -152,20 +202,38 @@ def _tiles(run: RunMetrics) -> list[list[str]]:
 
 
 def _panel(panel: plots.Panel) -> dict[str, Any]:
-    series = [{"label": one.label, "color": one.color, "steps": one.steps, "values": [_plain(value) for value in one.values]} for one in panel.series]
-    return {"title": panel.title, "note": panel.note, "kind": panel.kind, "unit": panel.unit, "smooth": panel.smooth, "series": series}
+    series = [
+        {"label": one.label, "color": one.color, "steps": one.steps, "values": [_plain(value) for value in one.values]}
+        for one in panel.series
+    ]
+    return {
+        "title": panel.title,
+        "note": panel.note,
+        "kind": panel.kind,
+        "unit": panel.unit,
+        "smooth": panel.smooth,
+        "min_span": panel.min_span,
+        "series": series,
+    }
 
 
 def _plain(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
+def _validation_samples(log_dir: Path) -> list[tuple[int, Path]]:
+    """Step and file of every validation that wrote its samples."""
+    return sorted(
+        (int(match[1]), path)
+        for path in (log_dir / "samples").glob("val_data_step*.jsonl")
+        if (match := re.fullmatch(r"val_data_step(\d+)\.jsonl", path.name))
+    )
+
+
 def _samples(log_dir: Path) -> list[dict[str, Any]]:
     """Validation conversations at the first and last validation that wrote them."""
-    numbered = [
-        (int(match[1]), path) for path in (log_dir / "samples").glob("val_data_step*.jsonl") if (match := re.fullmatch(r"val_data_step(\d+)\.jsonl", path.name))
-    ]
-    chosen = sorted(numbered)[:: max(len(numbered) - 1, 1)]
+    numbered = _validation_samples(log_dir)
+    chosen = numbered[:: max(len(numbered) - 1, 1)]
     groups = [{"title": f"Validation samples at step {step}", "samples": _sample_rows(path)} for step, path in chosen]
     return [group for group in groups if group["samples"]]
 
@@ -178,7 +246,12 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
             content, reward = row.get("content"), row.get("rewards", row.get("reward"))
             if content is not None:
                 text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
-                rows.append({"text": text, "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None})
+                rows.append(
+                    {
+                        "text": text,
+                        "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None,
+                    }
+                )
             if len(rows) == _SAMPLES_SHOWN:
                 break
     return rows
@@ -186,17 +259,19 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_rl.utils.report", description="Write report.html and report.png of a run.")
-    parser.add_argument("run_dir", help="a run's log directory, or the logger.log_dir that holds its exp_NNN parts")
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_rl.utils.report", description="Write report.html and report.png of a run."
+    )
+    parser.add_argument("run_dir", help="a run's log directory, or a logger.log_dir, whose newest run is meant")
     parser.add_argument("--out", help="directory to write into (default: run_dir)")
     parser.add_argument("--title", help="name of the run")
     parsed = parser.parse_args(arguments)
     try:
         paths = write_report(parsed.run_dir, parsed.out, parsed.title)
-    except (NoMetrics, ValueError) as error:
-        print(error, file=sys.stderr)
+    except (NoMetrics, plots.NothingToShow) as error:
+        sys.stderr.write(f"{error}\n")
         return 2
-    print(f"{paths.html}\n{paths.png}")
+    sys.stdout.write(f"{paths.html}\n{paths.png}\n")
     return 0
 
 

@@ -1,13 +1,16 @@
 """Named durations of a run's phases, and the clock that says when a run must save and end.
 
-Measures and reduces; knows nothing of what the phases are or where the numbers go. The clock is an argument, so that tests need not wait.
-Invariant: a label runs at most once at a time, and its measurements stay in the order they were taken.
+Measures and reduces; knows nothing of what the phases are or where the numbers go. The clock is an argument, so that
+tests need not wait. Invariant: a label runs at most once at a time, and its measurements stay in the order they were
+taken.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -24,11 +27,21 @@ class TimerError(RuntimeError):
     """A label was started twice, stopped without start, or never measured."""
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A moment: its label, the clock's seconds, and what was said about it."""
+
+    label: str
+    seconds: float
+    metadata: dict[str, Any]
+
+
 class Timer:
     """Seconds by label.
 
     Args:
         clock: monotonic seconds.
+        context: what all measurements belong to, such as a worker's rank; kept for the reader in `context`.
 
     >>> timer = Timer()
     >>> with timer.time("generation"):
@@ -37,7 +50,11 @@ class Timer:
     ['generation']
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, context: Mapping[str, Any] | None = None
+    ) -> None:
+        self.context = dict(context or {})
+        self.marks: list[Mark] = []
         self._clock = clock
         self._running: dict[str, float] = {}
         self._measured: dict[str, list[float]] = {}
@@ -77,9 +94,13 @@ class Timer:
         self._measured.setdefault(label, []).append(seconds)
         return seconds
 
-    def mark(self, label: str) -> float | None:
-        """Add the seconds since the last mark of this label; the first one only sets the beginning and returns None."""
+    def mark(self, label: str, metadata: Mapping[str, Any] | None = None) -> float | None:
+        """Add the seconds since the last mark of this label; the first one only sets the beginning and returns None.
+
+        Every mark is kept in `marks`, with its `metadata`.
+        """
         now = self._clock()
+        self.marks.append(Mark(label, now, dict(metadata or {})))
         before = self._last_mark.get(label)
         self._last_mark[label] = now
         return None if before is None else self.record(label, now - before)
@@ -87,6 +108,10 @@ class Timer:
     def elapsed(self, label: str) -> list[float]:
         """All durations of a label, in order."""
         return list(self._measured.get(label, []))
+
+    def get_elapsed(self, label: str) -> list[float]:
+        """NeMo-RL's name of `elapsed`."""
+        return self.elapsed(label)
 
     def reduce(self, label: str, operation: str = "mean") -> float:
         """Durations of a label joined into one number.
@@ -127,14 +152,20 @@ class TimeoutChecker:
         ValueError: `timeout` has another form.
     """
 
-    def __init__(self, timeout: str | None = None, fit_last_save_time: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, timeout: str | None = None, fit_last_save_time: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limit_s = None if timeout is None else parse_duration(timeout)
         self._look_ahead = fit_last_save_time
         self._clock = clock
         self._started = clock()
         self._iteration_started: float | None = None
         self._iterations: list[float] = []
-        self._saved = False
+        self._saved = self._asked = False
+
+    def end_after_step(self) -> None:
+        """Save and end when the running step is over, however much time is left."""
+        self._asked = True
 
     def start_iterations(self) -> None:
         """The first step begins now."""
@@ -149,6 +180,9 @@ class TimeoutChecker:
 
     def check_save(self) -> bool:
         """Whether to save and end now; true once."""
+        if self._asked and not self._saved:
+            self._saved = True
+            return True
         if self.limit_s is None or self._saved:
             return False
         ahead = statistics.fmean(self._iterations) if self._look_ahead and self._iterations else 0.0
@@ -164,6 +198,8 @@ def parse_duration(text: str) -> float:
     """
     parts = text.split(":")
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise ValueError(f"checkpointing.checkpoint_must_save_by={text!r} must have the form DD:HH:MM:SS, such as 00:03:45:00")
+        raise ValueError(
+            f"checkpointing.checkpoint_must_save_by={text!r} must have the form DD:HH:MM:SS, such as 00:03:45:00"
+        )
     days, hours, minutes, seconds = (int(part) for part in parts)
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -2,8 +2,8 @@
 
 Built from the collective export while the weights are resident, in the layout in which weights travel. There are two
 buffers in shared memory: the slot that is served and the one that is being built; bytes and version change places under
-one lock, and not while a session reads. Knows no engine. Invariants: what is served are the bytes of exactly the version
-it says, checksummed when they were packed; there are never more than two copies.
+one lock, and not while a session reads. Knows no engine. Invariants: what is served are the bytes of exactly the
+version it says, checksummed when they were packed; there are never more than two copies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import CPU, device_uuid, free_memory, host_memory_of, in_host_memory
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, TensorMeta, align, pack_tensor, plan_buckets, unpack
@@ -31,7 +32,7 @@ _MEMORY_SHARE = 0.8
 _WINDOW_BYTES = 1 << 30
 
 
-class CacheError(RuntimeError):
+class CacheError(UserError, RuntimeError):
     """The cache does not hold what was asked of it, or cannot be built."""
 
 
@@ -82,7 +83,14 @@ class CacheBuilder:
         self._capacity = 0
 
     @torch.no_grad()
-    def build(self, version: int, metas: Sequence[TensorMeta], weights: Iterable[tuple[str, torch.Tensor]], *, served: str | None) -> CacheManifest:
+    def build(
+        self,
+        version: int,
+        metas: Sequence[TensorMeta],
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        served: str | None,
+    ) -> CacheManifest:
         """Packs one version beside the one that is served.
 
         Args:
@@ -109,7 +117,10 @@ class CacheBuilder:
                     raise LayoutError(f"the export gave {name!r} where the layout has {meta.name!r}")
                 pack_tensor(staging.buffer_B, start + offset, meta, tensor)
         handle = staging.publish(starts[-1])
-        sums = tuple(checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes) for bucket, start in zip(buckets, starts, strict=False))
+        sums = tuple(
+            checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes)
+            for bucket, start in zip(buckets, starts, strict=False)
+        )
         return CacheManifest(version, handle["path"], handle["mapped"], tuple(buckets), tuple(starts[:-1]), sums)
 
     def _allocate(self, nbytes: int) -> None:
@@ -119,7 +130,8 @@ class CacheBuilder:
         available = free_memory(CPU.torch_device())
         if 2 * nbytes > _MEMORY_SHARE * available:
             raise CacheError(
-                f"the weight cache needs 2 x {nbytes >> 20} MiB of host memory, more than {_MEMORY_SHARE:.0%} of the {available >> 20} MiB that are available"
+                f"the weight cache needs 2 x {nbytes >> 20} MiB of host memory, more than "
+                f"{_MEMORY_SHARE:.0%} of the {available >> 20} MiB that are available"
             )
         self._buffers = [HostStaging(max(1, nbytes), self._device) for _ in range(2)]
         self._capacity = nbytes
@@ -156,17 +168,23 @@ class BucketCache:
         """Builds `version` while the served one is read, then serves it.
 
         Raises:
-            CacheError: Another build is under way, the version is older than the served one, or sessions read on beyond the deadline.
+            CacheError: Another build is under way, the version is older than the served one, or sessions read on beyond
+                the deadline.
         """
         if not self._building.acquire(blocking=False):
-            raise CacheError(f"version {version} cannot be built: another build is under way, and there is room for one")
+            raise CacheError(
+                f"version {version} cannot be built: another build is under way, and there is room for one"
+            )
         try:
             served = self.version
             if served is not None and version < served:
                 raise CacheError(f"version {version} cannot be built: the cache already serves version {served}")
             manifest = self._build(version, self._manifest.path if self._manifest is not None else None)
             if not self._reading.acquire(timeout=self._timeout_s):
-                raise CacheError(f"version {version} is built, but a session has been reading version {served} for {self._timeout_s:.0f} s")
+                raise CacheError(
+                    f"version {version} is built, but a session has been reading version {served} for "
+                    f"{self._timeout_s:.0f} s"
+                )
             try:
                 self._manifest = manifest
             finally:
@@ -240,8 +258,8 @@ class CachedSender(Protocol):
 class CachedSource:
     """One session's `WeightSource` on a cache.
 
-    By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed. The owner rank takes part only where a
-    target is reached by another one.
+    By the host transport receivers map the cache itself: nothing is staged and no rank is disturbed. The owner rank
+    takes part only where a target is reached by another one.
     """
 
     maps_host_memory = True
@@ -281,7 +299,9 @@ class CachedSource:
         """
         self._manifest = self._cache.open(self._version)
         if [bucket for window in spec.windows for bucket in window] != list(self._manifest.buckets):
-            raise LayoutError("the session plans other buckets than the cache has; both must use weight_sync.bucket_bytes")
+            raise LayoutError(
+                "the session plans other buckets than the cache has; both must use weight_sync.bucket_bytes"
+            )
         self._spec = spec
         if CACHE_OWNER in spec.lanes:
             self._owner().begin_cached(spec, self._manifest, timeout_s)
@@ -292,10 +312,19 @@ class CachedSource:
             raise CacheError("a window was asked for before the session began")
         first = sum(len(window) for window in self._spec.windows[:index])
         window = self._spec.windows[index]
-        place = {"path": self._manifest.path, "mapped": self._manifest.mapped, "offset": self._manifest.starts[first], "keep": True}
+        place = {
+            "path": self._manifest.path,
+            "mapped": self._manifest.mapped,
+            "offset": self._manifest.starts[first],
+            "keep": True,
+        }
         sums = self._manifest.checksums[first : first + len(window)] if self._spec.verify else ()
-        published: list[dict[str, Any] | None] = [{"host": {"handle": place | {"nbytes": window_bytes(window)}, "checksums": list(sums)}}]
-        return published + (self._owner().export_window(index, timeout_s)[:1] if CACHE_OWNER in self._spec.lanes else [])
+        published: list[dict[str, Any] | None] = [
+            {"host": {"handle": place | {"nbytes": window_bytes(window)}, "checksums": list(sums)}}
+        ]
+        return published + (
+            self._owner().export_window(index, timeout_s)[:1] if CACHE_OWNER in self._spec.lanes else []
+        )
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from the owner."""
@@ -313,5 +342,7 @@ class CachedSource:
 
     def _owner(self) -> CachedSender:
         if self._through is None:
-            raise TransportError("this weight cache is not owned by a training rank: it serves targets on its own host only")
+            raise TransportError(
+                "this weight cache is not owned by a training rank: it serves targets on its own host only"
+            )
         return self._through

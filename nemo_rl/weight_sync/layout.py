@@ -12,10 +12,12 @@ from math import prod
 
 import torch
 
+from nemo_rl.config.errors import UserError
+
 ALIGNMENT = 512
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError, ValueError):
     """A tensor does not fit the layout that both sides agreed on."""
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, synchronize
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
@@ -26,7 +27,7 @@ class SyncProtocolError(RuntimeError):
     """Messages of a session came in the wrong order, or for another session."""
 
 
-class ChecksumMismatchError(RuntimeError):
+class ChecksumMismatchError(UserError, RuntimeError):
     """Bytes arrived that are not the bytes that were sent."""
 
 
@@ -63,7 +64,9 @@ def encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
 
 def decode_bucket(plain: dict[str, Any]) -> BucketLayout:
     """The layout behind `encode_bucket`."""
-    tensors = tuple(TensorMeta(n, tuple(s), d) for n, s, d in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True))
+    tensors = tuple(
+        TensorMeta(n, tuple(s), d) for n, s, d in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True)
+    )
     return BucketLayout(tensors, tuple(plain["offsets"]), plain["nbytes"])
 
 
@@ -106,7 +109,8 @@ class WeightReceiver:
         self.version: int | None = None
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport, nccl}`.
+        """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport,
+        nccl}`.
 
         `nccl` is `{address, port, world_size, rank}` where the route is the session's group, else None.
 
@@ -116,10 +120,14 @@ class WeightReceiver:
             SyncProtocolError: Another session is open.
         """
         if self._session:
-            raise SyncProtocolError(f"session {session['id']} cannot begin: session {self._session['id']} is open; abort it first")
+            raise SyncProtocolError(
+                f"session {session['id']} cannot begin: session {self._session['id']} is open; abort it first"
+            )
         nccl = session.get("nccl")
         if nccl:
-            group = NcclGroup(nccl["address"], nccl["port"], nccl["rank"], nccl["world_size"], session["timeout_s"], self._device)
+            group = NcclGroup(
+                nccl["address"], nccl["port"], nccl["rank"], nccl["world_size"], session["timeout_s"], self._device
+            )
             self._opener = NcclOpener(group)
         else:
             self._opener = make_opener(session["transport"], self._device)
@@ -140,9 +148,15 @@ class WeightReceiver:
             ChecksumMismatchError: The bytes differ from the sender's.
         """
         if self._opener is None or window["index"] != self._next_window:
-            raise SyncProtocolError(f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}")
+            raise SyncProtocolError(
+                f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}"
+            )
         sender = self._choose_sender(window["senders"])
-        arrived = _Arrived(self._opener.open(sender["handle"]), [decode_bucket(plain) for plain in window["buckets"]], sender["checksums"])
+        arrived = _Arrived(
+            self._opener.open(sender["handle"]),
+            [decode_bucket(plain) for plain in window["buckets"]],
+            sender["checksums"],
+        )
         # While these bytes travel, those that came before them are taken in.
         if self._arriving is not None:
             self._take(self._arriving)
@@ -165,7 +179,9 @@ class WeightReceiver:
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
         place = place_of(self._session["transport"], device_uuid(self._device))
         if place not in senders:
-            raise SyncProtocolError(f"nothing is staged at {place}, where this worker was told to read; senders are at {sorted(senders)}")
+            raise SyncProtocolError(
+                f"nothing is staged at {place}, where this worker was told to read; senders are at {sorted(senders)}"
+            )
         return senders[place]
 
     def _verify(self, arrived: _Arrived) -> None:
@@ -174,7 +190,10 @@ class WeightReceiver:
         for (part_B, bucket), want in zip(arrived.parts(), arrived.checksums, strict=True):
             got = checksum(part_B, bucket.nbytes)
             if got != want:
-                raise ChecksumMismatchError(f"bucket with {bucket.tensors[0].name!r}: received {got}, sent {want} (session {self._session['id']})")
+                raise ChecksumMismatchError(
+                    f"bucket with {bucket.tensors[0].name!r}: received {got}, sent {want} (session "
+                    f"{self._session['id']})"
+                )
 
     def finish(self, version: int) -> int:
         """Finalises the model, ends the session and takes over its version.

@@ -58,14 +58,17 @@ class RoutePlan:
 
 
 def place_of(transport: TransportName, device: str) -> str:
-    """Where a staged copy can be read, as a key that source and target compute alike: on its device, on its host, or by members of the group."""
+    """Where a staged copy can be read, as a key that source and target compute alike: on its device, on its host, or by
+    members of the group.
+    """
     return f"{transport}:{ {'cuda_ipc': device, 'host': host_of(device), 'nccl': 'group'}[transport] }"
 
 
 def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str]) -> RoutePlan:
     """Chooses for every target.
 
-    `auto` takes, in this order: host memory that already holds the weights, the target's own GPU, pinned host memory, a group.
+    `auto` takes, in this order: host memory that already holds the weights, the target's own GPU, pinned host memory, a
+    group.
 
     Args:
         configured: `weight_sync.transport`.
@@ -85,9 +88,13 @@ def plan_routes(configured: str, sources: Sequence[str], targets: Sequence[str])
     for device in targets:
         transport = _transport_for(configured, sources, device)
         if transport == "nccl" and device in grouped:
-            raise TransportError(f"two targets share {device}, and NCCL cannot put two ranks on one GPU; use weight_sync.transport=host")
+            raise TransportError(
+                f"two targets share {device}, and NCCL cannot put two ranks on one GPU; use weight_sync.transport=host"
+            )
         grouped |= {device} if transport == "nccl" else set()
-        routes.append(Route(transport, _source_for(transport, sources, device), len(grouped) if transport == "nccl" else 0))
+        routes.append(
+            Route(transport, _source_for(transport, sources, device), len(grouped) if transport == "nccl" else 0)
+        )
     return RoutePlan(tuple(routes))
 
 
@@ -102,18 +109,27 @@ def _transport_for(configured: str, sources: Sequence[str], device: str) -> Tran
         if configured not in ("auto", "host"):
             raise TransportError(f"weight_sync.transport={configured} needs GPUs; on CPU slots use auto or host")
         if not same_host:
-            raise TransportError(f"no source shares a host with the CPU slot {device}: CPU slots get weights through shared memory; place both on one node")
+            raise TransportError(
+                f"no source shares a host with the CPU slot {device}: CPU slots get weights through shared "
+                "memory; place both on one node"
+            )
         return "host"
     if configured == "host":
         if not same_host:
-            raise TransportError("weight_sync.transport=host reaches only targets on the source's own nodes; use auto or nccl across nodes")
+            raise TransportError(
+                "weight_sync.transport=host reaches only targets on the source's own nodes; use auto or nccl "
+                "across nodes"
+            )
         return "host"
     # A rank cannot broadcast to its own GPU, so a target there is reached by IPC whatever the others use.
     if configured in ("cuda_ipc", "nccl"):
         if device in sources:
             return "cuda_ipc"
         if configured == "cuda_ipc":
-            raise TransportError("weight_sync.transport=cuda_ipc reaches only targets on the source's own GPUs; use auto or nccl for separate placement")
+            raise TransportError(
+                "weight_sync.transport=cuda_ipc reaches only targets on the source's own GPUs; use auto or "
+                "nccl for separate placement"
+            )
         return "nccl"
     if any(in_host_memory(source) for source in same_host):
         # One copy from memory that is there already, and no training rank takes part.
@@ -132,5 +148,8 @@ def _source_for(transport: TransportName, sources: Sequence[str], device: str) -
         return min(near, key=lambda number: (not in_host_memory(sources[number]), number))
     pushing = [number for number, source in enumerate(sources) if not in_host_memory(source)]
     if not pushing:
-        raise TransportError(f"{device} is reached by NCCL alone, and no source is on a GPU that could send; sources are on {sorted(set(sources))}")
+        raise TransportError(
+            f"{device} is reached by NCCL alone, and no source is on a GPU that could send; sources are on "
+            f"{sorted(set(sources))}"
+        )
     return pushing[0]

@@ -64,14 +64,18 @@ class WeightSender:
         source: This rank's number among the session's sources: without a lane it only takes part in the export.
     """
 
-    def __init__(self, spec: SendSpec, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device, *, source: int) -> None:
+    def __init__(
+        self, spec: SendSpec, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device, *, source: int
+    ) -> None:
         self._spec = spec
         self._weights = weights
         self._published: dict[int, int] = {}
         self._group: NcclGroup | None = None
         self._lanes = spec.lanes.get(source, ())
         # A collective sends from any memory of the device: beside CUDA IPC it needs no buffer of its own.
-        self._staged: list[TransportName] = [name for name in self._lanes if name != "nccl" or "cuda_ipc" not in self._lanes]
+        self._staged: list[TransportName] = [
+            name for name in self._lanes if name != "nccl" or "cuda_ipc" not in self._lanes
+        ]
         self._stagings: list[list[Staging]] = []
         try:
             self._open(device)

@@ -82,7 +82,9 @@ class WeightTargets(Protocol):
         ...
 
     def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
-        """Opens the session on every target, each with the route of its own: what `session` lacks of `WeightReceiver.begin`'s message."""
+        """Opens the session on every target, each with the route of its own: what `session` lacks of
+        `WeightReceiver.begin`'s message.
+        """
         ...
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
@@ -142,7 +144,9 @@ class SyncSession:
         staged: Whether targets keep the windows beside their live weights and load all of them in one short pause.
     """
 
-    def __init__(self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, staged: bool = False) -> None:
+    def __init__(
+        self, source: WeightSource, targets: WeightTargets, *, version: int, options: SyncOptions, staged: bool = False
+    ) -> None:
         self._source = source
         self._targets = targets
         self.version = version
@@ -172,7 +176,8 @@ class SyncSession:
                 )
         sources = self._source.devices()
         plan = plan_routes(self._options.transport, sources, self._targets.devices())
-        # Shared memory is scarce in containers, and each session registers what it stages there with CUDA: two buckets are enough.
+        # Shared memory is scarce in containers, and each session registers what it stages there with CUDA: two buckets
+        # are enough.
         staged_on_host = not self._source.maps_host_memory and any("host" in names for names in plan.lanes.values())
         windows = plan_windows(buckets, min(budget, self._options.bucket_bytes) if staged_on_host else budget)
         spec = self._spec(windows, plan)
@@ -192,7 +197,12 @@ class SyncSession:
         marks["finish"] = marks["total"] - marks["begin"] - marks["transfer"]
         nbytes = sum(meta.nbytes for meta in metas)
         logger.info(
-            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f", self.version, plan.summary, nbytes >> 20, len(windows), marks["total"]
+            "sync=finished version=%d transport=%s mib=%d windows=%d seconds=%.3f",
+            self.version,
+            plan.summary,
+            nbytes >> 20,
+            len(windows),
+            marks["total"],
         )
         return SyncReport(self.version, plan.summary, nbytes, len(windows), marks, pauses_s, checksum)
 
@@ -215,12 +225,21 @@ class SyncSession:
         routes = []
         for route in plan.routes:
             group = spec.nccl if route.transport == "nccl" else None
-            meeting = None if group is None else {"address": group.address, "port": group.port, "world_size": group.world_size, "rank": route.group_rank}
+            meeting = (
+                None
+                if group is None
+                else {
+                    "address": group.address,
+                    "port": group.port,
+                    "world_size": group.world_size,
+                    "rank": route.group_rank,
+                }
+            )
             routes.append({"transport": route.transport, "nccl": meeting})
         with ThreadPoolExecutor(1) as pool:
             opened = pool.submit(self._source.begin, spec, self._left())
-            # A source that cannot begin is found out before any target is touched; but sender and receivers of a group meet in
-            # its rendezvous, where neither may wait for the other to return first.
+            # A source that cannot begin is found out before any target is touched; but sender and receivers of a group
+            # meet in its rendezvous, where neither may wait for the other to return first.
             if spec.nccl is None:
                 opened.result(timeout=self._left())
             self._targets.begin(session, routes, self._left())
@@ -234,14 +253,21 @@ class SyncSession:
             for index, buckets in enumerate(spec.windows):
                 published = exported.result(timeout=self._left())
                 if index + 1 < len(spec.windows):
-                    # Double buffering needs window i-1 loaded before i+1 is packed over it; `receive_window` below waits for that.
-                    exported = pool.submit(self._source.export_window, index + 1, self._left()) if spec.nccl is None else exported
+                    # Double buffering needs window i-1 loaded before i+1 is packed over it; `receive_window` below
+                    # waits for that.
+                    exported = (
+                        pool.submit(self._source.export_window, index + 1, self._left())
+                        if spec.nccl is None
+                        else exported
+                    )
                 sent = pool.submit(self._source.send_window, index, self._left()) if spec.nccl is not None else None
                 senders: dict[str, Any] = {}
                 for source, lanes in spec.lanes.items():
                     senders |= {place_of(name, sources[source]): (published[source] or {})[name] for name in lanes}
                 sums += next(iter(senders.values()))["checksums"]
-                self._targets.receive_window({"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left())
+                self._targets.receive_window(
+                    {"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left()
+                )
                 if sent is not None:
                     sent.result(timeout=self._left())
                     if index + 1 < len(spec.windows):
@@ -251,7 +277,10 @@ class SyncSession:
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise SyncTimeoutError(f"session {self.session_id} for version {self.version} passed weight_sync.timeout_s={self._options.timeout_s:.0f}")
+            raise SyncTimeoutError(
+                f"session {self.session_id} for version {self.version} passed "
+                f"weight_sync.timeout_s={self._options.timeout_s:.0f}"
+            )
         return left
 
 

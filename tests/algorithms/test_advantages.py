@@ -1,4 +1,6 @@
-"""Advantages: each estimator against loops, stages on parts of a batch against the whole, and the switches of known algorithms."""
+"""Advantages: each estimator against loops, stages on parts of a batch against the whole, and the switches of known
+algorithms.
+"""
 
 import math
 import pickle
@@ -24,7 +26,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import ApplyInProcess, StageOutput, TokenStage
 
 LOSS = ClippedPGLossConfig()
-KL_IN_REWARD = ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1, reference_policy_kl_type="k2")
+KL_IN_REWARD = ClippedPGLossConfig(
+    use_kl_in_reward=True, reference_policy_kl_penalty=0.1, reference_policy_kl_type="k2"
+)
 
 
 def tokens(rows: int, seed: int = 0, width: int = 7) -> BatchedDataDict[Any]:
@@ -32,8 +36,13 @@ def tokens(rows: int, seed: int = 0, width: int = 7) -> BatchedDataDict[Any]:
     mask = np.zeros((rows, width))
     for row in range(rows):
         mask[row, rng.integers(1, 4) : rng.integers(4, width + 1)] = 1
-    logprobs = {name: torch.tensor(-rng.exponential(1, (rows, width))) for name in ("prev_logprobs", "reference_policy_logprobs", "teacher_logprobs")}
-    return BatchedDataDict({"token_mask": torch.tensor(mask), "sample_mask": torch.ones(rows, dtype=torch.float64), **logprobs})
+    logprobs = {
+        name: torch.tensor(-rng.exponential(1, (rows, width)))
+        for name in ("prev_logprobs", "reference_policy_logprobs", "teacher_logprobs")
+    }
+    return BatchedDataDict(
+        {"token_mask": torch.tensor(mask), "sample_mask": torch.ones(rows, dtype=torch.float64), **logprobs}
+    )
 
 
 def prompts(groups: list[int]) -> torch.Tensor:
@@ -45,7 +54,9 @@ def prompts(groups: list[int]) -> torch.Tensor:
 def test_grpo_is_reward_minus_baseline_over_deviation(leave_one_out: bool, normalize: bool) -> None:
     groups, rewards = [0, 1, 0, 1, 0, 1], [1.0, 0.0, 0.2, 0.0, 0.7, 0.0]
     cfg = AdvEstimatorConfig(normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out)
-    advantages = GRPOAdvantageEstimator(cfg, LOSS).compute_advantage(prompts(groups), torch.tensor(rewards, dtype=torch.float64), tokens(6)["token_mask"])
+    advantages = GRPOAdvantageEstimator(cfg, LOSS).compute_advantage(
+        prompts(groups), torch.tensor(rewards, dtype=torch.float64), tokens(6)["token_mask"]
+    )
     for i in range(6):
         others = [rewards[j] for j in range(6) if groups[j] == groups[i] and not (leave_one_out and j == i)]
         expected, std = rewards[i] - np.mean(others), np.std(others, ddof=1)
@@ -60,7 +71,9 @@ def test_gdpo_normalises_each_component_then_the_batch() -> None:
     cfg = AdvEstimatorConfig(name="gdpo", use_leave_one_out_baseline=False, reward_weights=[2.0, 0.5])  # of a, then b
     batch = {name: torch.tensor(column, dtype=torch.float64) for name, column in components.items()}
     mask = tokens(6)["token_mask"]
-    advantages = GDPOAdvantageEstimator(cfg, LOSS).compute_advantage(prompts(groups), torch.zeros(6), mask, repeated_batch=batch)
+    advantages = GDPOAdvantageEstimator(cfg, LOSS).compute_advantage(
+        prompts(groups), torch.zeros(6), mask, repeated_batch=batch
+    )
     total = np.zeros(6)
     for name, weight in (("reward/a", 2.0), ("reward/b", 0.5)):
         for group in (0, 1):
@@ -73,17 +86,29 @@ def test_gdpo_normalises_each_component_then_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("components", "weights", "message"),
-    [(["reward/a"], None, "at least two"), (["reward/a", "reward/b"], [1.0], "1 weights"), (["reward/a", "reward/b"], {"a": 1.0, "c": 1.0}, "reward/c")],
+    [
+        (["reward/a"], None, "at least two"),
+        (["reward/a", "reward/b"], [1.0], "1 weights"),
+        (["reward/a", "reward/b"], {"a": 1.0, "c": 1.0}, "reward/c"),
+    ],
 )
 def test_gdpo_refuses_components_it_cannot_weigh(components: list[str], weights: Any, message: str) -> None:
     cfg = AdvEstimatorConfig(name="gdpo", reward_weights=weights)
     with pytest.raises(ValueError, match=message):
-        row_advantages(cfg, torch.zeros(2), {name: torch.zeros(2) for name in components}, torch.zeros(2, dtype=torch.long), torch.ones(2))
+        row_advantages(
+            cfg,
+            torch.zeros(2),
+            {name: torch.zeros(2) for name in components},
+            torch.zeros(2, dtype=torch.long),
+            torch.ones(2),
+        )
 
 
 @pytest.mark.parametrize("loss_cfg", [LOSS, KL_IN_REWARD])
 @pytest.mark.parametrize("minus_baseline", [True, False])
-def test_reinforce_plus_plus_whitens_over_all_trained_tokens(loss_cfg: ClippedPGLossConfig, minus_baseline: bool) -> None:
+def test_reinforce_plus_plus_whitens_over_all_trained_tokens(
+    loss_cfg: ClippedPGLossConfig, minus_baseline: bool
+) -> None:
     groups, rewards = [0, 0, 1, 1], [1.0, 0.0, 0.3, 0.9]
     data = tokens(4, seed=3)
     mask, o, f = (data[name].numpy() for name in ("token_mask", "prev_logprobs", "reference_policy_logprobs"))
@@ -109,13 +134,17 @@ def test_reinforce_plus_plus_whitens_over_all_trained_tokens(loss_cfg: ClippedPG
 def test_kl_in_reward_names_the_logprobs_it_lacks() -> None:
     cfg = AdvEstimatorConfig(name="reinforce_plus_plus")
     with pytest.raises(KeyError, match="reference_policy_logprobs"):
-        ReinforcePlusPlusAdvantageEstimator(cfg, KL_IN_REWARD).compute_advantage(prompts([0, 0]), torch.ones(2), tokens(2)["token_mask"])
+        ReinforcePlusPlusAdvantageEstimator(cfg, KL_IN_REWARD).compute_advantage(
+            prompts([0, 0]), torch.ones(2), tokens(2)["token_mask"]
+        )
 
 
 def test_distillation_is_teacher_minus_student_on_trained_tokens() -> None:
     data = tokens(3)
     inputs = {name: data[name] for name in ("teacher_logprobs", "prev_logprobs")}
-    advantages = OPDAdvantageEstimator(AdvEstimatorConfig(name="opd"), LOSS).compute_advantage(prompts([0, 0, 1]), torch.zeros(3), data["token_mask"], **inputs)
+    advantages = OPDAdvantageEstimator(AdvEstimatorConfig(name="opd"), LOSS).compute_advantage(
+        prompts([0, 0, 1]), torch.zeros(3), data["token_mask"], **inputs
+    )
     torch.testing.assert_close(advantages, (data["teacher_logprobs"] - data["prev_logprobs"]) * data["token_mask"])
 
 
@@ -138,7 +167,10 @@ class ApplyOnShards:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    seed=st.integers(0, 1000), cut=st.integers(1, 7), name=st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)), dtype=st.sampled_from([torch.float32, torch.float64])
+    seed=st.integers(0, 1000),
+    cut=st.integers(1, 7),
+    name=st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_stages_on_parts_give_the_bits_of_the_whole(seed: int, cut: int, name: str, dtype: torch.dtype) -> None:
     cfg = GRPOConfig(adv_estimator={"name": name}, advantage_clip_low=-1.0, advantage_clip_high=1.5)
@@ -171,3 +203,11 @@ def test_a_batch_without_trained_tokens_has_zero_advantage_metrics() -> None:
 def test_a_stage_names_the_columns_it_lacks() -> None:
     with pytest.raises(KeyError, match="broadcast_advantages reads"):
         compute_advantages(ApplyInProcess(tokens(2)), GRPOConfig(), LOSS)
+
+
+def test_the_baseline_of_an_empty_batch_is_empty() -> None:
+    from nemo_rl.algorithms.utils import calculate_baseline_and_std_per_prompt
+
+    nothing = torch.zeros(0)
+    baseline, std = calculate_baseline_and_std_per_prompt(torch.zeros(0, 4, dtype=torch.long), nothing, nothing)
+    assert baseline.shape == std.shape == (0,)

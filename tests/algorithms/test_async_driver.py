@@ -1,4 +1,6 @@
-"""The asynchronous driver calls its hooks in their order, leaves refits to a control plane, trains every prompt once, and goes on after a restart."""
+"""The asynchronous driver calls its hooks in their order, leaves refits to a control plane, trains every prompt once,
+and goes on after a restart.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,10 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import validation
-from nemo_rl.algorithms.grpo.async_driver import async_grpo_train
-from nemo_rl.algorithms.grpo.mixed_versions import judge_versions
+from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
+from nemo_rl.algorithms.grpo.loop import async_grpo_train, grpo_train
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.grpo.sync_driver import grpo_train
+from nemo_rl.algorithms.grpo.stages import Experience, judge_versions
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import read_columns, write_columns
@@ -68,7 +69,9 @@ class Loader:
         while self.at < self._batches:
             self.at += 1
             first = PROMPTS * (self.at - 1)
-            yield BatchedDataDict(idx=list(range(first, first + PROMPTS)), length=torch.ones(PROMPTS), loss_multiplier=torch.ones(PROMPTS))
+            yield BatchedDataDict(
+                idx=list(range(first, first + PROMPTS)), length=torch.ones(PROMPTS), loss_multiplier=torch.ones(PROMPTS)
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -102,7 +105,7 @@ class World:
             tokenizer=SimpleNamespace(pad_token_id=0),
             policy=self,
             generation=self,
-            refitter=self,
+            control=None,
             rollouts=self,
             validation_rollouts=None,
             store=InProcessStore(0) if plane is None else DataPlaneStore(plane, 0),
@@ -115,10 +118,16 @@ class World:
             record=MemoryRecord(),
             timer=Timer(),
             timeout=TimeoutChecker(None),
-            progress=SimpleNamespace(phase=lambda name: None, validated=lambda accuracy: None, step_done=lambda *a, **k: None, total_steps=len(loader)),
+            progress=SimpleNamespace(
+                phase=lambda name: None,
+                validated=lambda accuracy: None,
+                step_done=lambda *a, **k: None,
+            ),
+            total_steps=len(loader),
             device_count=SimpleNamespace(total=2, training=1, generation=1),
             resumed_from=resumed_from,
         )
+        self.run.control = OwnAccelerators(self, self.run.timer, self.run.progress.phase)  # type: ignore[arg-type]
         self.logged: list[dict[str, Any]] = []
 
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str, **_: Any) -> None:
@@ -159,9 +168,15 @@ class World:
         return Rollout(RolloutColumns(tokens, columns), {"total_turns": float(rows)})
 
     def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
-        groups = [asyncio.run(self.roll_out_group(batch.slice(row, row + SAMPLES), plan)) for row in range(0, batch.size, SAMPLES)]
+        groups = [
+            asyncio.run(self.roll_out_group(batch.slice(row, row + SAMPLES), plan))
+            for row in range(0, batch.size, SAMPLES)
+        ]
         tokens = BatchedDataDict.from_batches([group.columns.tokens for group in groups])
-        return Rollout(RolloutColumns(tokens, BatchedDataDict.from_batches([group.columns.rows for group in groups])), groups[0].metrics)
+        return Rollout(
+            RolloutColumns(tokens, BatchedDataDict.from_batches([group.columns.rows for group in groups])),
+            groups[0].metrics,
+        )
 
     # refitter
     def release_device(self) -> None:
@@ -181,7 +196,11 @@ class World:
     def get_logprobs(self, data: Any, timer: Any = None) -> Any:
         if self.plane is None:
             return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
-        write_columns(self.plane, data, {"prev_logprobs": torch.zeros(read_columns(self.plane, data, ["input_ids"])["input_ids"].shape)})
+        write_columns(
+            self.plane,
+            data,
+            {"prev_logprobs": torch.zeros(read_columns(self.plane, data, ["input_ids"])["input_ids"].shape)},
+        )
         return StoredColumns({"logprobs": "prev_logprobs"})
 
     def prepare_for_training(self) -> None:
@@ -238,7 +257,7 @@ def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
         run.policy.happened.append(f"save {run.state.step}")
         run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
 
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.async_driver.save_checkpoint", save)
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.save_checkpoint", save)
 
 
 def events(world: World, kind: type) -> list[Any]:
@@ -250,7 +269,16 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     world = World(tmp_path, "grpo.max_num_steps=2")
     hooks = Hooks(world, refits=False)
     async_grpo_train(world.run, hooks)
-    step = ["begin {0}", "end", "before training {0}", "logprobs", "train", "before sync {0}", "after training {0}", "refit {1}"]
+    step = [
+        "begin {0}",
+        "end",
+        "before training {0}",
+        "logprobs",
+        "train",
+        "before sync {0}",
+        "after training {0}",
+        "refit {1}",
+    ]
     expected = ["collector", "refit 0", *[line.format(n, n + 1) for n in range(2) for line in step], "save 2", "clear"]
     assert world.happened == expected
     batches = [position for position, (*_, new) in enumerate(hooks.progress) if new]
@@ -260,7 +288,9 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
-    world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_period=1", "checkpointing.save_period=1")
+    world = World(
+        tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_period=1", "checkpointing.save_period=1"
+    )
     validated: list[int] = []
 
     def roll_out_all(run: Any, step: int) -> validation._Validated:
@@ -271,7 +301,16 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     world.run.val_loader, world.run.validation_rollouts = Loader(), world
     async_grpo_train(world.run, Hooks(world, refits=True))
     # A snapshot needs the accelerators, so it is taken before the hooks give them back.
-    step = ["begin {0}", "end", "before training {0}", "logprobs", "train", "before sync {0}", "save {1}", "after training {0}"]
+    step = [
+        "begin {0}",
+        "end",
+        "before training {0}",
+        "logprobs",
+        "train",
+        "before sync {0}",
+        "save {1}",
+        "after training {0}",
+    ]
     assert world.happened == ["collector", *[line.format(n, n + 1) for n in range(3) for line in step], "clear"]
     assert not world.released
     assert world.trained == list(range(9)) and world.run.state.step == 3
@@ -279,14 +318,16 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     assert validated == [0, 1, 2, 3]
 
     # An early stop is known only afterwards: the accelerators are asked for once more, and the run ends.
-    early = ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_metric_threshold=0.5"]
+    early = ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.5"]
     world = World(tmp_path, "grpo.max_num_steps=3", "grpo.val_period=2", *early)
     world.run.val_loader, world.run.validation_rollouts = Loader(), world
     async_grpo_train(world.run, Hooks(world, refits=True))
     assert world.happened[-4:] == ["after training 1", "before training 2", "save 2", "clear"]
 
 
-def test_a_control_plane_whose_hooks_do_not_publish_the_steps_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_plane_whose_hooks_do_not_publish_the_steps_version_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
     world = World(tmp_path)
     with pytest.raises(HooksError, match="after_training must bring generation to version 1 and return it"):
@@ -294,7 +335,9 @@ def test_a_control_plane_whose_hooks_do_not_publish_the_steps_version_is_an_erro
     world = World(tmp_path)
     behind = Hooks(world, refits=True)
     behind.after_training = lambda step: step  # type: ignore[method-assign]
-    with pytest.raises(HooksError, match=r"after_training\(0\) published version 0; the weights of 1 completed steps are that version"):
+    with pytest.raises(
+        HooksError, match=r"after_training\(0\) published version 0; the weights of 1 completed steps are that version"
+    ):
         async_grpo_train(world.run, behind)
 
 
@@ -310,15 +353,19 @@ def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_boun
     assert [event.version for event in events(world, StepFinished)] == [1, 2, 3, 4, 5]
 
 
-def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.sync_driver.save_checkpoint", lambda *_, **__: None)
+def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.save_checkpoint", lambda *_, **__: None)
     world, other = World(tmp_path), World(tmp_path)
     grpo_train(world.run)
     async_grpo_train(other.run)
     assert world.trained == other.trained == list(range(5 * PROMPTS))
     assert [metrics["reward"] for metrics in world.logged] == [metrics["reward"] for metrics in other.logged]
     assert world.run.state == other.run.state
-    assert [event.group_id for event in events(world, GroupTrained)] == [event.group_id for event in events(other, GroupTrained)]
+    assert [event.group_id for event in events(world, GroupTrained)] == [
+        event.group_id for event in events(other, GroupTrained)
+    ]
 
 
 @pytest.fixture
@@ -327,8 +374,15 @@ def plane(monkeypatch: pytest.MonkeyPatch) -> StoredClient:
 
 
 @pytest.mark.parametrize("rule", ["importance", "mask"])
-def test_the_same_prompts_are_trained_with_their_rows_on_the_data_plane_and_no_row_is_left(tmp_path: Path, plane: StoredClient, rule: str) -> None:
-    overrides = (f"grpo.async_grpo.mixed_versions={rule}", "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false", "grpo.max_num_steps=3")
+def test_the_same_prompts_are_trained_with_their_rows_on_the_data_plane_and_no_row_is_left(
+    tmp_path: Path, plane: StoredClient, rule: str
+) -> None:
+    overrides = (
+        f"grpo.async_grpo.mixed_versions={rule}",
+        "grpo.use_dynamic_sampling=true",
+        "grpo.use_leave_one_out_baseline=false",
+        "grpo.max_num_steps=3",
+    )
     in_process, on_plane = World(tmp_path, *overrides), World(tmp_path, *overrides, plane=plane)
     for world in (in_process, on_plane):
         world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
@@ -362,7 +416,9 @@ def test_an_exhausted_loader_ends_the_run_after_its_last_batch(tmp_path: Path) -
 
 
 def test_dynamic_sampling_refills_a_step_from_later_prompts(tmp_path: Path) -> None:
-    world = World(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false", "grpo.max_num_steps=3")
+    world = World(
+        tmp_path, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false", "grpo.max_num_steps=3"
+    )
     world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
     async_grpo_train(world.run)
     assert len(world.trained) == 9 and len(set(world.trained)) == 9
@@ -387,15 +443,21 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
     )
     validated: list[int] = []
     saved: list[tuple[int, Any]] = []
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.validate", lambda run, step: validated.append(step) or {"accuracy": 0.5})
-    for module in ("sync_driver", "async_driver"):
-        monkeypatch.setattr(f"nemo_rl.algorithms.grpo.{module}.save_checkpoint", lambda run, _, val, **__: saved.append((run.state.step, val)))
+    monkeypatch.setattr(
+        "nemo_rl.algorithms.grpo.loop.validate", lambda run, step: validated.append(step) or {"accuracy": 0.5}
+    )
+    monkeypatch.setattr(
+        "nemo_rl.algorithms.grpo.step_end.save_checkpoint",
+        lambda run, _, val, **__: saved.append((run.state.step, val)),
+    )
     world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0
     driver(world.run)
     steps = world.run.state.step
     assert steps > 1 and len(world.trained) == steps * PROMPTS
     assert validated == [steps] and saved[-1] == (steps, {"accuracy": 0.5})
-    trained, dropped, admitted = (sorted(event.group_id for event in events(world, kind)) for kind in (GroupTrained, GroupDropped, GroupAdmitted))
+    trained, dropped, admitted = (
+        sorted(event.group_id for event in events(world, kind)) for kind in (GroupTrained, GroupDropped, GroupAdmitted)
+    )
     assert sorted(trained + dropped) == admitted
     assert "prompts_exhausted" in {event.reason for event in events(world, GroupDropped)}
 
@@ -405,20 +467,28 @@ def test_every_step_logs_what_the_engines_say_where_that_is_wanted(tmp_path: Pat
     world = World(tmp_path, "grpo.max_num_steps=2", f"policy.generation.vllm_cfg.enable_vllm_metrics_logger={wanted}")
     world.run.generation.engine_metrics = lambda: {"kv_cache_usage_perc": 0.5}
     logged: list[tuple[int, dict[str, Any]]] = []
-    world.run.logger.log_metrics = lambda metrics, step, prefix, **_: logged.append((step, metrics)) if prefix == "generation_metrics" else None
+    world.run.logger.log_metrics = lambda metrics, step, prefix, **_: (
+        logged.append((step, metrics)) if prefix == "generation_metrics" else None
+    )
     async_grpo_train(world.run)
     assert logged == ([(step, {"kv_cache_usage_perc": 0.5}) for step in (1, 2)] if wanted else [])
 
 
 def test_reward_scaling_and_shaping_work_as_in_the_synchronous_driver(tmp_path: Path) -> None:
-    scaling = ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=-1", "grpo.reward_scaling.target_max=1"]
+    scaling = [
+        "grpo.reward_scaling.enabled=true",
+        "grpo.reward_scaling.target_min=-1",
+        "grpo.reward_scaling.target_max=1",
+    ]
     world = World(tmp_path, *scaling, "grpo.max_num_steps=1")
     async_grpo_train(world.run)
     assert world.logged[0]["reward"] == 0.0
 
 
 @pytest.mark.parametrize(("dynamic", "on_plane"), [(False, False), (True, False), (False, True)])
-def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path: Path, plane: StoredClient, dynamic: bool, on_plane: bool) -> None:
+def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(
+    tmp_path: Path, plane: StoredClient, dynamic: bool, on_plane: bool
+) -> None:
     where = plane if on_plane else None
     switches = ["grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"] if dynamic else []
     period = ["checkpointing.save_period=1", "grpo.async_grpo.max_trajectory_age_steps=2", *switches]
@@ -435,7 +505,14 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_exactly_once(tmp_path
         folder.mkdir()
         for name, content in files.items():
             torch.save(content, folder / name)
-        again = World(tmp_path, *period, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder, plane=where)
+        again = World(
+            tmp_path,
+            *period,
+            loader=Loader(at=loader_state["at"]),
+            state=GRPOState(step=step),
+            resumed_from=folder,
+            plane=where,
+        )
         again.rewards = rewards
         async_grpo_train(again.run)
         both = whole.trained[: step * PROMPTS] + again.trained
@@ -451,14 +528,18 @@ def resumed(tmp_path: Path, saved: tuple[dict[str, Any], dict[str, Any]], step: 
     folder.mkdir()
     for name, content in files.items():
         torch.save(content, folder / name)
-    return World(tmp_path, *overrides, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder)
+    return World(
+        tmp_path, *overrides, loader=Loader(at=loader_state["at"]), state=GRPOState(step=step), resumed_from=folder
+    )
 
 
 def test_a_run_resumes_under_a_smaller_age_without_the_groups_that_are_too_old_for_it(tmp_path: Path) -> None:
     whole = World(tmp_path, "checkpointing.save_period=1", "grpo.async_grpo.max_trajectory_age_steps=3")
     async_grpo_train(whole.run)
     groups = whole.saved[1][1]["replay_buffer.pt"]["groups"]
-    assert any(int(group["rows"]["weight_version"].min()) < group["key"][0] - 1 for group in groups), "the checkpoint holds no group that is too old"
+    assert any(int(group["rows"]["weight_version"].min()) < group["key"][0] - 1 for group in groups), (
+        "the checkpoint holds no group that is too old"
+    )
     again = resumed(tmp_path, whole.saved[1], 1, "grpo.async_grpo.max_trajectory_age_steps=1")
     async_grpo_train(again.run)
     assert whole.trained[:PROMPTS] + again.trained == whole.trained
@@ -476,7 +557,9 @@ def test_groups_of_other_datasets_are_not_trained_on(tmp_path: Path, caplog: pyt
 
 
 def test_settings_that_leave_training_waiting_for_itself_are_refused_with_the_smallest_that_works() -> None:
-    with pytest.raises(ConfigError, match=r"grpo.async_grpo.max_trajectory_age_steps is 0: .* the smallest that works is 1"):
+    with pytest.raises(
+        ConfigError, match=r"grpo.async_grpo.max_trajectory_age_steps is 0: .* the smallest that works is 1"
+    ):
         load_master_config(CONFIG, ["grpo.async_grpo.max_trajectory_age_steps=0"])
     with pytest.raises(ConfigError, match=r"grpo.async_grpo.enabled does not take grpo.rollout_record"):
         load_master_config(CONFIG, ["grpo.rollout_record=somewhere"])
@@ -520,8 +603,20 @@ def test_mixed_samples_are_corrected_masked_or_dropped_as_configured() -> None:
 
 def test_rollout_metrics_of_groups_are_joined_as_one_batch() -> None:
     parts = [
-        {"total_turns": 2.0, "avg_turns_per_sample": 1.0, "max_total_reward": 1.0, "min_total_reward": 0.0, "histogram/a": [1, 2]},
-        {"total_turns": 4.0, "avg_turns_per_sample": 2.0, "max_total_reward": 3.0, "min_total_reward": -1.0, "histogram/a": [3]},
+        {
+            "total_turns": 2.0,
+            "avg_turns_per_sample": 1.0,
+            "max_total_reward": 1.0,
+            "min_total_reward": 0.0,
+            "histogram/a": [1, 2],
+        },
+        {
+            "total_turns": 4.0,
+            "avg_turns_per_sample": 2.0,
+            "max_total_reward": 3.0,
+            "min_total_reward": -1.0,
+            "histogram/a": [3],
+        },
     ]
     assert merged_rollout_metrics(parts) == {
         "total_turns": 6.0,

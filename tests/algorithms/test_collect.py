@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo.collect import collect_experience, training_plan, validation_plan
-from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError
+from nemo_rl.algorithms.grpo.collect import DynamicSamplingError, collect_experience, training_plan, validation_plan
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -43,7 +42,12 @@ class Rollouts:
                 BatchedDataDict(
                     input_ids=torch.arange(rows)[:, None].repeat(1, 4),
                     input_lengths=torch.full((rows,), 4),
-                    content=[f"{prompt}/{sample}" for prompt, sample in zip(batch["prompt_number"].tolist(), batch["sample_number"].tolist(), strict=True)],
+                    content=[
+                        f"{prompt}/{sample}"
+                        for prompt, sample in zip(
+                            batch["prompt_number"].tolist(), batch["sample_number"].tolist(), strict=True
+                        )
+                    ],
                 ),
                 BatchedDataDict(
                     total_reward=rewards,
@@ -61,9 +65,22 @@ class Rollouts:
 
 
 def run_of(rollouts: Rollouts, *overrides: str) -> Any:
-    base = [f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={SAMPLES}", "policy.train_global_batch_size=6"]
-    config = load_master_config(CONFIG, [*base, "policy.train_micro_batch_size=2", "policy.logprob_batch_size=2", *overrides])
-    return SimpleNamespace(config=config, state=GRPOState(step=5), rollouts=rollouts, store=InProcessStore(0), record=MemoryRecord(), timer=Timer())
+    base = [
+        f"grpo.num_prompts_per_step={PROMPTS}",
+        f"grpo.num_generations_per_prompt={SAMPLES}",
+        "policy.train_global_batch_size=6",
+    ]
+    config = load_master_config(
+        CONFIG, [*base, "policy.train_micro_batch_size=2", "policy.logprob_batch_size=2", *overrides]
+    )
+    return SimpleNamespace(
+        config=config,
+        state=GRPOState(step=5),
+        rollouts=rollouts,
+        store=InProcessStore(0),
+        record=MemoryRecord(),
+        timer=Timer(),
+    )
 
 
 def batches() -> Iterator[BatchedDataDict[Any]]:
@@ -86,7 +103,11 @@ def test_without_dynamic_sampling_a_step_is_one_batch_and_every_group_is_recorde
 
 
 def test_dynamic_sampling_fills_the_step_with_groups_that_differ() -> None:
-    run = run_of(Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1), (1, 0)), "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
+    run = run_of(
+        Rollouts((0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (0, 1), (1, 0)),
+        "grpo.use_dynamic_sampling=true",
+        "grpo.use_leave_one_out_baseline=false",
+    )
     source = batches()
     experience = collect_experience(run, lambda: next(source))
     assert experience.handle["content"] == ["0/0", "0/1", "3/0", "3/1", "5/0", "5/1"]
@@ -100,7 +121,9 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ() -> None:
 def test_dynamic_sampling_that_finds_nothing_ends_with_the_keys_that_help() -> None:
     run = run_of(Rollouts(*[(1, 1)] * 30), "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
     source = batches()
-    with pytest.raises(DynamicSamplingError, match="only 0 of 6 samples .* raise grpo.dynamic_sampling_max_gen_batches=2"):
+    with pytest.raises(
+        DynamicSamplingError, match="only 0 of 6 samples .* raise grpo.dynamic_sampling_max_gen_batches=2"
+    ):
         collect_experience(run, lambda: next(source))
     assert run.rollouts.attempts == [0, 1, 2]
 
@@ -128,7 +151,14 @@ def test_dynamic_sampling_joins_batches_whose_tasks_give_different_components() 
     rollouts.roll_out = with_component
     run = run_of(rollouts, "grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false")
     source = batches()
-    assert collect_experience(run, lambda: next(source)).rows["reward/format"].tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert collect_experience(run, lambda: next(source)).rows["reward/format"].tolist() == [
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_validation_draws_the_same_at_every_validation_and_never_what_training_draws() -> None:

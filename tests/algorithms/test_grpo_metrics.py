@@ -19,7 +19,14 @@ from nemo_rl.algorithms.grpo.metrics import (
 
 def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:
     microbatches = [
-        {"loss": 0.1, "lr": 1e-3, "global_valid_toks": 9, "probs_ratio_min": float("inf"), "probs_ratio_clamped_max": -float("inf"), "num_valid_samples": 2},
+        {
+            "loss": 0.1,
+            "lr": 1e-3,
+            "global_valid_toks": 9,
+            "probs_ratio_min": float("inf"),
+            "probs_ratio_clamped_max": -float("inf"),
+            "num_valid_samples": 2,
+        },
         {
             "loss": torch.tensor(0.2),
             "lr": 1e-3,
@@ -31,13 +38,25 @@ def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> No
     ]
     metrics = aggregate_microbatch_metrics(collect_microbatch_metrics(microbatches))
     assert metrics == pytest.approx(
-        {"loss": 0.3, "lr": 1e-3, "global_valid_toks": 9, "probs_ratio_min": 0.5, "probs_ratio_clamped_max": -1.0, "num_valid_samples": 5}
+        {
+            "loss": 0.3,
+            "lr": 1e-3,
+            "global_valid_toks": 9,
+            "probs_ratio_min": 0.5,
+            "probs_ratio_clamped_max": -1.0,
+            "num_valid_samples": 5,
+        }
     )
     assert np.isnan(aggregate_microbatch_metrics({"loss": [1.0, float("nan")]})["loss"])
 
 
 def test_batch_metrics_say_how_many_samples_have_a_decided_baseline() -> None:
-    metrics = batch_metrics(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.5, 0.0, 0.0]), torch.tensor([4, 4, 6, 6]), torch.tensor([10, 10, 10, 11]))
+    metrics = batch_metrics(
+        torch.tensor([1.0, 1.0, 0.0, 0.0]),
+        torch.tensor([1.0, 0.5, 0.0, 0.0]),
+        torch.tensor([4, 4, 6, 6]),
+        torch.tensor([10, 10, 10, 11]),
+    )
     assert metrics == {
         "reward": 0.5,
         "baseline_reward/pct_0": 0.5,
@@ -50,17 +69,23 @@ def test_batch_metrics_say_how_many_samples_have_a_decided_baseline() -> None:
 
 def test_throughput_counts_the_devices_that_did_the_work() -> None:
     seconds = {"total_step_time": 10.0, "policy_training": 2.0, "policy_and_reference_logprobs": 3.0, "generation": 4.0}
-    metrics = throughput_metrics(20, 1000.0, seconds, num_devices=4, train_devices=2, generation_devices=4, generated_tokens=800.0)
+    metrics = throughput_metrics(
+        20, 1000.0, seconds, num_devices=4, train_devices=2, generation_devices=4, generated_tokens=800.0
+    )
     assert metrics["samples_per_sec"] == 2.0
     assert metrics["tokens_per_sec_per_gpu"] == 25.0
     assert metrics["policy_training_tokens_per_sec_per_gpu"] == 250.0
     assert metrics["training_worker_group_tokens_per_sec"] == 200.0
     assert metrics["generation_tokens_per_sec_per_gpu"] == 50.0
-    assert "samples_per_sec" not in throughput_metrics(20, 1.0, {}, num_devices=1, train_devices=1, generation_devices=1, generated_tokens=1.0)
+    assert "samples_per_sec" not in throughput_metrics(
+        20, 1.0, {}, num_devices=1, train_devices=1, generation_devices=1, generated_tokens=1.0
+    )
 
 
 def test_validation_counts_a_prompt_as_solved_when_any_of_its_samples_is() -> None:
-    metrics = validation_metrics(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([3, 5, 7, 9]), generations_per_prompt=2)
+    metrics = validation_metrics(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([3, 5, 7, 9]), generations_per_prompt=2
+    )
     assert metrics == {"accuracy": 0.25, "avg_length": 6.0, "pass_k": 0.5}
     assert "pass_k" not in validation_metrics(torch.ones(2), torch.ones(2))
 
@@ -77,19 +102,27 @@ def test_the_public_path_offers_the_functions_of_their_rooms() -> None:
     values = torch.tensor([1.0, 3.0])
     assert utils.masked_mean(values, torch.ones(2)).item() == pytest.approx(2.0)
     assert utils.calculate_kl(values, values).abs().max() == 0
-    assert utils.calculate_baseline_and_std_per_prompt(torch.zeros(2, 1), values, torch.ones(2))[0].tolist() == [3.0, 1.0]
+    assert utils.calculate_baseline_and_std_per_prompt(torch.zeros(2, 1), values, torch.ones(2))[0].tolist() == [
+        3.0,
+        1.0,
+    ]
     with pytest.raises(AttributeError, match="get_model"):
         _ = utils.get_model
 
 
 def test_replayed_rollouts_have_no_generation_rate() -> None:
     seconds = {"total_step_time": 2.0, "policy_training": 1.0, "generation": 0.1}
-    metrics = throughput_metrics(8, 64.0, seconds, num_devices=1, train_devices=1, generation_devices=0, generated_tokens=32.0)
+    metrics = throughput_metrics(
+        8, 64.0, seconds, num_devices=1, train_devices=1, generation_devices=0, generated_tokens=32.0
+    )
     assert metrics["samples_per_sec"] == 4.0
     assert not any(name.startswith("generation") for name in metrics)
 
 
 def test_each_task_has_its_own_accuracy_once_there_are_several() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    assert accuracy_by_task(rewards, ["sums", "words", "sums", "words"]) == {"accuracy/sums": 1.0, "accuracy/words": 0.5}
+    assert accuracy_by_task(rewards, ["sums", "words", "sums", "words"]) == {
+        "accuracy/sums": 1.0,
+        "accuracy/words": 0.5,
+    }
     assert accuracy_by_task(rewards, ["sums"] * 4) == {}

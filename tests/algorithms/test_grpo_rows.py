@@ -8,23 +8,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.grpo.baselines import calculate_baseline_and_std_per_prompt, group_ids, group_statistics
-from nemo_rl.algorithms.grpo.dynamic_sampling import DynamicSamplingError, sampling_metrics, select_rows
-from nemo_rl.algorithms.grpo.masks import (
+from nemo_rl.algorithms.grpo.advantages import calculate_baseline_and_std_per_prompt, group_ids, group_statistics
+from nemo_rl.algorithms.grpo.collect import DynamicSamplingError, sampling_metrics, select_rows
+from nemo_rl.algorithms.grpo.rewards import process_rewards, scale_rewards, shape_rewards
+from nemo_rl.algorithms.grpo.stages import (
     mask_by_sequence_error,
     mask_sample_filter,
     overlong_filter,
     sequence_error_stage,
     skipped_sequence_error_metrics,
 )
-from nemo_rl.algorithms.grpo.rewards import process_rewards, scale_rewards, shape_rewards
 from nemo_rl.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-REWARDS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0, 1e3]), st.booleans()), min_size=1, max_size=24)
+REWARDS = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0, 1e3]), st.booleans()),
+    min_size=1,
+    max_size=24,
+)
 
 
-def baseline_by_loops(rewards: list[float], groups: list[int], valid: list[bool], leave_one_out: bool) -> tuple[list[float], list[float]]:
+def baseline_by_loops(
+    rewards: list[float], groups: list[int], valid: list[bool], leave_one_out: bool
+) -> tuple[list[float], list[float]]:
     baselines, stds = [], []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members = [j for j in range(len(rewards)) if groups[j] == group and valid[j]]
@@ -45,7 +51,9 @@ def baseline_by_loops(rewards: list[float], groups: list[int], valid: list[bool]
 def test_baseline_and_deviation_equal_their_formula(rows: list[tuple[int, float, bool]], leave_one_out: bool) -> None:
     groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
     prompts = torch.tensor([[group, 7] for group in groups])
-    baseline, std = calculate_baseline_and_std_per_prompt(prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), leave_one_out)
+    baseline, std = calculate_baseline_and_std_per_prompt(
+        prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), leave_one_out
+    )
     expected_baseline, expected_std = baseline_by_loops(rewards, groups, valid, leave_one_out)
     assert baseline.tolist() == pytest.approx(expected_baseline, rel=1e-9, abs=1e-12)
     assert std.tolist() == pytest.approx(expected_std, rel=1e-9, abs=1e-12)
@@ -53,15 +61,21 @@ def test_baseline_and_deviation_equal_their_formula(rows: list[tuple[int, float,
 
 @given(reward=st.floats(-1e3, 1e3, width=32), size=st.integers(1, 20), leave_one_out=st.booleans())
 def test_equal_rewards_have_a_deviation_of_exactly_zero(reward: float, size: int, leave_one_out: bool) -> None:
-    statistics = group_statistics(torch.full((size,), reward), torch.zeros(size, dtype=torch.long), torch.ones(size), leave_one_out=leave_one_out)
+    statistics = group_statistics(
+        torch.full((size,), reward), torch.zeros(size, dtype=torch.long), torch.ones(size), leave_one_out=leave_one_out
+    )
     assert statistics.std_B.tolist() == [0.0] * size
 
 
 def test_the_odd_one_out_has_no_deviation_when_left_out() -> None:
-    statistics = group_statistics(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long), torch.ones(4), leave_one_out=True)
+    statistics = group_statistics(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long), torch.ones(4), leave_one_out=True
+    )
     assert statistics.std_B[0] == 0
     assert (statistics.std_B[1:] > 0).all()
-    two = group_statistics(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), torch.ones(2), leave_one_out=True)
+    two = group_statistics(
+        torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), torch.ones(2), leave_one_out=True
+    )
     assert two.std_B.tolist() == [0.0, 0.0]
     assert two.baseline_B.tolist() == [0.0, 1.0]
 
@@ -81,14 +95,21 @@ def test_scaling_clamps_and_maps_linearly_and_says_what_it_clamped(caplog: pytes
 
 
 def test_overlong_shaping_has_no_floor() -> None:
-    cfg = RewardShapingConfig(enabled=True, overlong_buffer_length=10, overlong_buffer_penalty=2, max_response_length=100)
+    cfg = RewardShapingConfig(
+        enabled=True, overlong_buffer_length=10, overlong_buffer_penalty=2, max_response_length=100
+    )
     lengths = torch.tensor([50, 90, 95, 100, 110])
     assert shape_rewards(torch.ones(5), lengths, torch.zeros(5), cfg).tolist() == pytest.approx([1, 1, 0, -1, -3])
 
 
 def test_the_stop_properly_coefficient_replaces_the_overlong_penalty() -> None:
-    cfg = RewardShapingConfig(enabled=True, overlong_buffer_length=10, max_response_length=20, stop_properly_penalty_coef=0.25)
-    assert shape_rewards(torch.ones(2), torch.tensor([500, 500]), torch.tensor([True, False]), cfg).tolist() == [0.25, 1.0]
+    cfg = RewardShapingConfig(
+        enabled=True, overlong_buffer_length=10, max_response_length=20, stop_properly_penalty_coef=0.25
+    )
+    assert shape_rewards(torch.ones(2), torch.tensor([500, 500]), torch.tensor([True, False]), cfg).tolist() == [
+        0.25,
+        1.0,
+    ]
 
 
 def test_rewards_are_scaled_before_they_are_shaped_and_the_unshaped_ones_are_kept() -> None:
@@ -97,15 +118,22 @@ def test_rewards_are_scaled_before_they_are_shaped_and_the_unshaped_ones_are_kep
         reward_shaping={"enabled": True, "overlong_buffer_length": 10, "max_response_length": 20},
     )
     rewards = torch.tensor([1.0, 0.0])
-    processed = process_rewards(rewards, {"reward/format": torch.tensor([0.5, 1.0])}, torch.tensor([15, 5]), torch.zeros(2), cfg)
+    processed = process_rewards(
+        rewards, {"reward/format": torch.tensor([0.5, 1.0])}, torch.tensor([15, 5]), torch.zeros(2), cfg
+    )
     assert processed.unshaped_B.tolist() == [1.0, -1.0]
     assert processed.rewards_B.tolist() == [0.5, -1.0]
     assert processed.components["reward/format"].tolist() == [0.0, 1.0]
     assert rewards.tolist() == [1.0, 0.0]
 
 
-@given(batches=st.lists(st.lists(st.sampled_from([0.0, 0.5]), min_size=8, max_size=8), min_size=1, max_size=6), prompts=st.integers(1, 4))
-def test_dynamic_sampling_keeps_the_first_good_rows_and_names_every_other(batches: list[list[float]], prompts: int) -> None:
+@given(
+    batches=st.lists(st.lists(st.sampled_from([0.0, 0.5]), min_size=8, max_size=8), min_size=1, max_size=6),
+    prompts=st.integers(1, 4),
+)
+def test_dynamic_sampling_keeps_the_first_good_rows_and_names_every_other(
+    batches: list[list[float]], prompts: int
+) -> None:
     cfg = GRPOConfig(num_prompts_per_step=prompts, num_generations_per_prompt=4, use_dynamic_sampling=True)
     kept: list[tuple[int, int]] = []
     for number, std in enumerate(batches, start=1):
@@ -128,7 +156,9 @@ def test_dynamic_sampling_gives_up_after_its_generation_batches() -> None:
     with pytest.raises(DynamicSamplingError, match=r"only 2 of 4 .* grpo.dynamic_sampling_max_gen_batches=3"):
         select_rows(std * 0, kept_before=2, num_gen_batches=4, cfg=cfg)
     selection = select_rows(std, kept_before=2, num_gen_batches=4, cfg=cfg)
-    metrics = sampling_metrics([selection] * 4, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    metrics = sampling_metrics(
+        [selection] * 4, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    )
     assert metrics == {
         "dynamic_sampling_num_gen_batches": 4,
         "dynamic_sampling_num_discarded_valid_samples": 0,
@@ -155,11 +185,15 @@ def test_sequences_whose_engines_disagree_are_masked() -> None:
     error = sequence_error_stage()(columns).rows["seq_mult_prob_error"]
     for row in (1, 2):
         own = token_mask[row].bool()
-        assert error[row].item() == pytest.approx((generation[row] - previous[row])[own].abs().exp().mean().item(), rel=1e-6)
+        assert error[row].item() == pytest.approx(
+            (generation[row] - previous[row])[own].abs().exp().mean().item(), rel=1e-6
+        )
     assert error[0].item() == pytest.approx(1.0)
 
     error = torch.tensor([1.0, 1.5, 3.0, torch.nan, 9.0])
-    mask, metrics = mask_by_sequence_error(error, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]), threshold=2.0)
+    mask, metrics = mask_by_sequence_error(
+        error, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]), threshold=2.0
+    )
     assert mask.tolist() == [1, 1, 0, 0, 0]
     assert metrics["num_masked_seqs_by_logprob_error"] == 2
     assert metrics["masked_correct_pct"] == 0.5

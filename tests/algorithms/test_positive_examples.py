@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_rl.algorithms.grpo.positive_examples import positive_example_columns
+from nemo_rl.algorithms.grpo.stages import positive_example_columns
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import ApplyInProcess
@@ -26,12 +26,19 @@ def test_each_global_batch_takes_the_mean_over_its_own_correct_answers() -> None
         }
     )
     cfg = ClippedPGLossConfig(positive_example_nll_weight=1.0, reference_policy_kl_penalty=0.0)
-    batch.update(positive_example_columns(ApplyInProcess(batch), batch["rewards"], batch["sample_mask"], cfg, global_batch_size=4))
+    batch.update(
+        positive_example_columns(
+            ApplyInProcess(batch), batch["rewards"], batch["sample_mask"], cfg, global_batch_size=4
+        )
+    )
     loss_fn = ClippedPGLossFn(cfg)
     for first in (0, 4):
         rows = batch.slice(first, first + 4)
         counts = count_valid(rows)
-        parts = [loss_fn(rows.slice(i, i + 1), *counts, next_token_logprobs=logprobs[first + i : first + i + 1])[0] for i in range(4)]
+        parts = [
+            loss_fn(rows.slice(i, i + 1), *counts, next_token_logprobs=logprobs[first + i : first + i + 1])[0]
+            for i in range(4)
+        ]
         positive = (rows["rewards"] * rows["sample_mask"])[:, None] * rows["token_mask"][:, 1:]
         expected = -(logprobs[first : first + 4] * positive).sum() / positive.sum()
         torch.testing.assert_close(sum(parts), expected, rtol=1e-6, atol=1e-9)
@@ -39,4 +46,9 @@ def test_each_global_batch_takes_the_mean_over_its_own_correct_answers() -> None
 
 def test_without_the_term_there_is_no_column() -> None:
     cfg = ClippedPGLossConfig()
-    assert positive_example_columns(ApplyInProcess(BatchedDataDict()), torch.ones(2), torch.ones(2), cfg, global_batch_size=2) == {}
+    assert (
+        positive_example_columns(
+            ApplyInProcess(BatchedDataDict()), torch.ones(2), torch.ones(2), cfg, global_batch_size=2
+        )
+        == {}
+    )

@@ -32,16 +32,25 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gspo": ({}, {"sequence_level_importance_ratios": True, "token_level_loss": False}),
     "cispo": ({}, {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 5.0}),
-    "rloo": ({"adv_estimator": {"normalize_rewards": False}}, {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}),
+    "rloo": (
+        {"adv_estimator": {"normalize_rewards": False}},
+        {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0},
+    ),
     "dr_grpo": ({"adv_estimator": {"normalize_rewards": False}}, {}),
     "reinforce_plus_plus": ({"adv_estimator": {"name": "reinforce_plus_plus"}}, {"use_kl_in_reward": True}),
     "prorl_v2": (
-        {"adv_estimator": {"name": "reinforce_plus_plus"}, "reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0.0}},
+        {
+            "adv_estimator": {"name": "reinforce_plus_plus"},
+            "reward_shaping": {"enabled": True, "stop_properly_penalty_coef": 0.0},
+        },
         {"ratio_clip_max": 0.27, "reference_policy_kl_type": "k2", "reference_policy_kl_penalty": 1e-4, **ICEPOP},
     ),
     "gdpo": ({"adv_estimator": {"name": "gdpo", "use_leave_one_out_baseline": False}}, {}),
     "strict_on_policy": ({}, {"force_on_policy_ratio": True}),
-    "opd": ({"adv_estimator": {"name": "opd"}}, {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0, **ICEPOP}),
+    "opd": (
+        {"adv_estimator": {"name": "opd"}},
+        {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0, **ICEPOP},
+    ),
     "async_grpo": ({}, {"use_importance_sampling_correction": True}),
 }
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
@@ -70,7 +79,9 @@ def run(preset: str) -> tuple[BatchedDataDict[Any], torch.Tensor, dict[str, torc
             "generation_logprobs": padded + 0.01,
             "reference_policy_logprobs": padded - 0.2,
             "teacher_logprobs": padded + 0.3,
-            "row_advantages": row_advantages(cfg.adv_estimator, processed.rewards_B, processed.components, GROUPS, torch.ones(6)),
+            "row_advantages": row_advantages(
+                cfg.adv_estimator, processed.rewards_B, processed.components, GROUPS, torch.ones(6)
+            ),
         }
     )
     compute_advantages(ApplyInProcess(batch), cfg, loss_fn.cfg)

@@ -59,7 +59,9 @@ class Both:
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A refitter whose sessions write themselves down, and fail when told to."""
 
-    def make(*, colocated: bool = True, cuda: bool = False, free_bytes: int = 1 << 40, slept: Any = ()) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
+    def make(
+        *, colocated: bool = True, cuda: bool = False, free_bytes: int = 1 << 40, slept: Any = ()
+    ) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
         both, record, failing = Both(free_bytes), MemoryRecord(), []
 
         class Session:
@@ -78,7 +80,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
         monkeypatch.setattr(refit, "SyncSession", Session)
-        return Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record, slept=slept), both, record, failing
+        return (
+            Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record, slept=slept),
+            both,
+            record,
+            failing,
+        )
 
     return make
 
@@ -146,7 +153,11 @@ def test_after_a_failed_session_also_the_old_version_is_sent_anew(parts: Any) ->
     failing.clear()
     refitter.bring_to(0)
     assert [entry for entry in both.happened if entry.startswith("send")] == ["send 0", "send 1", "send 0"]
-    assert [entry.event.outcome for entry in record.entries if isinstance(entry.event, SyncFinished)] == ["done", "failed", "done"]
+    assert [entry.event.outcome for entry in record.entries if isinstance(entry.event, SyncFinished)] == [
+        "done",
+        "failed",
+        "done",
+    ]
     assert sum(isinstance(entry.event, SyncStarted) for entry in record.entries) == 3
 
 

@@ -13,7 +13,9 @@ from nemo_rl.utils.checkpoint import CheckpointManager
 
 
 class Policy:
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, save_format: str) -> None:
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, save_format: str
+    ) -> None:
         self.save_format = save_format
         Path(weights_path).mkdir(parents=True)
 
@@ -26,11 +28,15 @@ class Loader:
         return {"batches": 3}
 
 
-@pytest.mark.parametrize(("configured", "asked"), [("torch_save", "torch_save"), ("safetensors", "safetensors"), (None, "safetensors")])
+@pytest.mark.parametrize(
+    ("configured", "asked"), [("torch_save", "torch_save"), ("safetensors", "safetensors"), (None, "safetensors")]
+)
 def test_weights_are_saved_in_the_configured_format(configured: Any, asked: str, tmp_path: Path) -> None:
     checkpointing = CheckpointingConfig(checkpoint_dir=str(tmp_path), model_save_format=configured)
     policy: Any = Policy()
     with CheckpointManager(checkpointing) as manager:
-        begin_checkpoint(manager, policy, Loader(), 1, {}, MasterConfig.model_validate({"checkpointing": checkpointing.to_dict()}))
+        begin_checkpoint(
+            manager, policy, Loader(), 1, {}, MasterConfig.model_validate({"checkpointing": checkpointing.to_dict()})
+        )
     assert policy.save_format == asked
     assert (tmp_path / "step_1" / "policy" / "weights").is_dir()

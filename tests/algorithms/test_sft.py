@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.launch import user_errors
+from nemo_rl.algorithms.resume import NothingToDo
+from nemo_rl.algorithms.sft import setup as sft_setup
 from nemo_rl.algorithms.sft.driver import sft_train
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
 from nemo_rl.algorithms.sft.setup import setup
 from nemo_rl.config import SFTMasterConfig
+from nemo_rl.config.errors import UserError
 from nemo_rl.data.errors import DataError
 from nemo_rl.utils.checkpoint import INFO_FILE
 from nemo_rl.utils.convert import from_hugging_face
@@ -26,7 +28,15 @@ from nemo_rl.utils.metrics_file import read_metrics
 def configured(root: Path, model: Path, **sft: Any) -> SFTMasterConfig:
     problems = {"dataset_name": "arithmetic", "num_problems": 40, "held_out": 10, "max_operand": 9}
     return SFTMasterConfig(
-        sft={"max_num_steps": 6, "max_num_epochs": 10, "val_period": 3, "val_batches": 0, "val_global_batch_size": 4, "val_micro_batch_size": 2, **sft},
+        sft={
+            "max_num_steps": 6,
+            "max_num_epochs": 10,
+            "val_period": 3,
+            "val_batches": 0,
+            "val_global_batch_size": 4,
+            "val_micro_batch_size": 2,
+            **sft,
+        },
         policy={
             "model_name": str(model),
             "precision": "float32",
@@ -45,7 +55,12 @@ def configured(root: Path, model: Path, **sft: Any) -> SFTMasterConfig:
         },
         cluster={"gpus_per_node": 1, "device": "cpu", "cpu_slots": 4},
         logger={"log_dir": str(root / "logs"), "monitor_gpus": False},
-        checkpointing={"checkpoint_dir": str(root / "checkpoints"), "metric_name": "val:val_loss", "higher_is_better": False, "save_period": 3},
+        checkpointing={
+            "checkpoint_dir": str(root / "checkpoints"),
+            "metric_name": "val:val_loss",
+            "higher_is_better": False,
+            "save_period": 3,
+        },
     )
 
 
@@ -68,7 +83,9 @@ def weights(checkpoints: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
+def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(
+    ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = trained(configured(whole, tiny_model))
     metrics = read_metrics(Path(run.config.logger.log_dir))
@@ -76,10 +93,17 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(ray_session: No
     assert list(validation) == [0, 3, 6], "before the first step, then every val_period"
     assert validation[6] < validation[3] < validation[0]
     assert metrics.series["train/loss"][6] < metrics.series["train/loss"][1]
-    assert {"train/grad_norm", "train/lr", "train/global_valid_toks", "timing/train/total_step_time"} <= set(metrics.series)
+    assert {"train/grad_norm", "train/lr", "train/global_valid_toks", "timing/train/total_step_time"} <= set(
+        metrics.series
+    )
     assert "validation/accuracy" not in metrics.series
     info = json.loads((whole / "checkpoints" / "step_6" / "training_info.json").read_text())
-    assert info["total_steps"] == 6 and info["consumed_samples"] == 48 and info["epoch"] == 1 and info["val:val_loss"] == validation[6]
+    assert (
+        info["total_steps"] == 6
+        and info["consumed_samples"] == 48
+        and info["epoch"] == 1
+        and info["val:val_loss"] == validation[6]
+    )
 
     trained(configured(parts, tiny_model, max_num_steps=3))
     resumed = trained(configured(parts, tiny_model))
@@ -91,19 +115,37 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(ray_session: No
 
     # A finished run that is started again has nothing to do, and leaves what it finds.
     before = (parts / "checkpoints" / "step_6" / "training_info.json").stat().st_mtime_ns
-    trained(configured(parts, tiny_model))
+    (parts / "checkpoints" / "latest").unlink()
+    with pytest.raises(NothingToDo, match=r"already at step 6 of 6; nothing to do.*raise sft\.max_num_steps"):
+        setup(configured(parts, tiny_model))
+    assert (parts / "checkpoints" / "latest").exists() and not (parts / "logs" / "exp_002").exists()
     assert (parts / "checkpoints" / "step_6" / "training_info.json").stat().st_mtime_ns == before
     shutil.rmtree(parts / "checkpoints" / "step_6")
     assert not (parts / "checkpoints" / "latest").exists(), "latest is a link into the checkpoint, not a copy"
 
 
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that would not come up: what fails here fails without it."""
+
+    def fail(**_: Any) -> None:
+        raise AssertionError("Ray was needed")
+
+    monkeypatch.setattr(sft_setup, "init_ray", fail)
+
+
+@pytest.mark.usefixtures("no_ray")
 def test_prompts_without_answers_are_refused_before_ray_starts(tiny_model: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, tiny_model)
     config.data.train[0].processor = "math_hf_data_processor"
-    with pytest.raises(DataError, match=r"data\.train\.processor makes prompts without an answer.*set data\.train\.processor: sft_processor"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.train\.processor makes prompts without an answer.*set data\.train\.processor: sft_processor",
+    ):
         setup(config)
 
 
+@pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize(
     ("where", "value", "says"),
     [
@@ -113,14 +155,16 @@ def test_prompts_without_answers_are_refused_before_ray_starts(tiny_model: Path,
         ("policy.dtensor_cfg.tensor_parallel_size", 4, "num_key_value_heads=2"),
     ],
 )
-def test_what_is_not_there_is_found_before_ray_starts(where: str, value: Any, says: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_is_found_before_ray_starts(
+    where: str, value: Any, says: str, tiny_model: Path, tmp_path: Path
+) -> None:
     config = configured(tmp_path, tiny_model)
     *path, key = where.split(".")
     section: Any = config
     for part in path:
         section = section[part]
     section[key] = value
-    with pytest.raises(user_errors()) as caught:
+    with pytest.raises(UserError) as caught:
         setup(config)
     assert says in str(caught.value)
 
@@ -131,6 +175,7 @@ def test_sft_starts_from_a_model_that_was_put_into_a_checkpoint(tiny_model: Path
     assert (SFTState.from_training_info(info), GRPOState.from_training_info(info)) == (SFTState(), GRPOState())
 
 
+@pytest.mark.usefixtures("no_ray")
 def test_validation_without_data_is_refused_before_ray_starts(tiny_model: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, tiny_model)
     config.data.validation = None

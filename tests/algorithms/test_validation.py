@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
@@ -32,14 +33,22 @@ class Rollouts:
             input_lengths=torch.full((batch.size,), 2),
             content=[f"answer number {row}" for row in range(batch.size)],
         )
-        return SimpleNamespace(columns=RolloutColumns(tokens, BatchedDataDict(total_reward=rewards, generated_lengths=torch.ones(batch.size))))
+        return SimpleNamespace(
+            columns=RolloutColumns(
+                tokens, BatchedDataDict(total_reward=rewards, generated_lengths=torch.ones(batch.size))
+            )
+        )
 
 
 @pytest.mark.parametrize("shown", [0, 2])
 def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Path) -> None:
-    config = load_master_config(CONFIG, [f"logger.num_val_samples_to_print={shown}", "grpo.max_val_samples=4", "grpo.val_batch_size=4"])
+    config = load_master_config(
+        CONFIG, [f"logger.num_val_samples_to_print={shown}", "grpo.max_val_samples=4", "grpo.val_batch_size=4"]
+    )
     terminal = io.StringIO()
-    prompts = BatchedDataDict(task_name=["arithmetic"] * 4, idx=list(range(4)), loss_multiplier=torch.ones(4), length=torch.ones(4))
+    prompts = BatchedDataDict(
+        task_name=["arithmetic"] * 4, idx=list(range(4)), loss_multiplier=torch.ones(4), length=torch.ones(4)
+    )
     store = InProcessStore(0)
     with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
         run: Any = SimpleNamespace(
@@ -48,7 +57,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             validation_rollouts=Rollouts(),
             progress=RunProgress(1, console=Console(file=terminal, width=120)),
             timer=Timer(),
-            refitter=None,
+            control=OwnAccelerators(None, Timer(), lambda name: None),
             state=GRPOState(),
             store=store,
             logger=logger,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import yaml
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.__main__ import main
-from nemo_rl.config.reference import reference_page
+from nemo_rl.config.schema import reference_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +32,9 @@ def test_diff_prints_what_differs_and_nothing_else(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines() == ["loss_fn.ratio_clip_c: null -> 3.0", "grpo.seed: 42 -> 7"]
 
 
-def test_explain_names_the_file_or_override_a_value_came_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_explain_names_the_file_or_override_a_value_came_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "base.yaml").write_text("grpo: {seed: 7, val_period: 0}\n")
     (tmp_path / "child.yaml").write_text("defaults: base.yaml\ngrpo: {val_period: 5}\n")
     main(["explain", "grpo.seed", str(tmp_path / "child.yaml")])
@@ -43,6 +47,16 @@ def test_explain_names_the_file_or_override_a_value_came_from(capsys: pytest.Cap
     assert "default: ${policy.max_total_sequence_length}" in out and "from:    the default" in out
 
 
+def test_explain_finds_the_mapping_that_takes_a_name_of_the_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("policy: {optimizer: {kwargs: {lr: 0.5}}}\n")
+    assert main(["explain", "policy.optimizer.kwargs.lr", str(tmp_path / "run.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "lr is an entry of policy.optimizer.kwargs" in said and "value:   0.5" in said and "run.yaml" in said
+    assert main(["explain", "policy.optimizer.rate"]) == 2
+
+
 def test_explain_tells_what_is_not_built_yet(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", "policy.draft.loss_weight"])
     assert "not yet (draft models)" in capsys.readouterr().out
@@ -53,3 +67,59 @@ def test_mistakes_go_to_stderr_with_exit_code_2(capsys: pytest.CaptureFixture[st
     assert "Did you mean 'seed'?" in capsys.readouterr().err
     assert main(["explain", "grpo.sead"]) == 2
     assert "Did you mean 'seed'?" in capsys.readouterr().err
+
+
+def recipe(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(f"defaults: {ROOT}/examples/configs/grpo_math_1B.yaml\n{text}\n")
+    return file
+
+
+def test_check_says_what_runs_what_waits_and_what_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RECIPE_DATA", raising=False)
+    runs = recipe(tmp_path, "a_runs.yaml", "data: {train: {data_path: '${oc.env:RECIPE_DATA}/rows.jsonl'}}")
+    waits = recipe(tmp_path, "b_waits.yaml", "policy: {router_replay: {enabled: true}, is_vlm: true}")
+    refused = recipe(tmp_path, "c_refused.yaml", "grpo: {sed: 4}\npolicy: {is_vlm: true}")
+    assert main(["check", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines() == [f"{runs}: runs here", "  needs RECIPE_DATA in the environment"]
+    assert main(["check", str(runs), str(waits)]) == 1
+    assert main(["check", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "policy.router_replay.enabled: true is not built yet: router replay" in out
+    assert "grpo.sed: unknown key. Did you mean 'seed'?" in out
+    assert main(["check", "--quiet", str(tmp_path)]) == 2
+    counts, header, *table = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert counts == "3 files: 1 runs here, 1 would run once its parts are built, 1 refused"
+    assert header.split() == ["reason", "files", "for", "this", "alone"]
+    assert [line.split()[-2:] for line in table] == [["2", "0"], ["1", "0"], ["1", "0"]]
+    assert table[0].startswith("not built: vision-language and audio models") and str(refused) not in table[0]
+
+
+def test_check_of_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["check", str(tmp_path / "gone.yaml")]) == 2
+    assert "no such file, or a folder without YAML files" in capsys.readouterr().err
+
+
+def test_every_example_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--quiet", str(ROOT / "examples" / "configs")]) == 0, capsys.readouterr().out
+
+
+def test_the_file_tool_expands_minimizes_and_compares(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("a: 1\nb: {x: 1, y: [1, 2]}\n")
+    (tmp_path / "child.yaml").write_text("defaults: base.yaml\na: 1\nb: {x: 2, y: [1, 2]}\nc: new\n")
+
+    def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools/config_cli.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert yaml.safe_load(tool("expand", "child.yaml").stdout) == {"a": 1, "b": {"x": 2, "y": [1, 2]}, "c": "new"}
+    assert tool("compare", "base.yaml", "child.yaml").stdout.splitlines() == ["b.x: 1 -> 2", "c: (absent) -> new"]
+    checked = tool("minimize-check", "base.yaml", "child.yaml")
+    assert checked.returncode == 1 and "child.yaml: repeats keys of base.yaml" in checked.stderr
+    assert tool("minimize", "--in-place", "base.yaml", "child.yaml").returncode == 0
+    assert yaml.safe_load((tmp_path / "child.yaml").read_text()) == {"defaults": "base.yaml", "b": {"x": 2}, "c": "new"}
+    assert tool("minimize-check", "base.yaml", "child.yaml").returncode == 0
+    assert tool("expand", "gone.yaml").returncode == 2

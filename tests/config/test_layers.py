@@ -41,7 +41,11 @@ def test_an_absolute_parent_is_found(tmp_path: Path) -> None:
 
 def test_override_marker_replaces_the_inherited_mapping(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", {"a": {"x": 1, "deep": {"p": 1}}, "b": {"x": 1}})
-    child = write(tmp_path, "child.yaml", {"defaults": "base.yaml", "a": {"_override_": True, "y": 2}, "b": {"_override_": False, "y": 2}})
+    child = write(
+        tmp_path,
+        "child.yaml",
+        {"defaults": "base.yaml", "a": {"_override_": True, "y": 2}, "b": {"_override_": False, "y": 2}},
+    )
     assert load_config(child) == {"a": {"y": 2}, "b": {"x": 1, "y": 2}}
 
 
@@ -52,7 +56,15 @@ def test_a_mandatory_marker_does_not_mask_the_parent(tmp_path: Path) -> None:
 
 
 def test_interpolations_are_resolved_after_the_merge(tmp_path: Path) -> None:
-    write(tmp_path, "base.yaml", {"n": 2, "twice": "${mul:${n},2}", "group": {"half": "${div:${n},2}", "same": "${.half}", "top": "${max:${n},3}"}})
+    write(
+        tmp_path,
+        "base.yaml",
+        {
+            "n": 2,
+            "twice": "${mul:${n},2}",
+            "group": {"half": "${div:${n},2}", "same": "${.half}", "top": "${max:${n},3}"},
+        },
+    )
     config = load_config(write(tmp_path, "child.yaml", {"defaults": "base.yaml", "n": 8}), ["+extra=${add:${n},1}"])
     resolved = OmegaConf.to_container(config, resolve=True)
     assert resolved == {"n": 8, "twice": 16, "group": {"half": 4, "same": 4, "top": 8}, "extra": 9}
@@ -88,7 +100,9 @@ def test_the_source_of_a_value_is_the_strongest_layer_that_writes_it(tmp_path: P
 def test_merging_keeps_every_value_of_the_upper_layer(below: dict[str, Any], above: dict[str, Any]) -> None:
     def holds(merged: object, wanted: object) -> bool:
         if isinstance(wanted, dict):
-            return isinstance(merged, dict) and all(key in merged and holds(merged[key], value) for key, value in wanted.items())
+            return isinstance(merged, dict) and all(
+                key in merged and holds(merged[key], value) for key, value in wanted.items()
+            )
         return merged == wanted
 
     merged = merge([Layer("below", below), Layer("above", above)])
@@ -102,7 +116,9 @@ def test_merging_is_associative(first: dict[str, Any], second: dict[str, Any], t
         return Layer("", values)
 
     left = merge([layer(merge([layer(first), layer(second)])), layer(third)])
-    assert left == merge([layer(first), layer(merge([layer(second), layer(third)]))]) or has_scalar_between(first, second, third)
+    assert left == merge([layer(first), layer(merge([layer(second), layer(third)]))]) or has_scalar_between(
+        first, second, third
+    )
 
 
 def has_scalar_between(first: Any, second: Any, third: Any) -> bool:

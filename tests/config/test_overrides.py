@@ -16,9 +16,15 @@ from nemo_rl.config.overrides import Action, parse_override
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
 keys = st.lists(names, min_size=1, max_size=4)
 scalars = (
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False, width=32) | st.text("abcXYZ _/", max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False, width=32)
+    | st.text("abcXYZ _/", max_size=8)
 )
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
+)
 
 
 def applied(start: dict[str, Any], *overrides: str) -> Any:
@@ -57,13 +63,21 @@ def test_an_added_value_is_there_and_a_deleted_one_is_gone(key: list[str], value
         ("a=%d: x", "%d: x"),
         ("a=${b.c}", "${b.c}"),
         ("a=Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B"),
+        ("a=1:0:0:0", "1:0:0:0"),
+        ("a=1:2", "1:2"),
+        ("a=[on,yes,1:30]", ["on", "yes", "1:30"]),
+        ("a=017", "017"),
+        ("a=-3", -3),
+        ("a=True", True),
     ],
 )
 def test_values_are_read_as_yaml(text: str, value: Any) -> None:
     assert parse_override(text).value == value
 
 
-@pytest.mark.parametrize("text", ["", "a", "=1", "+a", "a..b=1", ".a=1", "a b=1", "a=[1", "a={b", "+++a=1", "~", "a='x"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "=1", "+a", "a..b=1", ".a=1", "a b=1", "a=[1", "a={b", "+++a=1", "~", "a='x"]
+)
 def test_what_is_no_override_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(OverridesError) as caught:
         parse_override(text)
@@ -97,10 +111,33 @@ def test_an_override_that_does_not_apply_says_why(override: str, message: str) -
 
 
 def test_keys_the_schema_knows_may_be_set_though_no_file_writes_them() -> None:
-    config = load_master_config(None, ["grpo.seed=7", "+policy.generation.vllm_cfg.enforce_eager=true", "policy.generation.vllm_kwargs.max_num_seqs=8"])
+    config = load_master_config(
+        None,
+        [
+            "grpo.seed=7",
+            "+policy.generation.vllm_cfg.enforce_eager=true",
+            "policy.generation.vllm_kwargs.max_num_seqs=8",
+        ],
+    )
     assert config.grpo.seed == 7
     assert config.policy.generation.vllm_cfg.enforce_eager
     assert config.policy.generation.vllm_kwargs == {"max_num_seqs": 8}
+
+
+def test_a_null_key_may_be_added_and_a_mapping_merges_into_what_is_there() -> None:
+    assert applied({"a": None}, "+a=3") == {"a": 3}
+    assert applied({"a": {"x": 1}}, "+a={y: 2}") == {"a": {"x": 1, "y": 2}}
+    assert applied({"a": [1]}, "+a=[2]") == {"a": [2]}
+
+
+def test_a_run_time_and_words_for_yes_reach_their_keys() -> None:
+    config = load_master_config(None, ["checkpointing.checkpoint_must_save_by=1:0:0:0", "grpo.val_at_end=on"])
+    assert config.checkpointing.checkpoint_must_save_by == "1:0:0:0" and config.grpo.val_at_end is True
+
+
+def test_a_deleted_chat_template_is_the_models_own() -> None:
+    template = load_master_config(None, ["policy.tokenizer.chat_template=x", "~policy.tokenizer.chat_template"])
+    assert template.policy.tokenizer.chat_template == "default"
 
 
 def test_every_bad_override_is_reported_at_once() -> None:

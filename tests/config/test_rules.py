@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl.algorithms.grpo.metrics import batch_metrics, validation_metrics
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig, check_config, load_master_config
-from nemo_rl.config.metric_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
+from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
 
 EXAMPLE = Path(__file__).parents[2] / "examples/configs/grpo_math_1B.yaml"
 
@@ -25,7 +25,6 @@ def test_the_defaults_and_the_exemplar_are_accepted_and_equal() -> None:
 
 
 NOT_BUILT = [
-    "policy.megatron_cfg.enabled=true",
     "policy.generation.backend=sglang",
     "policy.router_replay.enabled=true",
     "policy.draft.enabled=true",
@@ -34,7 +33,6 @@ NOT_BUILT = [
     "policy.quant_cfg=FP8",
     "policy.is_vlm=true",
     "policy.reward_model_cfg.enabled=true",
-    "policy.dtensor_cfg.lora_cfg.enabled=true",
     "policy.dtensor_cfg.automodel_kwargs.backend.attn=te",
     "policy.dtensor_cfg.automodel_kwargs.backend.linear=te",
     "policy.dtensor_cfg.automodel_kwargs.backend.rms_norm=te",
@@ -63,25 +61,60 @@ ACCEPTED = [
     ["data_plane.enabled=true"],
     ["data_plane.enabled=true", "data_plane.backend=mooncake_cpu", "data_plane.global_segment_size=null"],
     ["policy.generation.vllm_cfg.async_engine=false"],
+    ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"],
+    ["policy.generation.vllm_cfg.enable_expert_parallel=true"],
+    ["policy.generation.vllm_cfg.distributed_executor_backend=mp"],
+    ["policy.generation.vllm_cfg.env_vars=null", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs=null"],
+    ["policy.dtensor_cfg.lora_cfg={enabled: true, dim: 128, alpha: 512, exclude_modules: ['*out_proj*']}"],
+    ["data.custom_dataloader=a.b", "data.num_prompts_per_dataloader=16"],
+    ["grpo.max_val_samples=8"],
+    ["grpo.max_val_samples=null", "grpo.val_batch_size=null"],
+    ["policy.dtensor_cfg.automodel_kwargs.freeze_config={freeze_vision_tower: true, freeze_audio_tower: true}"],
+    ["policy.dtensor_cfg.automodel_kwargs.backend={experts: torch_mm, rms_norm: torch_fp32}"],
+    ["env.nemo_gym={config_paths: [a.yaml]}", "env.reward_model={model_name: x}", "+env.geometry3k.num_workers=8"],
+    ["data.default.env_name=dapo", "env.dapo.num_workers=4"],
     ["policy.generation.vllm_cfg.async_engine=true"],
     ["policy.dtensor_cfg._v2=false"],
     ["policy.dtensor_cfg.automodel_kwargs.force_hf=true"],
     ["policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true"],
-    ["policy.dtensor_cfg.automodel_kwargs.backend={_target_: some.Class, attn: sdpa, linear: torch, rms_norm: torch, enable_deepep: false}"],
+    [
+        "policy.dtensor_cfg.automodel_kwargs.backend={_target_: some.Class, attn: sdpa, linear: torch, "
+        "rms_norm: torch, enable_deepep: false}"
+    ],
     ["policy.dtensor_cfg.automodel_kwargs.backend.attn=flash_attention_2"],
     ["policy.dtensor_cfg.automodel_kwargs.backend.attn=flex"],
-    ["policy.dtensor_cfg.moe_parallelizer={reshard_after_forward: false, ignore_router_for_ac: true, lm_head_precision: float32, wrap_outer_model: true}"],
+    [
+        "policy.dtensor_cfg.moe_parallelizer={reshard_after_forward: false, ignore_router_for_ac: true, "
+        "lm_head_precision: float32, wrap_outer_model: true}"
+    ],
     ["policy.dtensor_cfg.expert_parallel_size=2", "cluster.gpus_per_node=4", "policy.dtensor_cfg.dp_replicate_size=2"],
-    ["policy.dtensor_cfg.expert_parallel_size=4", "cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=2"],
+    [
+        "policy.dtensor_cfg.expert_parallel_size=4",
+        "cluster.gpus_per_node=8",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+    ],
     ["policy.megatron_cfg.optimizer.lr=1e-5"],
     ["policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true"],
-    ["cluster.gpus_per_node=8", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=4"],
-    ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.reward_shaping.enabled=true", "grpo.reward_scaling.enabled=true"],
+    [
+        "cluster.gpus_per_node=8",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=4",
+    ],
+    [
+        "grpo.use_dynamic_sampling=true",
+        "grpo.batch_multiplier=1.5",
+        "grpo.reward_shaping.enabled=true",
+        "grpo.reward_scaling.enabled=true",
+    ],
     ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
     ["loss_fn.use_cispo=true", "loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_max=5.0"],
     ["grpo.val_period=0", "data.train={dataset_name: gsm8k}"],
     ["data.train={dataset_name: my.module.Rows, colour: red}", "data.validation={dataset_name: gsm8k}"],
-    ["+env.mine.class=my.module.Env", "+env.mine.bonus=2", "data.train={dataset_name: gsm8k, env_name: mine, split_validation_size: 8}"],
+    [
+        "+env.mine.class=my.module.Env",
+        "+env.mine.bonus=2",
+        "data.train={dataset_name: gsm8k, env_name: mine, split_validation_size: 8}",
+    ],
 ]
 
 
@@ -94,45 +127,97 @@ BROKEN = [
     (["policy.dtensor_cfg.enabled=false"], "both false; enable exactly one"),
     (["policy.optimizer=null"], "policy.optimizer: null"),
     (["policy.dynamic_batching.enabled=true"], "sequence_packing.enabled and policy.dynamic_batching.enabled exclude"),
-    (["policy.dtensor_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 accelerators that train"),
-    (["policy.dtensor_cfg.dp_replicate_size=3", "cluster.gpus_per_node=8"], "dp_replicate_size is 3, which does not divide the data-parallel size 8"),
-    (["policy.dtensor_cfg.expert_parallel_size=3", "cluster.gpus_per_node=8"], "expert_parallel_size is 3, which does not divide the 8 ranks"),
+    (
+        ["policy.dtensor_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"],
+        "is 3, which does not divide the 8 accelerators that train",
+    ),
+    (
+        ["policy.dtensor_cfg.dp_replicate_size=3", "cluster.gpus_per_node=8"],
+        "dp_replicate_size is 3, which does not divide the data-parallel size 8",
+    ),
+    (
+        ["policy.dtensor_cfg.expert_parallel_size=3", "cluster.gpus_per_node=8"],
+        "expert_parallel_size is 3, which does not divide the 8 ranks",
+    ),
     (["policy.dtensor_cfg.expert_parallel_size=8", "cluster.gpus_per_node=4"], "possible: 1, 2, 4"),
     (
-        ["policy.dtensor_cfg.expert_parallel_size=4", "cluster.gpus_per_node=8", "policy.dtensor_cfg.dp_replicate_size=4"],
-        "which does not divide the 2 ranks that share one copy of the parameters (data-parallel ranks / dp_replicate_size * context_parallel_size)",
+        [
+            "policy.dtensor_cfg.expert_parallel_size=4",
+            "cluster.gpus_per_node=8",
+            "policy.dtensor_cfg.dp_replicate_size=4",
+        ],
+        "which does not divide the 2 ranks that share one copy of the parameters (data-parallel ranks / "
+        "dp_replicate_size * context_parallel_size)",
     ),
-    (["policy.dtensor_cfg.expert_parallel_size=2", "cluster.gpus_per_node=2", "policy.dtensor_cfg.torch_compile=true"], "torch_compile is true: tokens travel"),
-    (["policy.dtensor_cfg.automodel_kwargs.backend.attn=flash_attention_2", "policy.precision=float32"], "flash_attention_2, which has no float32"),
-    (["policy.dtensor_cfg.automodel_kwargs.backend.attn=flex", "cluster.device=cpu"], "backend.attn is flex, which needs a GPU"),
-    (["policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true", "cluster.device=cpu"], "use_liger_kernel is true, but Liger's kernels run on GPUs only"),
-    (["policy.dtensor_cfg.moe_parallelizer={colour: red}"], "moe_parallelizer.colour: unknown key. Valid here: reshard_after_forward, ignore_router_for_ac"),
-    (["policy.dtensor_cfg.automodel_kwargs.backend={colour: red}"], "automodel_kwargs.backend.colour: unknown key. Valid here: _target_, attn, linear"),
-    (["policy.dtensor_cfg.automodel_kwargs.backend.attn=fancy"], "automodel_kwargs.backend.attn: 'fancy' is not one of"),
-    (["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"], "is 3, which does not divide the 8 generating accelerators of a node"),
-    (
-        ["policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"],
-        "not a multiple of",
-    ),
-    (["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=4", "policy.logprob_batch_size=8"], "with tensor parallelism 4 they must be equal"),
     (
         [
-            "policy.dtensor_cfg.tensor_parallel_size=2",
-            "policy.dtensor_cfg.sequence_parallel=true",
+            "policy.dtensor_cfg.expert_parallel_size=2",
             "cluster.gpus_per_node=2",
-            "policy.make_sequence_length_divisible_by=1",
+            "policy.dtensor_cfg.torch_compile=true",
         ],
-        "need a multiple of 2",
+        "torch_compile is true: tokens travel",
+    ),
+    (
+        ["policy.dtensor_cfg.automodel_kwargs.backend.attn=flash_attention_2", "policy.precision=float32"],
+        "flash_attention_2, which has no float32",
+    ),
+    (
+        ["policy.dtensor_cfg.automodel_kwargs.backend.attn=flex", "cluster.device=cpu"],
+        "backend.attn is flex, which needs a GPU",
+    ),
+    (
+        ["policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true", "cluster.device=cpu"],
+        "use_liger_kernel is true, but Liger's kernels run on GPUs only",
+    ),
+    (
+        ["policy.dtensor_cfg.moe_parallelizer={colour: red}"],
+        "moe_parallelizer.colour: unknown key. Valid here: reshard_after_forward, ignore_router_for_ac",
+    ),
+    (
+        ["policy.dtensor_cfg.automodel_kwargs.backend={colour: red}"],
+        "automodel_kwargs.backend.colour: unknown key. Valid here: _target_, attn, linear",
+    ),
+    (
+        ["policy.dtensor_cfg.automodel_kwargs.backend.attn=fancy"],
+        "automodel_kwargs.backend.attn: 'fancy' is not one of",
+    ),
+    (
+        ["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"],
+        "is 3, which does not divide the 8 generating accelerators of a node",
+    ),
+    (
+        [
+            "policy.generation.vllm_cfg.expert_parallel_size=3",
+            "policy.generation.vllm_cfg.tensor_parallel_size=2",
+            "cluster.gpus_per_node=2",
+        ],
+        "not a multiple of",
+    ),
+    (
+        ["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=4", "policy.logprob_batch_size=8"],
+        "with tensor parallelism 4 they must be equal",
     ),
     (["cluster.master_port_range_low=2000"], "cluster.master_port_range_low is 2000, above"),
     (["cluster.device=cpu", "cluster.gpus_per_node=4"], "cluster.cpu_slots offers 2"),
     (["policy.generation.colocated.enabled=false"], "colocated.resources.gpus_per_node is null; without colocation"),
-    (["policy.generation.colocated.enabled=false", "cluster.num_nodes=2"], "colocated.resources.num_nodes is null; without colocation"),
-    (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "loss_fn.use_cispo and loss_fn.ratio_clip_c exclude each other"),
-    (["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"], "loss_fn.use_cispo needs loss_fn.token_level_loss: true"),
+    (
+        ["policy.generation.colocated.enabled=false", "cluster.num_nodes=2"],
+        "colocated.resources.num_nodes is null; without colocation",
+    ),
+    (
+        ["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"],
+        "loss_fn.use_cispo and loss_fn.ratio_clip_c exclude each other",
+    ),
+    (
+        ["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"],
+        "loss_fn.use_cispo needs loss_fn.token_level_loss: true",
+    ),
     (["loss_fn.sequence_level_importance_ratios=true"], "needs loss_fn.token_level_loss: false"),
     (["loss_fn.truncated_importance_sampling_ratio=2"], "nothing would be truncated"),
-    (["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2"], "needs loss_fn.use_importance_sampling_correction"),
+    (
+        ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2"],
+        "needs loss_fn.use_importance_sampling_correction",
+    ),
     (
         [
             "loss_fn.truncated_importance_sampling_type=icepop",
@@ -142,41 +227,102 @@ BROKEN = [
         "needs loss_fn.truncated_importance_sampling_ratio_min",
     ),
     (["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"], "one optimizer step per RL step"),
-    (["grpo.skip_reference_policy_logprobs_calculation=true"], "needs loss_fn.reference_policy_kl_penalty: 0, not 0.01"),
+    (
+        ["grpo.skip_reference_policy_logprobs_calculation=true"],
+        "needs loss_fn.reference_policy_kl_penalty: 0, not 0.01",
+    ),
     (["loss_fn.use_kl_in_reward=true"], "needs grpo.adv_estimator.name: reinforce_plus_plus"),
-    (["loss_fn.use_kl_in_reward=true", "loss_fn.force_on_policy_ratio=true", "grpo.adv_estimator.name=reinforce_plus_plus"], "previous log-probabilities"),
+    (
+        [
+            "loss_fn.use_kl_in_reward=true",
+            "loss_fn.force_on_policy_ratio=true",
+            "grpo.adv_estimator.name=reinforce_plus_plus",
+        ],
+        "previous log-probabilities",
+    ),
     (["policy.generation.vllm_cfg.precision=fp8"], "precision: fp8 needs loss_fn.use_importance_sampling_correction"),
-    (["grpo.adv_estimator.name=opd"], "needs teachers"),
+    (["grpo.adv_estimator.name=opd"], "not built yet: on-policy distillation"),
     (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low 1.0 is above"),
     (["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"], "is not below source_max"),
     (["policy.train_global_batch_size=500"], "does not divide the 512 samples of a step"),
-    (["policy.train_global_batch_size=512", "cluster.gpus_per_node=3"], "which the 3 data-parallel ranks do not divide"),
+    (
+        ["policy.train_global_batch_size=512", "cluster.gpus_per_node=3"],
+        "which the 3 data-parallel ranks do not divide",
+    ),
     (
         ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"],
         "policy.train_micro_batch_size is 3, which does not divide the 512 samples of a rank",
     ),
     (["policy.sequence_packing.enabled=false", "policy.logprob_batch_size=3"], "policy.logprob_batch_size is 3"),
     (["policy.sequence_packing.train_mb_tokens=100"], "too small for one sequence"),
-    (["data.max_input_seq_length=1024"], "data.max_input_seq_length 1024 is above"),
     (["grpo.batch_multiplier=2"], "needs grpo.use_dynamic_sampling: true"),
-    (["grpo.max_val_samples=8"], "validation would have no batch"),
-    (["grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_metric_threshold=1"], "needs grpo.val_num_generations_per_prompt above 1"),
+    (
+        ["grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_threshold=1"],
+        "needs grpo.val_num_generations_per_prompt above 1",
+    ),
     (["grpo.stop_at_validation_metric=accuracy"], "set both or neither"),
     (["data.train={dataset_name: gsm8k}"], "data.validation is null"),
     (["data.train=[]", "grpo.val_period=0"], "data.train: an empty list"),
     (["data.use_multiple_dataloader=true"], "needs data.num_prompts_per_dataloader"),
-    (["data.custom_dataloader=a.b"], "needs data.use_multiple_dataloader: true"),
     (["data.default.env_name=mth"], "there is no environment 'mth'. Did you mean 'math'?"),
     (["+env.mth.num_workers=2"], "env.mth: unknown environment, and nothing uses it. Did you mean 'math'?"),
     (["grpo.rollout_record=x", "grpo.rollout_replay=x"], "same directory"),
     (["policy.draft.enabled=true"], "policy.draft.enabled needs policy.megatron_cfg.enabled"),
     (
         ["policy.generation.vllm_cfg.tensor_parallel_size=16", "cluster.gpus_per_node=8", "cluster.num_nodes=2"],
-        "is 16, which does not divide the 8 generating accelerators of a node; an engine lies inside one node",
+        "tensor_parallel_size: 16 is not built yet: engines over several nodes; an engine takes at most the 8",
     ),
-    (["checkpointing.metric_name=train:rewards"], "checkpointing.metric_name: train:rewards: training measures no 'rewards'. Did you mean 'reward'?"),
-    (["checkpointing.metric_name=val:val_loss"], "validation measures no 'val_loss'; it measures val:accuracy, val:avg_length, val:pass_k"),
-    (["grpo.stop_at_validation_metric=acc", "grpo.stop_at_validation_metric_threshold=1"], "grpo.stop_at_validation_metric: acc: validation measures no 'acc'"),
+    (
+        ["policy.generation.vllm_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"],
+        "is 3, which does not divide the 8 generating accelerators of a node; an engine lies inside one node",
+    ),
+    (
+        [
+            "policy.dtensor_cfg.lora_cfg.enabled=true",
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+            "cluster.gpus_per_node=2",
+        ],
+        "not built yet: LoRA with tensor parallelism; set policy.dtensor_cfg.tensor_parallel_size to 1",
+    ),
+    (["policy.generation.vllm_cfg.expert_parallel_size=2"], "not built yet: experts shared among several engines"),
+    (["policy.generation.vllm_cfg.distributed_executor_backend=ray"], "'ray' is not built yet: engines whose ranks"),
+    (["policy.generation.temperature=0"], "nothing to learn from; sample with a temperature above 0"),
+    (
+        ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs", "policy.generation.temperature=0.8"],
+        "samples with temperature 0.8 and training scores what was sampled; set it to processed_logprobs",
+    ),
+    (
+        ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs", "policy.generation.top_k=5"],
+        "samples with top_k 5",
+    ),
+    (
+        ["policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"],
+        "not built yet: optimizers of Transformer Engine; take torch.optim.AdamW",
+    ),
+    (
+        ["data.default.processor=vlm_hf_data_processor"],
+        "data.train.processor: 'vlm_hf_data_processor' is not built yet",
+    ),
+    (["+data.default.video_target_num_patches=4"], "data.default.video_target_num_patches: 4 is not built yet"),
+    (["+grpo.zero_variance_prompt_filtering=true"], "set grpo.use_dynamic_sampling: true"),
+    (["+policy.generation.vllm_cfg.http_refit_server_port=5000"], "refit over HTTP; weight_sync.transport chooses"),
+    (["policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model=true"], "is not built yet: vision-lang"),
+    (
+        ["checkpointing.metric_name=val:total_reward/mean"],
+        "not built yet: metrics of NeMo-Gym's rollouts; val:accuracy is the mean reward",
+    ),
+    (
+        ["checkpointing.metric_name=train:rewards"],
+        "checkpointing.metric_name: train:rewards: training measures no 'rewards'. Did you mean 'reward'?",
+    ),
+    (
+        ["checkpointing.metric_name=val:val_loss"],
+        "validation measures no 'val_loss'; it measures val:accuracy, val:avg_length, val:pass_k",
+    ),
+    (
+        ["grpo.stop_at_validation_metric=acc", "grpo.stop_at_validation_threshold=1"],
+        "grpo.stop_at_validation_metric: acc: validation measures no 'acc'",
+    ),
     (["policy.generation=null"], "policy.generation: null, but GRPO generates"),
 ]
 
@@ -189,10 +335,17 @@ def test_what_cannot_be_combined_is_refused_with_its_keys(overrides: list[str], 
 SCHEMA = [
     (["++grpo.sed=3"], "grpo.sed: unknown key. Did you mean 'seed'?"),
     (["++loss_fn.tensor_parallel_size=4"], "There is policy.dtensor_cfg.tensor_parallel_size"),
-    (["grpo.adv_estimator.name=grop"], "grpo.adv_estimator.name: 'grop' is not one of 'grpo', 'gdpo', 'reinforce_plus_plus' or 'opd'. Did you mean 'grpo'?"),
+    (
+        ["grpo.adv_estimator.name=grop"],
+        "grpo.adv_estimator.name: 'grop' is not one of 'grpo', 'gdpo', 'reinforce_plus_plus' or 'opd'. Did "
+        "you mean 'grpo'?",
+    ),
     (["grpo.seed=many"], "grpo.seed: 'many'"),
     (["policy.train_micro_batch_size=0"], "policy.train_micro_batch_size: 0: input should be greater than 0"),
-    (["data.train={dataset_name: gsm8k, promt_file: x}"], "data.train: unknown key 'promt_file'. Did you mean 'prompt_file'?"),
+    (
+        ["data.train={dataset_name: gsm8k, promt_file: x}"],
+        "data.train: unknown key 'promt_file'. Did you mean 'prompt_file'?",
+    ),
     (["data.train=[{dataset_name: gsm8k}, {seed: 1}]"], "data.train.1.dataset_name: required"),
     (["policy.scheduler=[{kwargs: {}}]"], "policy.scheduler.0:"),
     (["grpo.seed=???"], "grpo.seed: mandatory"),
@@ -208,24 +361,31 @@ def test_what_the_schema_refuses_is_told_in_words(overrides: list[str], message:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    lines = problems("++grpo.sed=3", "policy.precision=fp4", "policy.megatron_cfg.enabled=true")
+    lines = problems("++grpo.sed=3", "policy.precision=fp4", "policy.is_vlm=true")
     assert len(lines) == 3
 
 
 def test_the_accuracy_check_of_wide_tensor_parallelism_can_be_waived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_IGNORE_TP_ACCURACY_CHECK", "1")
-    load_master_config(None, ["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=4", "policy.logprob_batch_size=8"])
+    load_master_config(
+        None, ["policy.dtensor_cfg.tensor_parallel_size=4", "cluster.gpus_per_node=4", "policy.logprob_batch_size=8"]
+    )
 
 
 def test_sft_has_its_own_loop_and_its_rules() -> None:
     good = ["data.train={dataset_name: arithmetic}", "data.validation={dataset_name: arithmetic, split: validation}"]
     config = load_master_config(None, [*good, "policy.train_global_batch_size=32"], SFTMasterConfig)
     assert config.sft.max_num_steps == 60 and config.checkpointing.metric_name == "val:val_loss"
-    assert any("sft.val_at_start ask for validation" in line for line in problems("data.train={dataset_name: arithmetic}", kind=SFTMasterConfig))
+    assert any(
+        "sft.val_at_start ask for validation" in line
+        for line in problems("data.train={dataset_name: arithmetic}", kind=SFTMasterConfig)
+    )
     assert any("grpo: unknown key" in line for line in problems(*good, "++grpo.seed=1", kind=SFTMasterConfig))
 
 
-@pytest.mark.parametrize("name", ["val:accuracy", "val:accuracy/gsm8k", "train:reward", "train:grad_norm", "train:my/own/score", "null"])
+@pytest.mark.parametrize(
+    "name", ["val:accuracy", "val:accuracy/gsm8k", "train:reward", "train:grad_norm", "train:my/own/score", "null"]
+)
 def test_metrics_that_a_run_may_measure_rank_checkpoints(name: str) -> None:
     load_master_config(None, [f"checkpointing.metric_name={name}"])
 
@@ -243,3 +403,13 @@ def test_a_configuration_built_in_python_is_checked_too() -> None:
     config.policy.dynamic_batching.enabled = True
     with pytest.raises(ConfigError, match="exclude each other"):
         check_config(config)
+
+
+def test_rows_are_padded_to_what_the_ranks_divide() -> None:
+    four = ["cluster.gpus_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=2"]
+    sequence = ["policy.dtensor_cfg.sequence_parallel=true", "policy.dtensor_cfg.context_parallel_size=2"]
+    for given, padded in ((1, 8), (3, 24), (16, 16)):
+        key = f"policy.make_sequence_length_divisible_by={given}"
+        config = load_master_config(None, [*four, *sequence, key, "policy.max_total_sequence_length=96"])
+        assert config.policy.make_sequence_length_divisible_by == padded
+    assert load_master_config(None, four).policy.make_sequence_length_divisible_by == 2

@@ -1,4 +1,6 @@
-"""Datasets by name, from files and directories; their mistakes; the arithmetic generator; and how several become one."""
+"""Datasets by name, from files and directories; their mistakes; the arithmetic generator; and how several become
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from nemo_rl.data.datasets import RawDataset, load_response_dataset
 from nemo_rl.data.datasets.arithmetic import arithmetic_problems
 from nemo_rl.data.datasets.raw import conversation
 from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.prompts import load_prompt
 from nemo_rl.data.setup import load_datasets
 
@@ -52,8 +55,12 @@ def test_directories_saved_to_disk_and_directories_of_files(tmp_path: Path) -> N
     rows.to_parquet(str(tmp_path / "files/part.parquet"))
     for folder in ("one", "several", "files"):
         assert question_and_answer(load(dataset_name="ResponseDataset", data_path=str(tmp_path / folder))) == ("a", "1")
-    assert question_and_answer(load(dataset_name="ResponseDataset", data_path=str(tmp_path / "several"), split="test")) == ("b", "2")
-    with pytest.raises(DataError, match=r"data.train.data_path.split: .*no split 'tets'\. Did you mean 'test'\? It has train, test"):
+    assert question_and_answer(
+        load(dataset_name="ResponseDataset", data_path=str(tmp_path / "several"), split="test")
+    ) == ("b", "2")
+    with pytest.raises(
+        DataError, match=r"data.train.data_path.split: .*no split 'tets'\. Did you mean 'test'\? It has train, test"
+    ):
         load(dataset_name="ResponseDataset", data_path=str(tmp_path / "several"), split="tets")
 
 
@@ -67,9 +74,17 @@ NAMED = {
     "gsm8k": ({"question": "p", "answer": "Thus\n#### 1,007"}, "p", "1007"),
     "GSM8K": ({"question": "p", "answer": "Thus #### -7"}, "p", "-7"),
     "DAPOMath17K": ({"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "7"}}, "p", "7"),
-    "DAPOMathAIME2024": ({"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "7"}}, "p", "7"),
+    "DAPOMathAIME2024": (
+        {"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "7"}},
+        "p",
+        "7",
+    ),
     "NuminaMath-1.5": ({"problem": "p", "answer": "7"}, "p", "7"),
-    "squad": ({"context": "c", "question": "q", "answers": {"text": ["t"], "answer_start": [0]}}, "c\n\nAnswer from the text above: q", "t"),
+    "squad": (
+        {"context": "c", "question": "q", "answers": {"text": ["t"], "answer_start": [0]}},
+        "c\n\nAnswer from the text above: q",
+        "t",
+    ),
     "tulu3_sft_mixture": ({"messages": conversation("p", "7"), "id": "1"}, "p", "7"),
     "openai_format": ({"messages": conversation("p", "7")}, "p", "7"),
 }
@@ -94,7 +109,9 @@ def test_preferences_and_message_trees_become_conversations(tmp_path: Path) -> N
     context = [{"role": "user", "content": "hi"}]
     rows = [{"context": context, "response1": "good", "response2": "bad", "overall_preference": -2}]
     rows.append({"context": context, "response1": "bad", "response2": "good", "overall_preference": 1})
-    helpsteer = load(dataset_name="HelpSteer3", data_path=jsonl(tmp_path / "h.jsonl", rows), processor="helpsteer3_data_processor")
+    helpsteer = load(
+        dataset_name="HelpSteer3", data_path=jsonl(tmp_path / "h.jsonl", rows), processor="helpsteer3_data_processor"
+    )
     assert [row["messages"][-1]["content"] for row in helpsteer.dataset] == ["good", "good"]
     tree = [
         ("1", None, "prompter", "q"),
@@ -105,36 +122,151 @@ def test_preferences_and_message_trees_become_conversations(tmp_path: Path) -> N
     ]
     nodes = [dict(zip(("message_id", "parent_id", "role", "text"), node, strict=True)) for node in tree]
     trees = load(dataset_name="open_assistant", data_path=jsonl(tmp_path / "o.jsonl", nodes), processor="sft_processor")
-    assert [[message["content"] for message in row["messages"]] for row in trees.dataset] == [["q", "a", "q2", "c"], ["q", "b"]]
+    assert [[message["content"] for message in row["messages"]] for row in trees.dataset] == [
+        ["q", "a", "q2", "c"],
+        ["q", "b"],
+    ]
     Dataset.from_dict({"text": ["raw"]}).save_to_disk(str(tmp_path / "arrow"))
-    assert load(dataset_name="arrow_text", data_path=str(tmp_path / "arrow")).dataset[0]["messages"] == [{"role": "assistant", "content": "raw"}]
+    assert load(dataset_name="arrow_text", data_path=str(tmp_path / "arrow")).dataset[0]["messages"] == [
+        {"role": "assistant", "content": "raw"}
+    ]
+
+
+def test_openai_format_takes_its_columns_by_name(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"talk": conversation("q", "a"), "rule": "Be brief.", "functions": [{"name": "add"}]},
+        {"talk": conversation("q", "a"), "rule": None, "functions": [{"name": "mul"}]},
+    ]
+    entry = {
+        "dataset_name": "openai_format",
+        "data_path": jsonl(tmp_path / "rows.jsonl", rows),
+        "chat_key": "talk",
+        "system_key": "rule",
+        "system_prompt": "Be kind.",
+        "tool_key": "functions",
+        "processor": "sft_processor",
+    }
+    dataset = load(**entry)
+    assert [row["messages"][0]["content"] for row in dataset.dataset] == ["Be brief.", "Be kind."]
+    template = "{{ tools[0]['name'] }}{% for m in messages %}|{{ m['content'] }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    datum = dataset.processor(dataset.dataset[1], dataset.task_spec, tokenizer, 99, 0)
+    assert "".join(part["content"] for part in datum["message_log"]) == "<bos>mul|Be kind.|q|a<eos>"
+    calls = [{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}]
+    with pytest.raises(DataError, match="tool_calls, which are not trained on"):
+        load(dataset_name="openai_format", data_path=jsonl(tmp_path / "calls.jsonl", calls))
+
+
+def test_entries_may_be_plain_mappings(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"input": "1+1", "output": "2"}])
+    dataset = load_response_dataset({"dataset_name": "ResponseDataset", "data_path": path, "prompt_file": None})
+    assert question_and_answer(dataset) == ("1+1", "2")
+
+
+def test_a_conversation_is_opened_and_closed_as_data_says(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"messages": conversation("q", "a")}])
+    entry = {"dataset_name": "openai_format", "data_path": path, "processor": "sft_processor", "prompt_file": None}
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for add_eos, end in ((True, tokenizer.eos_token), (False, "a")):
+        config = DataConfig(train=[DatasetConfig(**entry)], add_bos=False, add_eos=add_eos)
+        log = load_datasets(tokenizer, config).train[0]["message_log"]
+        assert log[-1]["content"].endswith(end)
+
+
+CHOICES: dict[str, tuple[dict[str, Any], str]] = {
+    "gpqa": (
+        {"Question": "q", "Correct Answer": " yes\n", **{f"Incorrect Answer {n}": f"no {n}" for n in (1, 2, 3)}},
+        "yes",
+    ),
+    "mmlu": ({"question": "q", "choices": ["no 1", "no 2", "yes", "no 3"], "answer": 2, "subject": "logic"}, "yes"),
+    "mmlu_pro": ({"question": "q", "options": ["no 1", "yes"], "answer": "B", "category": "law"}, "yes"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_questions_with_choices_become_prompts_with_letters(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    row, right = CHOICES[name]
+    dataset = load(dataset_name=name, data_path=jsonl(tmp_path / "rows.jsonl", [row, row]))
+    datum = dataset.processor(dataset.dataset[0], dataset.task_spec, tokenizer, 999, 0)
+    assert datum["extra_env_info"] is not None
+    letter = datum["extra_env_info"]["ground_truth"]
+    assert f"{letter}) {right}\n" in datum["message_log"][0]["content"].replace("<|im_end|>", "\n") + "\n"
+    assert "None" not in datum["message_log"][0]["content"]
+    assert dataset.dataset[0] == dataset.dataset[1]
+
+
+def test_the_right_choice_of_gpqa_is_not_always_the_first(tmp_path: Path) -> None:
+    rows = [{**CHOICES["gpqa"][0], "Question": f"question {n}"} for n in range(40)]
+    dataset = load(dataset_name="gpqa_diamond", data_path=jsonl(tmp_path / "rows.jsonl", rows))
+    letters = [row["answer"] for row in dataset.dataset]
+    assert set(letters) == set("ABCD")
+    assert all(row["options"][row["answer"]] == "yes" for row in dataset.dataset)
+
+
+def test_the_answer_of_a_solution_is_its_last_box(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "p", "solution": "first \\boxed{1}, so \\boxed{\\frac{1}{2}}."},
+        {"problem": "a proof", "solution": "nothing to box"},
+    ]
+    dataset = load(dataset_name="math", data_path=jsonl(tmp_path / "rows.jsonl", rows))
+    assert [question_and_answer(dataset, row) for row in range(len(dataset.dataset))] == [("p", "\\frac{1}{2}")]
+
+
+PROMPTS = sorted((Path(__file__).parents[2] / "examples/prompts").iterdir())
+
+
+@pytest.mark.parametrize("path", PROMPTS, ids=lambda path: path.name)
+def test_a_prompt_file_has_one_place_for_the_problem_or_is_a_system_prompt(path: Path) -> None:
+    if path.name == "gsm8k.txt":
+        assert "<answer>" in str(TaskDataSpec(system_prompt_file=str(path)).system_prompt)
+    else:
+        assert str(TaskDataSpec(prompt_file=str(path)).prompt).format("PROBLEM").count("PROBLEM") == 1
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "gsm8"}, r"data.train.dataset_name: there is no dataset 'gsm8'\. Did you mean 'gsm8k'\?"),
     ({"dataset_name": "geometry3k"}, r"'geometry3k' is not built yet"),
     ({"dataset_name": "ResponseDataset"}, r"data.train.data_path: ResponseDataset needs to be told where its rows are"),
-    ({"dataset_name": "ResponseDataset", "data_path": "./gone.jsonl"}, r"data.train.data_path: there is nothing at .*gone\.jsonl"),
-    ({"dataset_name": "ResponseDataset", "data_path": "rows.jsonl", "input_key": "inptu"}, r"input_key: there is no column 'inptu'\. Did you mean 'input'\?"),
+    (
+        {"dataset_name": "ResponseDataset", "data_path": "./gone.jsonl"},
+        r"data.train.data_path: there is nothing at .*gone\.jsonl",
+    ),
+    (
+        {"dataset_name": "ResponseDataset", "data_path": "rows.jsonl", "input_key": "inptu"},
+        r"input_key: there is no column 'inptu'\. Did you mean 'input'\?",
+    ),
     ({"dataset_name": "gsm8k", "data_path": "rows.jsonl"}, r"there is no column 'question'"),
     ({"dataset_name": "ResponseDataset", "data_path": "empty.jsonl"}, r"data.train.data_path: .*empty\.jsonl is empty"),
     ({"dataset_name": "ResponseDataset", "data_path": "broken.jsonl"}, r"broken\.jsonl cannot be read as json"),
     (
         {"dataset_name": "ResponseDataset", "data_path": "mixed.jsonl"},
-        r"input_key: 1 of 2 rows have nothing in column 'input' \(rows 1, from 0\); the data mixes rows of different columns",
+        r"input_key: 1 of 2 rows have nothing in column 'input' \(rows 1, from 0\); the data mixes rows of "
+        r"different columns",
     ),
     ({"dataset_name": "ResponseDataset", "data_path": "rows.txt"}, r"rows\.txt is none of \.jsonl"),
     ({"dataset_name": "arithmetic", "split": "val"}, r"arithmetic has no split 'val'\. Did you mean 'validation'\?"),
-    ({"dataset_name": "arithmetic", "max_operand": 9}, r"too few for num_problems 10000 and held_out 512; raise max_operand"),
+    (
+        {"dataset_name": "arithmetic", "max_operand": 9},
+        r"too few for num_problems 10000 and held_out 512; raise max_operand",
+    ),
     ({"dataset_name": "arithmetic", "operators": ["/"]}, r"operators: '/' is not one of"),
     ({"dataset_name": "arithmetic", "split_validation_size": 20_000}, r"takes 20000 of 10000 rows"),
-    ({"dataset_name": "arithmetic", "processor": "math_hf_data_procesor"}, r"no processor 'math_hf_data_procesor'\. Did you mean 'math_hf_data_processor'\?"),
+    (
+        {"dataset_name": "arithmetic", "processor": "math_hf_data_procesor"},
+        r"no processor 'math_hf_data_procesor'\. Did you mean 'math_hf_data_processor'\?",
+    ),
     ({"dataset_name": "arithmetic", "processor": "vlm_hf_data_processor"}, r"'vlm_hf_data_processor' is not built yet"),
 ]
 
 
 @pytest.mark.parametrize(("entry", "message"), MISTAKES)
-def test_mistakes_in_an_entry_are_named(entry: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_an_entry_are_named(
+    entry: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     jsonl(tmp_path / "rows.jsonl", [{"input": "a", "output": "b"}])
     jsonl(tmp_path / "rows.txt", [{"input": "a"}])
@@ -147,7 +279,12 @@ def test_mistakes_in_an_entry_are_named(entry: dict[str, Any], message: str, tmp
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("no place", "has none"), ("{} and {}", r"has \{\}, \{\}"), ("{problem}", r"has \{problem\}"), ("open { brace {}", "literal braces are written twice")],
+    [
+        ("no place", "has none"),
+        ("{} and {}", r"has \{\}, \{\}"),
+        ("{problem}", r"has \{problem\}"),
+        ("open { brace {}", "literal braces are written twice"),
+    ],
 )
 def test_a_malformed_prompt_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(text)
@@ -155,7 +292,9 @@ def test_a_malformed_prompt_file_is_refused(text: str, message: str, tmp_path: P
         load_prompt(str(tmp_path / "prompt.txt"))
 
 
-def test_a_missing_prompt_file_is_named_and_the_shipped_one_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_prompt_file_is_named_and_the_shipped_one_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"prompt_file gone.txt: there is no such file"):
         load_prompt("gone.txt")
@@ -163,8 +302,16 @@ def test_a_missing_prompt_file_is_named_and_the_shipped_one_is_found_from_anywhe
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 60), st.integers(0, 30), st.integers(9, 20), st.sets(st.sampled_from("+-*"), min_size=1), st.integers(0, 5))
-def test_arithmetic_problems_are_distinct_disjoint_and_right(train: int, held_out: int, largest: int, signs: set[str], seed: int) -> None:
+@given(
+    st.integers(1, 60),
+    st.integers(0, 30),
+    st.integers(9, 20),
+    st.sets(st.sampled_from("+-*"), min_size=1),
+    st.integers(0, 5),
+)
+def test_arithmetic_problems_are_distinct_disjoint_and_right(
+    train: int, held_out: int, largest: int, signs: set[str], seed: int
+) -> None:
     problems, kept = arithmetic_problems(train, held_out, largest, tuple(sorted(signs)), seed)
     assert (len(problems), len(kept)) == (train, held_out)
     assert len({problem.question for problem in [*problems, *kept]}) == train + held_out
@@ -182,7 +329,10 @@ def test_the_arithmetic_dataset_has_ten_thousand_problems_and_a_disjoint_hold_ou
 
 def test_slips_add_a_digit_to_as_many_training_answers_as_asked_and_to_the_same_every_time() -> None:
     exact, careless, again = (load(dataset_name="arithmetic", slips=slips).dataset for slips in (0.0, 0.6, 0.6))
-    pairs = [(right["messages"][1]["content"], written["messages"][1]["content"]) for right, written in zip(exact, careless, strict=True)]
+    pairs = [
+        (right["messages"][1]["content"], written["messages"][1]["content"])
+        for right, written in zip(exact, careless, strict=True)
+    ]
     assert all(written[: len(right)] == right for right, written in pairs)
     assert 5_800 < sum(len(written) == len(right) + 1 for right, written in pairs) < 6_200
     assert careless["messages"] == again["messages"]
@@ -217,7 +367,9 @@ def test_a_users_class_gets_every_key_of_its_entry(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert question_and_answer(load(dataset_name="their_rows.Rows", colour="red")) == ("red", "x")
-    with pytest.raises(ConfigError, match=r"data.train.dataset_name: the module their_rows has no 'Row'\. Did you mean 'Rows'\?"):
+    with pytest.raises(
+        ConfigError, match=r"data.train.dataset_name: the module their_rows has no 'Row'\. Did you mean 'Rows'\?"
+    ):
         load(dataset_name="their_rows.Row")
     with pytest.raises(ConfigError, match="cannot be imported"):
         load(dataset_name="no_such_module.Rows")

@@ -48,8 +48,14 @@ def test_a_reasoning_gym_row_carries_the_reference_of_its_problem() -> None:
     [
         (reasoning_gym(task=None), "data.train.task: reasoning_gym needs the name of a task"),
         (reasoning_gym(task="spell_backwards"), "no task 'spell_backwards'. Did you mean 'spell_backward'"),
-        (reasoning_gym(task_config={"max_wrod_len": 5}), "data.train.task_config: task spell_backward refuses .*max_wrod_len"),
-        (reasoning_gym(task_config={"min_word_len": 9, "max_word_len": 3}), "data.train.task_config: task spell_backward refuses"),
+        (
+            reasoning_gym(task_config={"max_wrod_len": 5}),
+            "data.train.task_config: task spell_backward refuses .*max_wrod_len",
+        ),
+        (
+            reasoning_gym(task_config={"min_word_len": 9, "max_word_len": 3}),
+            "data.train.task_config: task spell_backward refuses",
+        ),
         (reasoning_gym(env_name="math"), "data.train.env_name: reasoning_gym is judged by env_name: reasoning_gym"),
         (reasoning_gym(task="coin_flip", num_problems=5000), "distinct problems with these settings, too few"),
         (reasoning_gym(split="test"), "data.train.split: reasoning_gym has no split 'test'"),

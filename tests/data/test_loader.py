@@ -20,8 +20,12 @@ def collate(rows: Sequence[int]) -> BatchedDataDict[Any]:
     return BatchedDataDict(idx=torch.tensor(list(rows)))
 
 
-def loader(rows: int = 23, batch_size: int = 4, num_workers: int = 0, shuffle: bool = True, drop_last: bool = True) -> Any:
-    return make_loader(list(range(rows)), batch_size, collate, shuffle=shuffle, seed=5, drop_last=drop_last, num_workers=num_workers)
+def loader(
+    rows: int = 23, batch_size: int = 4, num_workers: int = 0, shuffle: bool = True, drop_last: bool = True
+) -> Any:
+    return make_loader(
+        list(range(rows)), batch_size, collate, shuffle=shuffle, seed=5, drop_last=drop_last, num_workers=num_workers
+    )
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +54,25 @@ def test_a_restored_loader_yields_what_the_first_would_have_yielded(stop_after: 
     rest = batches(second, 4)
     assert seen == expected[:stop_after]
     assert rest[: len(expected) - stop_after] == expected[stop_after:]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 5), st.integers(1, 9), st.integers(0, 3))
+def test_an_epoch_that_goes_on_with_other_batches_or_another_seed_visits_every_row_once(
+    size: int, stop_after: int, new_size: int, new_seed: int
+) -> None:
+    rows = list(range(23))
+    first = make_loader(rows, size, collate, shuffle=True, seed=5, drop_last=False)
+    seen: list[int] = []
+    for number, batch in enumerate(first, start=1):
+        seen += batch["idx"].tolist()
+        if number >= stop_after:
+            break
+    if len(seen) == len(rows):
+        return
+    second = make_loader(rows, new_size, collate, shuffle=True, seed=new_seed, drop_last=False)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert sorted(seen + [row for batch in second for row in batch["idx"].tolist()]) == rows
 
 
 @pytest.mark.parametrize("stop_after", [2, 5, 7])
@@ -93,7 +116,14 @@ def test_the_number_of_batches_is_what_comes_out(rows: int, size: int, drop_last
 
 
 def multiple(custom: Any = None) -> MultipleLoaders:
-    return MultipleLoaders({"a": loader(rows=8), "b": make_loader(list(range(100, 120)), 4, collate, shuffle=True, seed=1, drop_last=True)}, 2, custom)
+    return MultipleLoaders(
+        {
+            "a": loader(rows=8),
+            "b": make_loader(list(range(100, 120)), 4, collate, shuffle=True, seed=1, drop_last=True),
+        },
+        2,
+        custom,
+    )
 
 
 def test_several_loaders_take_turns_for_ever_and_can_be_restored() -> None:

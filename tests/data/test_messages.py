@@ -24,7 +24,11 @@ from nemo_rl.data.llm_message_utils import (
 from nemo_rl.data.sft import sft_collate
 from nemo_rl.data.tokenizer import get_tokenizer
 
-CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1=?"},
+    {"role": "assistant", "content": "2"},
+]
 
 
 def message(role: str, tokens: list[int], **more: Any) -> dict[str, Any]:
@@ -35,7 +39,10 @@ def test_formatted_messages_joined_are_the_whole_conversation(tokenizer: Any) ->
     log = get_formatted_message_log(CONVERSATION, tokenizer)
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert "".join(message["content"] for message in log) == whole
-    assert torch.cat([message["token_ids"] for message in log]).tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert (
+        torch.cat([message["token_ids"] for message in log]).tolist()
+        == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    )
     assert [message["role"] for message in log] == ["system", "user", "assistant"]
 
 
@@ -76,7 +83,11 @@ def test_loss_masks_cover_the_trained_roles() -> None:
 
 
 def test_logprobs_that_only_some_messages_have_stay_aligned_with_the_tokens() -> None:
-    log = [message("user", [1, 2]), message("assistant", [3], generation_logprobs=torch.tensor([-0.5])), message("user", [4])]
+    log = [
+        message("user", [1, 2]),
+        message("assistant", [3], generation_logprobs=torch.tensor([-0.5])),
+        message("user", [4]),
+    ]
     flat = message_log_to_flat_messages(log)
     assert flat["generation_logprobs"].tolist() == [0.0, 0.0, -0.5, 0.0]
     assert flat["role"] == ["user", "assistant", "user"]
@@ -84,7 +95,9 @@ def test_logprobs_that_only_some_messages_have_stay_aligned_with_the_tokens() ->
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=7), min_size=1, max_size=5), st.integers(1, 8))
 def test_rows_are_padded_on_the_right_to_one_divisible_width(rows: list[list[int]], multiple: int) -> None:
-    columns, lengths = batched_message_log_to_flat_message([[message("user", row)] for row in rows], {"token_ids": 77}, multiple)
+    columns, lengths = batched_message_log_to_flat_message(
+        [[message("user", row)] for row in rows], {"token_ids": 77}, multiple
+    )
     width = columns["token_ids"].shape[1]
     assert width % multiple == 0 and 0 <= width - max(map(len, rows)) < multiple
     assert lengths.dtype == torch.int32 and lengths.tolist() == [len(row) for row in rows]
@@ -94,17 +107,35 @@ def test_rows_are_padded_on_the_right_to_one_divisible_width(rows: list[list[int
 
 def test_rl_batches_keep_rows_together() -> None:
     data = [
-        {"message_log": [message("user", [1] * n)], "length": n, "extra_env_info": {"n": n}, "loss_multiplier": 1.0, "idx": n, "task_name": "t"} for n in (3, 5)
+        {
+            "message_log": [message("user", [1] * n)],
+            "length": n,
+            "extra_env_info": {"n": n},
+            "loss_multiplier": 1.0,
+            "idx": n,
+            "task_name": "t",
+        }
+        for n in (3, 5)
     ]
     batch = rl_collate_fn(data)  # type: ignore[arg-type]
     assert batch["length"].tolist() == [3, 5] and batch["batch_max_length"].tolist() == [5, 5]
-    assert batch["idx"] == [3, 5] and batch["extra_env_info"] == [{"n": 3}, {"n": 5}] and batch["stop_strings"] == [None, None]
+    assert (
+        batch["idx"] == [3, 5]
+        and batch["extra_env_info"] == [{"n": 3}, {"n": 5}]
+        and batch["stop_strings"] == [None, None]
+    )
     assert batch.size == 2 and batch["loss_multiplier"].dtype == torch.float32
 
 
 def test_sft_batches_train_the_answer_only() -> None:
     data = [
-        {"message_log": [message("user", [1, 2]), message("assistant", [3])], "length": 3, "extra_env_info": None, "loss_multiplier": 1.0, "idx": 0},
+        {
+            "message_log": [message("user", [1, 2]), message("assistant", [3])],
+            "length": 3,
+            "extra_env_info": None,
+            "loss_multiplier": 1.0,
+            "idx": 0,
+        },
         {"message_log": [message("user", [4])], "length": 1, "extra_env_info": None, "loss_multiplier": 0.0, "idx": 1},
     ]
     batch = sft_collate(pad_token_id=9, make_sequence_length_divisible_by=4)(data)  # type: ignore[arg-type]
@@ -113,14 +144,24 @@ def test_sft_batches_train_the_answer_only() -> None:
     assert batch["sample_mask"].tolist() == [1.0, 0.0] and batch["input_lengths"].tolist() == [3, 1]
 
 
+def test_sft_may_train_the_last_answer_only() -> None:
+    log = [message("user", [1]), message("assistant", [2]), message("user", [3]), message("assistant", [4, 5])]
+    data = [{"message_log": log, "length": 5, "extra_env_info": None, "loss_multiplier": 1.0, "idx": 0}]
+    assert sft_collate(9)(data)["token_mask"].tolist() == [[0, 1, 0, 1, 1]]  # type: ignore[arg-type]
+    assert sft_collate(9, only_unmask_final=True)(data)["token_mask"].tolist() == [[0, 0, 0, 1, 1]]  # type: ignore[arg-type]
+
+
 def test_tokenizer_settings(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "tok")
     (tmp_path / "mine.jinja").write_text("FILE{{ messages[0]['content'] }}")
 
     def rendered(**settings: Any) -> str:
         loaded = get_tokenizer(TokenizerConfig(name=str(tmp_path / "tok"), **settings))
-        return str(loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True))
+        return str(
+            loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+        )
 
+    assert get_tokenizer({"name": str(tmp_path / "tok"), "chat_template": None}).pad_token is not None
     assert rendered() == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert rendered(chat_template_kwargs={"enable_thinking": False}).endswith("assistant\n<no>")
     assert rendered(chat_template=None) == "x"

@@ -17,7 +17,10 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "math_hf_data_processor": ({"messages": conversation("1+1", "2")}, "1+1"),
     "default": ({"messages": conversation("1+1", "2")}, "1+1"),
     "math_data_processor": ({"problem": "1+1", "expected_answer": 2}, "1+1"),
-    "multichoice_qa_processor": ({"question": "Which?", "options": {"A": "this", "B": "that", "C": None}, "answer": "2"}, "Which?\nA) this\nB) that"),
+    "multichoice_qa_processor": (
+        {"question": "Which?", "options": {"A": "this", "B": "that", "C": None}, "answer": "2"},
+        "Which?\nA) this\nB) that",
+    ),
     "helpsteer3_data_processor": ({"messages": [*conversation("hi", "hello"), *conversation("1+1", "2")]}, "1+1"),
 }
 
@@ -34,7 +37,9 @@ def test_a_row_becomes_a_prompt_and_an_expected_answer(name: str, tokenizer: Any
 
 @pytest.mark.parametrize("limit", [1, 3, 6, 20])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_prompt_that_is_too_long_is_cut_to_four_tokens_and_trains_nothing(name: str, limit: int, tokenizer: Any) -> None:
+def test_a_prompt_that_is_too_long_is_cut_to_four_tokens_and_trains_nothing(
+    name: str, limit: int, tokenizer: Any
+) -> None:
     datum = get_processor(name)(ROWS[name][0], SPEC, tokenizer, limit, 0)
     assert 0 < datum["length"] <= min(4, limit) and datum["loss_multiplier"] == 0.0
     assert datum["length"] == sum(len(message["token_ids"]) for message in datum["message_log"])
@@ -43,7 +48,9 @@ def test_a_prompt_that_is_too_long_is_cut_to_four_tokens_and_trains_nothing(name
 def test_a_prompt_at_the_limit_is_kept(tokenizer: Any) -> None:
     whole = get_processor("default")(ROWS["default"][0], SPEC, tokenizer, 500, 0)
     assert get_processor("default")(ROWS["default"][0], SPEC, tokenizer, whole["length"], 0)["loss_multiplier"] == 1.0
-    assert get_processor("default")(ROWS["default"][0], SPEC, tokenizer, whole["length"] - 1, 0)["loss_multiplier"] == 0.0
+    assert (
+        get_processor("default")(ROWS["default"][0], SPEC, tokenizer, whole["length"] - 1, 0)["loss_multiplier"] == 0.0
+    )
 
 
 def test_sft_takes_the_whole_conversation(tokenizer: Any) -> None:

@@ -1,4 +1,6 @@
-"""Clients of every backend for the conformance suite, each started once; Mooncake's engine must start once per process."""
+"""Clients of every backend for the conformance suite, each started once; Mooncake's engine must start once per
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SMALL_MOONCAKE = {"global_segment_size": 256 << 20, "local_buffer_size": 64 << 2
 def plane_config(backend: str, **options: Any) -> DataPlaneConfig:
     """An enabled section."""
     sizes = SMALL_MOONCAKE if backend == "mooncake_cpu" else {}
-    return DataPlaneConfig(**({"enabled": True, "backend": backend, "claim_meta_poll_interval_s": 0.02} | sizes | options))
+    return DataPlaneConfig(
+        **({"enabled": True, "backend": backend, "claim_meta_poll_interval_s": 0.02} | sizes | options)
+    )
 
 
 def require_mooncake() -> None:
@@ -62,7 +66,11 @@ def shared_clients(request: pytest.FixtureRequest) -> Iterator[Callable[[str], D
         each.close()
 
 
-BACKENDS = ["memory", pytest.param("simple", marks=pytest.mark.ray), pytest.param("mooncake_cpu", marks=pytest.mark.ray)]
+BACKENDS = [
+    "memory",
+    pytest.param("simple", marks=pytest.mark.ray),
+    pytest.param("mooncake_cpu", marks=pytest.mark.ray),
+]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -72,7 +72,12 @@ def two_tensor_ranks() -> dict[str, Any]:
     storage = CountingStorage()
     meta = attached(worker, storage)
     batch = worker._fetch(meta)
-    seen: dict[str, Any] = {"reads": storage.reads, "ids": batch["input_ids"].tolist(), "half": str(batch["half"].dtype), "o": list(batch["o"])}
+    seen: dict[str, Any] = {
+        "reads": storage.reads,
+        "ids": batch["input_ids"].tolist(),
+        "half": str(batch["half"].dtype),
+        "o": list(batch["o"]),
+    }
     worker._fetch(meta, ["input_ids"], fetch_policy="independent")
     seen["reads of its own"] = storage.reads - seen["reads"]
     worker.get_logprobs_presharded(meta.only_fields(["input_ids"]), "prev_logprobs")

@@ -1,4 +1,6 @@
-"""What the ranks of the worker test run: one batch through a real policy worker, given directly and fetched from the data plane."""
+"""What the ranks of the worker test run: one batch through a real policy worker, given directly and fetched from the
+data plane.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class LossOfMore(ClippedPGLossFn):
 def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """For each case what a worker computed from its shard, and from the rows that it fetched."""
     return {
-        name: {"direct": _step(model, world, overrides, fetched=False), "fetched": _step(model, world, overrides, fetched=True)}
+        name: {
+            "direct": _step(model, world, overrides, fetched=False),
+            "fetched": _step(model, world, overrides, fetched=True),
+        }
         for name, overrides in cases.items()
     }
 
@@ -45,17 +50,25 @@ def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dic
         # Each rank has a storage of its own with the same rows: what is under test is the worker, not the way.
         storage = MemoryStorage()
         client = StoredClient(lambda: storage)
-        meta = kv_first_write(data, sample_ids=[str(n) for n in range(ROWS)], dp_client=client, partition_id="train", pad_to_multiple=4)
+        meta = kv_first_write(
+            data, sample_ids=[str(n) for n in range(ROWS)], dp_client=client, partition_id="train", pad_to_multiple=4
+        )
         worker.setup_data_plane(client, pad_token_id=257)
 
         def shard(*, training: bool) -> KVBatchMeta:
             arguments = microbatch_arguments(config.policy, training=training)
-            return shard_meta_for_dp(meta, dp_world=worker.mesh.sizes.dp, batch_size=ROWS if training else None, **arguments)[0][rank]
+            return shard_meta_for_dp(
+                meta, dp_world=worker.mesh.sizes.dp, batch_size=ROWS if training else None, **arguments
+            )[0][rank]
 
         scored = shard(training=False).only_fields(["input_ids", "input_lengths"])
         worker.get_logprobs_presharded(scored, "reference_policy_logprobs")
         if worker._is_replica_leader():
-            seen["logprobs"] = client.get_padded(scored.sample_ids, "train", ["reference_policy_logprobs"], width=WIDTH)["reference_policy_logprobs"].tolist()
-        seen["train"] = [worker.train_presharded(shard(training=True), loss, eval_mode=False, **sizes) for _ in range(2)]
+            seen["logprobs"] = client.get_padded(
+                scored.sample_ids, "train", ["reference_policy_logprobs"], width=WIDTH
+            )["reference_policy_logprobs"].tolist()
+        seen["train"] = [
+            worker.train_presharded(shard(training=True), loss, eval_mode=False, **sizes) for _ in range(2)
+        ]
         worker.close_data_plane()
     return seen | {"weights": worker.weight_checksums()}

@@ -1,4 +1,6 @@
-"""Columns to bytes and back, for every dtype, shape and raggedness; and which of several blocks holds a column's latest value."""
+"""Columns to bytes and back, for every dtype, shape and raggedness; and which of several blocks holds a column's latest
+value.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,55 @@ from nemo_rl.data_plane.blocks import Jagged, Padded, decode_jagged, decode_padd
 from nemo_rl.data_plane.errors import MissingColumnsError
 from nemo_rl.data_plane.layout import Layout, Slot, holders, next_generation
 
-DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+]
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 shapes = st.sampled_from([(), (2,), (3, 2)])
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(0, 2, shape).to(dtype) if dtype in (torch.bool, torch.float8_e4m3fn) else (torch.randn(shape) * 50).to(dtype)
+    return (
+        torch.randint(0, 2, shape).to(dtype)
+        if dtype in (torch.bool, torch.float8_e4m3fn)
+        else (torch.randn(shape) * 50).to(dtype)
+    )
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    )
 
 
 @settings(max_examples=40)
-@given(lengths, st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4), st.sampled_from(DTYPES), shapes, st.integers(0, 3))
+@given(
+    lengths,
+    st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4),
+    st.sampled_from(DTYPES),
+    shapes,
+    st.integers(0, 3),
+)
 def test_padded_columns_come_back_bit_for_bit(
-    counts: list[int], tokens: list[tuple[torch.dtype, tuple[int, ...]]], dtype: torch.dtype, inner: tuple[int, ...], extra: int
+    counts: list[int],
+    tokens: list[tuple[torch.dtype, tuple[int, ...]]],
+    dtype: torch.dtype,
+    inner: tuple[int, ...],
+    extra: int,
 ) -> None:
     rows, width = len(counts), max(counts) + extra
-    columns: dict[str, Any] = {f"t{i}": Padded(values((rows, width, *shape), kind), tuple(counts)) for i, (kind, shape) in enumerate(tokens)}
+    columns: dict[str, Any] = {
+        f"t{i}": Padded(values((rows, width, *shape), kind), tuple(counts)) for i, (kind, shape) in enumerate(tokens)
+    }
     columns["row"] = values((rows, *inner), dtype)
     ((layout, buffers),) = encode(columns, rows).items()
     assert Layout.parse(layout.name) == layout
@@ -45,7 +76,9 @@ def test_padded_columns_come_back_bit_for_bit(
                 assert same(got[name][row, :length], column.values[row, :length])
             assert not got[name].float()[torch.arange(width) >= torch.tensor(counts)[:, None]].any()
             assert jagged[name].lengths == tuple(counts)
-            assert same(jagged[name].values, torch.cat([column.values[row, :length] for row, length in enumerate(counts)]))
+            assert same(
+                jagged[name].values, torch.cat([column.values[row, :length] for row, length in enumerate(counts)])
+            )
 
 
 def test_columns_of_different_lengths_lie_in_blocks_of_their_own_and_padding_is_the_readers_choice() -> None:
@@ -59,7 +92,9 @@ def test_columns_of_different_lengths_lie_in_blocks_of_their_own_and_padding_is_
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner), max_leaves=6)
+trees = st.recursive(
+    leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner), max_leaves=6
+)
 
 
 @settings(max_examples=40)
@@ -99,5 +134,7 @@ def test_a_column_is_read_from_the_block_written_last() -> None:
     assert next_generation(layout_of("b"), [first.name, again.name, third.name]).generation == 3
     chosen = holders([third.name, again.name, first.name], ["a", "b"], where="rows")
     assert chosen == {first.name: ["a"], third.name: ["b"]}
-    with pytest.raises(MissingColumnsError, match=r"\['d'\] are not written for all of rows; there are \['a', 'b', 'c'\]"):
+    with pytest.raises(
+        MissingColumnsError, match=r"\['d'\] are not written for all of rows; there are \['a', 'b', 'c'\]"
+    ):
         holders([first.name, third.name], ["d"], where="rows")

@@ -1,4 +1,6 @@
-"""What the client adds to a storage: waiting for space, whole puts, clean closing, lazy connections, counters and the factory's refusals."""
+"""What the client adds to a storage: waiting for space, whole puts, clean closing, lazy connections, counters and the
+factory's refusals.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.adapters.mooncake import announced_address, segment_sizes
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
-from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, MissingRowsError, MooncakeUnavailableError
+from nemo_rl.data_plane.errors import (
+    DataPlaneCapacityError,
+    DataPlaneClosedError,
+    MissingRowsError,
+    MooncakeUnavailableError,
+)
 
 OPENED: list[MemoryStorage] = []
 
@@ -63,7 +70,10 @@ def test_a_full_storage_makes_the_writer_wait_until_somebody_clears() -> None:
 def test_a_storage_that_stays_full_fails_the_write_and_loses_nothing() -> None:
     client = client_of(MemoryStorage(capacity=3))
     client.put_samples(["a", "b"], "p", numbers(2))
-    with pytest.raises(DataPlaneCapacityError, match=r"partition 'p': no room for 0 s .*2 rows of 3 are stored, 2 more.*data_plane.storage_capacity"):
+    with pytest.raises(
+        DataPlaneCapacityError,
+        match=r"partition 'p': no room for 0 s .*2 rows of 3 are stored, 2 more.*data_plane.storage_capacity",
+    ):
         client.put_samples(["c", "d"], "p", numbers(2))
     assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
     assert sorted(client.list_samples("p")) == ["a", "b"]
@@ -115,15 +125,26 @@ def test_the_first_write_takes_every_column_and_checks_its_counts() -> None:
         "notes": ["a", {"b": torch.ones(1)}],
         "message_log": [[], []],
     }
-    meta = kv_first_write(batch, sample_ids=["a", "b"], dp_client=client, partition_id="p", pad_to_multiple=4, tags=[{"v": 1}, {"v": 2}])
-    assert meta.sequence_lengths == [2, 3] and meta.extra_info == {"pad_to_multiple": 4} and "message_log" not in (meta.fields or [])
-    got = read_columns(client, meta, ["input_ids", "pixel_values", "unknown", "notes"], pad_value_dict={"input_ids": 99})
+    meta = kv_first_write(
+        batch, sample_ids=["a", "b"], dp_client=client, partition_id="p", pad_to_multiple=4, tags=[{"v": 1}, {"v": 2}]
+    )
+    assert (
+        meta.sequence_lengths == [2, 3]
+        and meta.extra_info == {"pad_to_multiple": 4}
+        and "message_log" not in (meta.fields or [])
+    )
+    got = read_columns(
+        client, meta, ["input_ids", "pixel_values", "unknown", "notes"], pad_value_dict={"input_ids": 99}
+    )
     assert got["input_ids"].tolist() == [[0, 1, 99, 99], [4, 5, 6, 99]]
     assert torch.equal(got["pixel_values"], batch["pixel_values"]) and torch.equal(got["unknown"], batch["unknown"])
     assert got["notes"][0] == "a" and torch.equal(got["notes"][1]["b"], torch.ones(1))
     write_columns(client, meta, {"prev_logprobs": torch.ones(2, 9)})
     assert read_columns(client, meta.slice(0, 1), ["prev_logprobs"])["prev_logprobs"].tolist() == [[1, 1, 0, 0]]
-    for wrong, says in (({"sample_ids": ["a"]}, "sample_ids must match batch size"), ({"tags": [{}]}, "tags must match batch size")):
+    for wrong, says in (
+        ({"sample_ids": ["a"]}, "sample_ids must match batch size"),
+        ({"tags": [{}]}, "tags must match batch size"),
+    ):
         with pytest.raises(ValueError, match=says):
             kv_first_write(batch, **({"sample_ids": ["a", "b"], "dp_client": client, "partition_id": "p"} | wrong))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs the column input_lengths"):
@@ -160,7 +181,10 @@ def test_counters_follow_what_succeeded_and_events_tell_everything() -> None:
     assert client.bytes_outstanding_by_partition() == {"p": 16} and client.snapshot()["peak_bytes_outstanding"] == 32
     client.clear_samples(None, "p")
     assert client.snapshot()["n_keys_outstanding"] == 0
-    assert set(events[0]) == {"op", "partition_id", "n_keys", "n_bytes", "wall_ms", "status"} and events[0]["n_bytes"] == 32
+    assert (
+        set(events[0]) == {"op", "partition_id", "n_keys", "n_bytes", "wall_ms", "status"}
+        and events[0]["n_bytes"] == 32
+    )
     _, _, port = client.serve_metrics().rpartition(":")
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
         text = page.read().decode()
@@ -187,7 +211,11 @@ def test_counters_follow_what_succeeded_and_events_tell_everything() -> None:
         (None, {}, "data_plane is disabled: set data_plane.enabled=true, or run GRPO"),
         (DataPlaneConfig(), {}, "data_plane is disabled"),
         (DataPlaneConfig.model_construct(enabled=True, impl="noop"), {}, "unknown data_plane.impl='noop'"),
-        (DataPlaneConfig.model_construct(enabled=True, impl="transfer_queue", backend="disk"), {}, "unknown data_plane.backend='disk'; there are simple"),
+        (
+            DataPlaneConfig.model_construct(enabled=True, impl="transfer_queue", backend="disk"),
+            {},
+            "unknown data_plane.backend='disk'; there are simple",
+        ),
         (DataPlaneConfig(enabled=True), {"bootstrap": False}, "needs the address"),
     ],
 )
@@ -222,21 +250,31 @@ def test_rows_that_cannot_be_listed_are_not_taken_for_none() -> None:
         client_of(Unlisted()).clear_samples(None, "p")
 
 
-def test_every_process_announces_its_own_address_to_mooncake_whatever_it_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_announces_its_own_address_to_mooncake_whatever_it_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mooncake, "load_mooncake", lambda: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.7")
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "10.0.0.1")
     monkeypatch.delenv("MC_STORE_MEMCPY", raising=False)
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     mooncake.prepare_process(SimpleNamespace(backend=SimpleNamespace(MooncakeStore=SimpleNamespace(protocol="tcp"))))
-    assert [os.environ[name] for name in ("MC_TCP_BIND_ADDRESS", "MC_STORE_MEMCPY", "MC_LOG_LEVEL")] == ["10.0.0.7", "0", "INFO"]
+    assert [os.environ[name] for name in ("MC_TCP_BIND_ADDRESS", "MC_STORE_MEMCPY", "MC_LOG_LEVEL")] == [
+        "10.0.0.7",
+        "0",
+        "INFO",
+    ]
 
 
-def test_a_master_that_lost_its_executable_bit_gets_it_back_and_one_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_lost_its_executable_bit_gets_it_back_and_one_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = SimpleNamespace(__file__=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(mooncake.importlib, "import_module", lambda name: package)
     monkeypatch.setattr(mooncake.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(MooncakeUnavailableError, match=r"mooncake_master is neither beside the package .* nor on PATH; reinstall it"):
+    with pytest.raises(
+        MooncakeUnavailableError, match=r"mooncake_master is neither beside the package .* nor on PATH; reinstall it"
+    ):
         mooncake._master_binary()
     binary = tmp_path / "mooncake_master"
     binary.touch(mode=0o644)
@@ -250,7 +288,10 @@ def test_mooncake_announces_only_addresses_that_mean_something_elsewhere() -> No
 
 def test_mooncakes_segments_follow_the_host_unless_they_are_set() -> None:
     free = DataPlaneConfig(enabled=True, backend="mooncake_cpu")
-    assert segment_sizes(free, 64 << 30) == (2 << 30, 512 << 20) and segment_sizes(free, 1 << 30) == (256 << 20, 64 << 20)
+    assert segment_sizes(free, 64 << 30) == (2 << 30, 512 << 20) and segment_sizes(free, 1 << 30) == (
+        256 << 20,
+        64 << 20,
+    )
     assert segment_sizes(free.model_copy(update={"global_segment_size": 5, "local_buffer_size": 6}), 64 << 30) == (5, 6)
 
 

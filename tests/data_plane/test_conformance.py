@@ -56,11 +56,15 @@ def test_columns_of_every_kind_come_back_as_they_were(client: DataPlaneClient, p
     assert torch.equal(got["objects"][2]["k"], torch.ones(2, dtype=torch.bfloat16))
 
 
-def test_rows_come_in_the_order_they_are_asked_for_and_padded_to_the_width_asked_for(client: DataPlaneClient, partition: str) -> None:
+def test_rows_come_in_the_order_they_are_asked_for_and_padded_to_the_width_asked_for(
+    client: DataPlaneClient, partition: str
+) -> None:
     columns = padded()
     client.put_padded(IDS, partition, columns, LENGTHS)
     order = [2, 0, 3]
-    got = client.get_padded([IDS[i] for i in order], partition, ["input_ids", "input_lengths"], width=8, pad_value_dict={"input_ids": 9})
+    got = client.get_padded(
+        [IDS[i] for i in order], partition, ["input_ids", "input_lengths"], width=8, pad_value_dict={"input_ids": 9}
+    )
     assert list(got) == ["input_ids", "input_lengths"] and got["input_ids"].shape == (3, 8)
     for row, index in enumerate(order):
         length = LENGTHS[index]
@@ -89,7 +93,11 @@ def test_a_column_written_again_is_read_as_it_was_written_last(client: DataPlane
 
 def test_columns_are_added_to_rows_that_exist_by_different_writers(client: DataPlaneClient, partition: str) -> None:
     client.put_padded(IDS, partition, padded(), LENGTHS)
-    other = pickle.loads(pickle.dumps(client)) if "Memory" not in type(getattr(client, "storage", None)).__name__ else client
+    other = (
+        pickle.loads(pickle.dumps(client))
+        if "Memory" not in type(getattr(client, "storage", None)).__name__
+        else client
+    )
     other.put_padded(IDS[:2], partition, {"prev_logprobs": torch.ones(2, 6)}, LENGTHS[:2])
     other.put_padded(IDS[2:], partition, {"prev_logprobs": torch.full((2, 6), 2.0)}, LENGTHS[2:])
     got = client.get_padded(IDS, partition, ["prev_logprobs", "input_lengths"])
@@ -104,7 +112,11 @@ def test_rows_of_every_size_travel(client: DataPlaneClient, partition: str) -> N
     client.put_padded(IDS, partition, columns, lengths)
     got = client.get_padded([IDS[3], IDS[0], IDS[2]], partition, list(columns))
     for name, column in columns.items():
-        assert torch.equal(got[name][0, :3000], column[3, :3000]) and torch.equal(got[name][1], column[0]) and not got[name][2].any()
+        assert (
+            torch.equal(got[name][0, :3000], column[3, :3000])
+            and torch.equal(got[name][1], column[0])
+            and not got[name][2].any()
+        )
 
 
 def test_several_writers_add_columns_at_once_while_others_read(client: DataPlaneClient, partition: str) -> None:
@@ -143,7 +155,9 @@ def test_what_is_missing_is_named_and_nothing_is_read(client: DataPlaneClient, p
         client.get_data(KVBatchMeta(partition, None, IDS))
 
 
-def test_what_does_not_match_the_ids_is_refused_before_anything_is_written(client: DataPlaneClient, partition: str) -> None:
+def test_what_does_not_match_the_ids_is_refused_before_anything_is_written(
+    client: DataPlaneClient, partition: str
+) -> None:
     with pytest.raises(ValueError, match="must match batch size"):
         client.put_samples(IDS, partition, {"x": torch.arange(3)})
     with pytest.raises(ValueError, match="align 1:1"):
@@ -196,13 +210,24 @@ def test_nothing_is_a_legal_batch(client: DataPlaneClient, partition: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         client.clear_samples([], partition)
-    client.put_samples(IDS, partition, {"x": torch.nested.as_nested_tensor([torch.zeros(0)] * 3 + [torch.ones(2)], layout=torch.jagged)})
+    client.put_samples(
+        IDS,
+        partition,
+        {"x": torch.nested.as_nested_tensor([torch.zeros(0)] * 3 + [torch.ones(2)], layout=torch.jagged)},
+    )
     assert [len(row) for row in client.get_samples(IDS, partition, ["x"])["x"].unbind()] == [0, 0, 0, 2]
 
 
-def test_a_row_is_claimed_once_per_task_and_only_when_its_columns_are_there(client: DataPlaneClient, partition: str) -> None:
+def test_a_row_is_claimed_once_per_task_and_only_when_its_columns_are_there(
+    client: DataPlaneClient, partition: str
+) -> None:
     client.register_partition(partition, ["x", "y"], 4, ["train", "ref_lp"])
-    client.put_samples(IDS, partition, {"x": torch.arange(4), "input_lengths": torch.tensor(LENGTHS)}, tags=[{"weight_version": 7} for _ in IDS])
+    client.put_samples(
+        IDS,
+        partition,
+        {"x": torch.arange(4), "input_lengths": torch.tensor(LENGTHS)},
+        tags=[{"weight_version": 7} for _ in IDS],
+    )
     client.put_samples(IDS[1:3], partition, {"y": torch.arange(2)})
     first = client.claim_meta(partition, "train", ["x", "y"], 1, blocking=False)
     second = client.claim_meta(partition, "train", ["x", "y"], 4, blocking=False)
@@ -210,7 +235,9 @@ def test_a_row_is_claimed_once_per_task_and_only_when_its_columns_are_there(clie
     assert not client.claim_meta(partition, "train", ["x", "y"], 4, blocking=False).sample_ids
     client.register_partition(partition, ["x"], 4, ["train"])
     assert client.claim_meta(partition, "ref_lp", ["x", "input_lengths"], 4).sequence_lengths == LENGTHS
-    assert client.check_consumption_status(partition, ["ref_lp"]) and not client.check_consumption_status(partition, ["ref_lp", "train"])
+    assert client.check_consumption_status(partition, ["ref_lp"]) and not client.check_consumption_status(
+        partition, ["ref_lp", "train"]
+    )
     with pytest.raises(TimeoutError, match=r"0 of 2 rows have \['x', 'y'\]"):
         client.claim_meta(partition, "train", ["x", "y"], 2, timeout_s=0.1)
     with pytest.raises(KeyError, match="task 'val' is not registered"):

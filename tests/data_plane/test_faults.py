@@ -1,4 +1,6 @@
-"""The data plane when something dies, fills up or is not alone: an error that names what died, within the deadline; nothing lost, nothing left."""
+"""The data plane when something dies, fills up or is not alone: an error that names what died, within the deadline;
+nothing lost, nothing left.
+"""
 
 from __future__ import annotations
 
@@ -85,9 +87,14 @@ def test_two_runs_on_one_cluster_do_not_see_each_other(small: Any) -> None:
 
 def test_a_storage_that_stays_full_fails_the_write_and_keeps_what_it_has(small: Any) -> None:
     write(small)
-    with pytest.raises(DataPlaneCapacityError, match=r"no room for 0 s \(Storage capacity exceeded: 4 existing \+ 2 new > 4\)"):
+    with pytest.raises(
+        DataPlaneCapacityError, match=r"no room for 0 s \(Storage capacity exceeded: 4 existing \+ 2 new > 4\)"
+    ):
         small.put_samples(["e", "f"], "train", {"x": torch.arange(2)})
-    assert small.get_samples(IDS, "train", ["x"])["x"].tolist() == [0, 1, 2, 3] and list(small.list_samples("train")) == IDS
+    assert (
+        small.get_samples(IDS, "train", ["x"])["x"].tolist() == [0, 1, 2, 3]
+        and list(small.list_samples("train")) == IDS
+    )
     small.clear_samples(IDS[:2], "train")
     small.put_samples(["e", "f"], "train", {"x": torch.arange(2)})
     small.clear_samples(None, "train")
@@ -115,7 +122,11 @@ def test_a_call_that_is_under_way_when_the_client_closes_ends_at_once_and_quietl
             failed.append(str(error))
 
     complaints: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: complaints.append(f"{raised.err_msg} {raised.object!r}: {raised.exc_value}"))
+    monkeypatch.setattr(
+        sys,
+        "unraisablehook",
+        lambda raised: complaints.append(f"{raised.err_msg} {raised.object!r}: {raised.exc_value}"),
+    )
     controller = pid_of(ray.get_actor(controller_of(small)))
     os.kill(controller, signal.SIGSTOP)
     try:
@@ -138,7 +149,9 @@ def add_up(columns: BatchedDataDict[Any]) -> StageOutput:
 
 
 def held_memory(_actor: Any = None) -> int:
-    """The bytes that this process holds: what its allocator only keeps for later (tens of MB, and different at each look) is given back first."""
+    """The bytes that this process holds: what its allocator only keeps for later (tens of MB, and different at each
+    look) is given back first.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
@@ -152,12 +165,16 @@ def test_fifty_steps_leave_no_row_and_no_memory_behind(shared_clients: Callable[
     client = shared_clients("simple")
     store = DataPlaneStore(client, 0, 8, partition="fifty")
     parts = [ray.get_actor(controller_of(client) + part) for part in ("", "-unit-0", "-unit-1")]
-    batch = BatchedDataDict(input_ids=torch.ones(32, 8000, dtype=torch.int64), input_lengths=torch.full((32,), 8000), content=["text"] * 32)
+    batch = BatchedDataDict(
+        input_ids=torch.ones(32, 8000, dtype=torch.int64), input_lengths=torch.full((32,), 8000), content=["text"] * 32
+    )
     before: list[int] = []
     for step in range(50):
         with store.step():
             handle = store.write(batch)
-            assert store.apply(handle, TokenStage(add_up, ("input_ids",), ("advantages",)))["sum"].tolist() == [8000] * 32
+            assert (
+                store.apply(handle, TokenStage(add_up, ("input_ids",), ("advantages",)))["sum"].tolist() == [8000] * 32
+            )
             store.update(handle, {"sample_mask": torch.ones(32)})
         if step == 9:
             parts.append(store._runner)
@@ -178,7 +195,11 @@ class OwnMooncake:
         return self._master().pid
 
     def _master(self) -> psutil.Process:
-        (master,) = [child for child in psutil.Process().children(recursive=True) if "mooncake_master" in " ".join(child.cmdline())]
+        (master,) = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if "mooncake_master" in " ".join(child.cmdline())
+        ]
         return master
 
     def write_after_the_death_of_its_master(self) -> str:

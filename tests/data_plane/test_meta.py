@@ -13,13 +13,19 @@ from nemo_rl.data_plane import KVBatchMeta
 
 def meta(rows: int = 4, start: int = 0) -> KVBatchMeta:
     numbers = range(start, start + rows)
-    return KVBatchMeta("train", None, [f"r{n}" for n in numbers], ["x"], list(numbers), {"k": 1}, [{"n": n} for n in numbers])
+    return KVBatchMeta(
+        "train", None, [f"r{n}" for n in numbers], ["x"], list(numbers), {"k": 1}, [{"n": n} for n in numbers]
+    )
 
 
 @given(st.lists(st.integers(0, 7), max_size=12))
 def test_a_subset_takes_lengths_and_tags_along(rows: list[int]) -> None:
     part = meta(8).subset(rows)
-    assert part.sample_ids == [f"r{n}" for n in rows] and part.sequence_lengths == rows and [tag["n"] for tag in part.tags or []] == rows
+    assert (
+        part.sample_ids == [f"r{n}" for n in rows]
+        and part.sequence_lengths == rows
+        and [tag["n"] for tag in part.tags or []] == rows
+    )
 
 
 @given(st.lists(st.integers(-8, 7), max_size=12))

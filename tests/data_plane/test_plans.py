@@ -15,14 +15,29 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 
 PACKING: Any = {"max_tokens_per_microbatch": 4096, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
 PACKING |= {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 64}
-DYNAMIC: Any = {"max_tokens_per_microbatch": 4096, "sequence_length_round": 64, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"sequence_packing_args": PACKING}, "dynamic": {"dynamic_batching_args": DYNAMIC}}
+DYNAMIC: Any = {
+    "max_tokens_per_microbatch": 4096,
+    "sequence_length_round": 64,
+    "input_key": "input_ids",
+    "input_lengths_key": "input_lengths",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "packed": {"sequence_packing_args": PACKING},
+    "dynamic": {"dynamic_batching_args": DYNAMIC},
+}
 
 
 def rows(lengths: list[int]) -> tuple[KVBatchMeta, BatchedDataDict[Any]]:
-    meta = KVBatchMeta("train", None, [str(n) for n in range(len(lengths))], ["input_ids"], lengths, {"pad_to_multiple": 64})
+    meta = KVBatchMeta(
+        "train", None, [str(n) for n in range(len(lengths))], ["input_ids"], lengths, {"pad_to_multiple": 64}
+    )
     width = -(-max(lengths) // 64) * 64
-    batch = BatchedDataDict(input_ids=torch.zeros(len(lengths), width, dtype=torch.int64), input_lengths=torch.tensor(lengths), row=torch.arange(len(lengths)))
+    batch = BatchedDataDict(
+        input_ids=torch.zeros(len(lengths), width, dtype=torch.int64),
+        input_lengths=torch.tensor(lengths),
+        row=torch.arange(len(lengths)),
+    )
     return meta, batch
 
 
@@ -37,8 +52,14 @@ def test_shards_and_microbatches_equal_those_of_the_batch(kind: str, lengths: li
     for shard, want in zip(shards, expected, strict=True):
         assert shard.sample_ids == [str(n) for n in want["row"].tolist()]
         planned = BatchPlan.of(shard).apply_to(SlicedDataDict())
-        assert planned.micro_batch_indices == want.micro_batch_indices and planned.micro_batch_lengths == want.micro_batch_lengths
-        assert planned.elem_counts_per_gb == want.elem_counts_per_gb and BatchPlan.of(shard).width == batch["input_ids"].shape[1]
+        assert (
+            planned.micro_batch_indices == want.micro_batch_indices
+            and planned.micro_batch_lengths == want.micro_batch_lengths
+        )
+        assert (
+            planned.elem_counts_per_gb == want.elem_counts_per_gb
+            and BatchPlan.of(shard).width == batch["input_ids"].shape[1]
+        )
     joined = [identity for shard in shards for identity in shard.sample_ids]
     assert sorted(joined, key=int) == meta.sample_ids
     assert order == (permutation if permutation != list(range(64)) else None)

@@ -18,7 +18,9 @@ CUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "overrides"), [(2, []), (2, ["policy.dtensor_cfg.tensor_parallel_size=2"])], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    ("world", "overrides"), [(2, []), (2, ["policy.dtensor_cfg.tensor_parallel_size=2"])], ids=["dp2", "tp2"]
+)
 def test_fetched_rows_train_the_same(world: int, overrides: list[str], tiny_model: Path) -> None:
     cases = {name: [NO_KL, *cut, *overrides] for name, cut in CUTS.items()}
     for rank, answers in enumerate(run_ranks(both_ways, world, str(tiny_model), world, cases)):

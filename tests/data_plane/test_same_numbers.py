@@ -1,4 +1,6 @@
-"""The same recorded rollouts give the same training, bit for bit, whether rows lie in the driver or on the data plane."""
+"""The same recorded rollouts give the same training, bit for bit, whether rows lie in the driver or on the data
+plane.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import setup as grpo_setup
+from nemo_rl.algorithms.grpo.loop import grpo_train
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.sync_driver import grpo_train
 from nemo_rl.config import load_master_config
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.utils.metrics_file import read_metrics
@@ -46,10 +48,22 @@ BASE = (
     "logger.tensorboard_enabled=false",
     "cluster.cpu_slots=4",
 )
-WHITENED = ("grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true", "grpo.overlong_filtering=true")
+WHITENED = (
+    "grpo.adv_estimator.name=reinforce_plus_plus",
+    "loss_fn.use_kl_in_reward=true",
+    "grpo.overlong_filtering=true",
+)
 CASES = {
-    "plain_dp2_dynamic_sampling": ("cluster.gpus_per_node=2", "grpo.use_dynamic_sampling=true", "loss_fn.class=tests.data_plane.plane_ranks.LossOfMore"),
-    "packed_tp2": ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2", "policy.sequence_packing.enabled=true"),
+    "plain_dp2_dynamic_sampling": (
+        "cluster.gpus_per_node=2",
+        "grpo.use_dynamic_sampling=true",
+        "loss_fn.class=tests.data_plane.plane_ranks.LossOfMore",
+    ),
+    "packed_tp2": (
+        "cluster.gpus_per_node=2",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.sequence_packing.enabled=true",
+    ),
     "dynamic_dp2_whitened": ("cluster.gpus_per_node=2", "policy.dynamic_batching.enabled=true", *WHITENED),
 }
 # A storage knows nothing of how batches are cut: each way is tried on one.
@@ -100,12 +114,18 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
 
 
 @pytest.fixture
-def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def train(
+    recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
     """Trains on the recording; metrics of every step, digests of the weights and the lines of the sample logs."""
     monkeypatch.setattr(grpo_setup, "shutdown_ray", lambda: None)
 
     def run(name: str, *overrides: str, then: Callable[[GRPORun], None] | None = None) -> dict[str, Any]:
-        places = [f"policy.model_name={tiny_model}", f"logger.log_dir={tmp_path / name}", f"grpo.rollout_replay={recording}"]
+        places = [
+            f"policy.model_name={tiny_model}",
+            f"logger.log_dir={tmp_path / name}",
+            f"grpo.rollout_replay={recording}",
+        ]
         config = load_master_config(CONFIG, [*BASE, *places, *overrides])
         built = grpo_setup.setup(config)
         try:
@@ -117,7 +137,10 @@ def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, 
             grpo_setup.close(built)
         series = read_metrics(Path(config.logger.log_dir)).series
         seen["metrics"] = {name: values for name, values in series.items() if name.startswith("train/")}
-        seen["samples"] = [(Path(config.logger.log_dir) / "samples" / f"train_data_step{step}.jsonl").read_text() for step in range(1, STEPS + 1)]
+        seen["samples"] = [
+            (Path(config.logger.log_dir) / "samples" / f"train_data_step{step}.jsonl").read_text()
+            for step in range(1, STEPS + 1)
+        ]
         return seen
 
     return run
@@ -139,8 +162,12 @@ def test_training_is_the_same_bit_for_bit_and_leaves_no_row(case: str, train: Ca
     if BACKENDS[case] == "mooncake_cpu":
         require_mooncake()
     plain = train("driver", *CASES[case])
-    assert ("train/bonus" in plain["metrics"]) is ("loss_fn.class" in str(CASES[case])), "columns that nobody knows reach the loss that asks for them"
-    assert len(plain["metrics"]["train/loss"]) == STEPS and len(set(plain["metrics"]["train/grad_norm"].values())) == STEPS
+    assert ("train/bonus" in plain["metrics"]) is ("loss_fn.class" in str(CASES[case])), (
+        "columns that nobody knows reach the loss that asks for them"
+    )
+    assert (
+        len(plain["metrics"]["train/loss"]) == STEPS and len(set(plain["metrics"]["train/grad_norm"].values())) == STEPS
+    )
     backend = BACKENDS[case]
     sizes = [f"data_plane.{name}={size}" for name, size in SMALL_MOONCAKE.items()]
     plane = ("data_plane.enabled=true", f"data_plane.backend={backend}", "data_plane.num_storage_units=1", *sizes)

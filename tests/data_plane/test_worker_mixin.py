@@ -1,4 +1,6 @@
-"""Workers on the data plane: one reader and one writer among the ranks that share rows, and errors that reach all of them."""
+"""Workers on the data plane: one reader and one writer among the ranks that share rows, and errors that reach all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def test_the_leader_reads_and_writes_for_the_ranks_that_share_its_rows() -> None
     assert leader["reads of its own"] == sibling["reads of its own"] == 1
     assert leader["wrote"] and not sibling["wrote"]
     assert leader["error"] == "ConnectionError: planted"
-    assert sibling["error"] == "DataPlaneError: rank 0 could not fetch the rows that this rank shares: ConnectionError: planted"
+    assert (
+        sibling["error"]
+        == "DataPlaneError: rank 0 could not fetch the rows that this rank shares: ConnectionError: planted"
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,18 @@ class Probe:
         self.rank = int(os.environ["RANK"])
 
     def environment(self, *names: str) -> dict[str, str]:
-        return {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")}
+        return {
+            name: os.environ.get(name, "")
+            for name in (
+                "RANK",
+                "LOCAL_RANK",
+                "WORLD_SIZE",
+                "NODE_RANK",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+                "OMP_NUM_THREADS",
+            )
+        }
 
     def pid(self) -> int:
         return os.getpid()

@@ -24,10 +24,19 @@ def batch_of(lengths: Sequence[int], width: int | None = None) -> BatchedDataDic
     ids = torch.zeros(size, width, dtype=torch.long)
     for row, length in enumerate(lengths):
         ids[row, :length] = row + 1
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor(lengths), "row": torch.arange(size), "name": [f"r{i}" for i in range(size)]})
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": torch.tensor(lengths),
+            "row": torch.arange(size),
+            "name": [f"r{i}" for i in range(size)],
+        }
+    )
 
 
-def packing(algorithm: str = "modified_first_fit_decreasing", cap: int = CAP, multiple: int = 4, **more: Any) -> dict[str, Any]:
+def packing(
+    algorithm: str = "modified_first_fit_decreasing", cap: int = CAP, multiple: int = 4, **more: Any
+) -> dict[str, Any]:
     return {
         "max_tokens_per_microbatch": cap,
         "input_key": "input_ids",
@@ -39,7 +48,12 @@ def packing(algorithm: str = "modified_first_fit_decreasing", cap: int = CAP, mu
 
 
 def dynamic(cap: int = CAP, length_round: int = 8) -> dict[str, Any]:
-    return {"max_tokens_per_microbatch": cap, "input_key": "input_ids", "input_lengths_key": "input_lengths", "sequence_length_round": length_round}
+    return {
+        "max_tokens_per_microbatch": cap,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "sequence_length_round": length_round,
+    }
 
 
 @st.composite
@@ -77,11 +91,20 @@ def test_uneven_shards_are_contiguous_and_hold_every_row_once(rows: int, shards:
     assert max(part.size for part in parts) == math.ceil(rows / shards)
 
 
-@given(case=sharded_rows(), algorithm=st.sampled_from(["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]))
-def test_packed_shards_keep_rows_order_capacity_and_equal_microbatch_counts(case: tuple[list[int], int, int], algorithm: str) -> None:
+@given(
+    case=sharded_rows(),
+    algorithm=st.sampled_from(
+        ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]
+    ),
+)
+def test_packed_shards_keep_rows_order_capacity_and_equal_microbatch_counts(
+    case: tuple[list[int], int, int], algorithm: str
+) -> None:
     lengths, shards, batch_size = case
     batch = batch_of(lengths)
-    parts, permutation = batch.shard_by_batch_size(shards, batch_size=batch_size, sequence_packing_args=packing(algorithm))
+    parts, permutation = batch.shard_by_batch_size(
+        shards, batch_size=batch_size, sequence_packing_args=packing(algorithm)
+    )
     assert sorted(permutation) == list(range(len(lengths)))
     restored = BatchedDataDict.from_batches(parts).reorder_data(permutation)
     assert restored["row"].tolist() == list(range(len(lengths)))
@@ -93,13 +116,21 @@ def test_packed_shards_keep_rows_order_capacity_and_equal_microbatch_counts(case
         for i, count in enumerate(part.elem_counts_per_gb):
             global_batch = part.get_batch(i)
             assert global_batch.size == count
-            for microbatch, tokens in zip(global_batch.make_microbatch_iterator_for_packable_sequences(), global_batch.micro_batch_lengths[0], strict=True):
+            for microbatch, tokens in zip(
+                global_batch.make_microbatch_iterator_for_packable_sequences(),
+                global_batch.micro_batch_lengths[0],
+                strict=True,
+            ):
                 padded = sum(math.ceil(length / 4) * 4 for length in microbatch["input_lengths"].tolist())
                 assert padded == tokens <= CAP
                 assert all(row // batch_size == i for row in microbatch["row"].tolist())
                 seen += microbatch["row"].tolist()
         assert seen == part["row"].tolist()
-        whole = [row for microbatch in part.make_microbatch_iterator_for_packable_sequences() for row in microbatch["row"].tolist()]
+        whole = [
+            row
+            for microbatch in part.make_microbatch_iterator_for_packable_sequences()
+            for row in microbatch["row"].tolist()
+        ]
         assert whole == seen
 
 
@@ -109,9 +140,15 @@ def test_dynamic_shards_share_one_microbatch_plan_under_the_token_cap(case: tupl
     batch = batch_of(lengths)
     parts, permutation = batch.shard_by_batch_size(shards, batch_size=batch_size, dynamic_batching_args=dynamic())
     assert BatchedDataDict.from_batches(parts).reorder_data(permutation)["row"].tolist() == list(range(len(lengths)))
-    assert all(part.micro_batch_indices == parts[0].micro_batch_indices and part.micro_batch_lengths == parts[0].micro_batch_lengths for part in parts)
+    assert all(
+        part.micro_batch_indices == parts[0].micro_batch_indices
+        and part.micro_batch_lengths == parts[0].micro_batch_lengths
+        for part in parts
+    )
     for part in parts:
-        assert part.make_microbatch_iterator_with_dynamic_shapes_len() == sum(len(spans) for spans in part.micro_batch_indices)
+        assert part.make_microbatch_iterator_with_dynamic_shapes_len() == sum(
+            len(spans) for spans in part.micro_batch_indices
+        )
         seen = []
         for microbatch in part.make_microbatch_iterator_with_dynamic_shapes():
             assert microbatch["input_ids"].numel() <= CAP
@@ -129,7 +166,9 @@ def test_dynamic_batching_rounds_lengths_and_closes_at_the_cap() -> None:
 
 
 def test_the_rounded_length_never_passes_the_width_of_the_rows() -> None:
-    [part], _ = batch_of([10, 10], width=10).shard_by_batch_size(1, dynamic_batching_args=dynamic(cap=20, length_round=64))
+    [part], _ = batch_of([10, 10], width=10).shard_by_batch_size(
+        1, dynamic_batching_args=dynamic(cap=20, length_round=64)
+    )
     assert part.micro_batch_lengths == [[10]]
 
 
@@ -138,6 +177,19 @@ def test_largest_first_orders_the_bins_by_tokens() -> None:
     [part], _ = batch_of([2, 12, 11]).shard_by_batch_size(1, sequence_packing_args=args)
     assert part["row"].tolist() == [1, 2, 0]
     assert part.micro_batch_lengths == [[12, 11, 2]]
+
+
+def test_largest_first_leaves_each_rank_the_bins_that_the_packer_gave_it() -> None:
+    args = packing("concatenative", cap=12, multiple=1, microbatch_order="largest_first")
+    parts, _ = batch_of([5, 12, 9, 7]).shard_by_batch_size(2, sequence_packing_args=args)
+    assert [part["row"].tolist() for part in parts] == [[2, 0], [1, 3]]
+    assert [part.micro_batch_lengths for part in parts] == [[[9, 5]], [[12, 7]]]
+
+
+def test_reordering_is_in_place_and_can_be_chained() -> None:
+    batch = BatchedDataDict(row=torch.tensor([10, 11, 12]), name=["a", "b", "c"])
+    assert batch.reorder_data([2, 0, 1]) is batch
+    assert batch["row"].tolist() == [11, 12, 10] and batch["name"] == ["b", "c", "a"]
 
 
 @pytest.mark.parametrize(
@@ -159,8 +211,17 @@ def test_impossible_sharding_is_refused(arguments: dict[str, Any], message: str)
 
 
 def test_from_batches_pads_concatenates_and_extends() -> None:
-    first = BatchedDataDict({"ids": torch.tensor([[1, 2]]), "reward": torch.tensor([1.0]), "log": ["a"], "image": torch.ones(1, 1, 3)})
-    second = BatchedDataDict({"ids": torch.tensor([[3], [4]]), "reward": torch.tensor([2.0, 3.0]), "log": ["b", "c"], "image": torch.ones(2, 2, 3)})
+    first = BatchedDataDict(
+        {"ids": torch.tensor([[1, 2]]), "reward": torch.tensor([1.0]), "log": ["a"], "image": torch.ones(1, 1, 3)}
+    )
+    second = BatchedDataDict(
+        {
+            "ids": torch.tensor([[3], [4]]),
+            "reward": torch.tensor([2.0, 3.0]),
+            "log": ["b", "c"],
+            "image": torch.ones(2, 2, 3),
+        }
+    )
     joined = BatchedDataDict.from_batches([first, second], pad_value_dict={"ids": 9})
     assert joined["ids"].tolist() == [[1, 2], [3, 9], [4, 9]]
     assert joined["reward"].tolist() == [1.0, 2.0, 3.0]
@@ -230,7 +291,11 @@ def _gather(rank: int, init_method: str) -> None:
     try:
         local = batch_of([3, 4, 5][: rank + 1], width=5)
         gathered = local.all_gather(dist.group.WORLD)
-        if gathered["row"].tolist() != [0, 0, 1] or gathered["name"] != ["r0", "r0", "r1"] or gathered["input_ids"].shape != (3, 5):
+        if (
+            gathered["row"].tolist() != [0, 0, 1]
+            or gathered["name"] != ["r0", "r0", "r1"]
+            or gathered["input_ids"].shape != (3, 5)
+        ):
             raise ValueError(f"rank {rank} gathered {gathered}")
     finally:
         dist.destroy_process_group()

@@ -13,7 +13,9 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(lengths=LENGTHS)
-def test_every_sequence_is_in_exactly_one_bin_and_no_bin_is_over_capacity(algorithm: PackingAlgorithm, lengths: list[int]) -> None:
+def test_every_sequence_is_in_exactly_one_bin_and_no_bin_is_over_capacity(
+    algorithm: PackingAlgorithm, lengths: list[int]
+) -> None:
     bins = get_packer(algorithm, CAPACITY).pack(lengths)
     assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
     assert all(items and sum(lengths[i] for i in items) <= CAPACITY for items in bins)
@@ -40,7 +42,8 @@ def test_the_number_of_bins_is_a_multiple_of_the_ranks_or_packing_is_refused(
 @given(lengths=LENGTHS)
 def test_modified_first_fit_decreasing_stays_within_its_bound_of_the_token_total(lengths: list[int]) -> None:
     bins = get_packer("modified_first_fit_decreasing", CAPACITY).pack(lengths)
-    # Two bins at most half full would have been one: so the bins hold more than half their capacity on average, but for one.
+    # Two bins at most half full would have been one: so the bins hold more than half their capacity on average, but for
+    # one.
     assert len(bins) <= 2 * sum(lengths) / CAPACITY + 1
 
 
@@ -53,7 +56,8 @@ def test_first_fit_decreasing_takes_the_longest_first() -> None:
 
 
 def test_modified_first_fit_decreasing_pairs_large_with_medium_and_two_small() -> None:
-    # 31 and 32 are large, 28 is medium and joins the larger bin that has room for it; 12 + 15 are small and share the other.
+    # 31 and 32 are large, 28 is medium and joins the larger bin that has room for it; 12 + 15 are small and share the
+    # other.
     bins = get_packer("modified_first_fit_decreasing", 60).pack([32, 31, 28, 12, 15])
     assert [sorted(items) for items in bins] == [[0, 2], [1, 3, 4]]
 

@@ -39,8 +39,7 @@ def test_ranks_out_of_range_are_an_empty_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
-    [([[0, 1], [2]], "ragged"), ([[0.0, 1.0]], "integers"), ([[0, 0]], "once"), ([], "no ranks")],
+    ("layout", "message"), [([[0, 1], [2]], "ragged"), ([[0.0, 1.0]], "integers"), ([[0, 0]], "once"), ([], "no ranks")]
 )
 def test_a_broken_layout_is_refused(layout: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -14,7 +14,14 @@ class Sink:
         self.logged: list[tuple[dict[str, float], str]] = []
         self.seen = threading.Event()
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
         self.logged.append((dict(metrics), prefix))
         self.seen.set()
 

@@ -89,7 +89,9 @@ def left_by_ray_start(monkeypatch: pytest.MonkeyPatch, folder: Path, address: st
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 0.0})
 
 
-def test_a_cluster_that_runs_on_this_machine_is_joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str) -> None:
+def test_a_cluster_that_runs_on_this_machine_is_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str
+) -> None:
     calls = start_with(monkeypatch, [])
     left_by_ray_start(monkeypatch, tmp_path, listener)
     init_ray(device="cpu")
@@ -97,7 +99,9 @@ def test_a_cluster_that_runs_on_this_machine_is_joined(monkeypatch: pytest.Monke
     assert not {"num_cpus", "num_gpus", "resources", "object_store_memory"} & set(calls[0])
 
 
-def test_the_address_of_a_cluster_that_was_killed_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     calls = start_with(monkeypatch, [])
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = f"127.0.0.1:{server.getsockname()[1]}"
@@ -106,7 +110,9 @@ def test_the_address_of_a_cluster_that_was_killed_is_passed_over(monkeypatch: py
     assert [call["address"] for call in calls] == ["local"]
 
 
-def test_a_listener_that_is_no_cluster_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str) -> None:
+def test_a_listener_that_is_no_cluster_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str
+) -> None:
     calls = start_with(monkeypatch, [ConnectionError("Failed to connect to Ray cluster")])
     left_by_ray_start(monkeypatch, tmp_path, listener)
     init_ray(device="cpu")
@@ -120,7 +126,9 @@ def test_a_cluster_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) ->
         init_ray(device="cpu")
 
 
-def test_a_run_can_insist_on_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str) -> None:
+def test_a_run_can_insist_on_a_cluster_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: str
+) -> None:
     calls = start_with(monkeypatch, [])
     left_by_ray_start(monkeypatch, tmp_path, listener)
     monkeypatch.setenv("RAY_ADDRESS", "local")

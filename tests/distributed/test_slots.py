@@ -12,7 +12,9 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
 
 @pytest.mark.parametrize(("named", "device"), [("3", 3), ("GPU-5c4b", "GPU-5c4b"), ("MIG-41b3", "MIG-41b3")])
-def test_gpus_keep_the_names_that_the_machine_gives_them(named: str, device: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_keep_the_names_that_the_machine_gives_them(
+    named: str, device: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = SimpleNamespace(get_node_id=lambda: "node", get_accelerator_ids=lambda: {"GPU": [named]})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     described = virtual_cluster._describe_slot._function()

@@ -40,7 +40,8 @@ def grid(cluster: RayVirtualCluster) -> Iterator[RayWorkerGroup]:
 def test_more_slots_than_there_are_is_an_error_that_names_the_keys(ray_session: None) -> None:
     cluster = RayVirtualCluster([5], use_gpus=False, num_gpus_per_node=5, name="greedy")
     with pytest.raises(
-        ResourceInsufficientError, match=r"'greedy' needs 5 x cpu_slot, the Ray cluster has 4; lower cluster.gpus_per_node .* cluster.cpu_slots"
+        ResourceInsufficientError,
+        match=r"'greedy' needs 5 x cpu_slot, the Ray cluster has 4; lower cluster.gpus_per_node .* cluster.cpu_slots",
     ):
         cluster.get_placement_groups()
 
@@ -48,11 +49,16 @@ def test_more_slots_than_there_are_is_an_error_that_names_the_keys(ray_session: 
 def test_slots_that_do_not_become_free_in_time_are_an_error(cluster: RayVirtualCluster) -> None:
     cluster.get_placement_groups()
     late = RayVirtualCluster([1], use_gpus=False, name="late", timeout_s=1.0)
-    with pytest.raises(ResourceInsufficientError, match="'late': node 0 could not reserve 1 x cpu_slot within 1 s; free now: 0"):
+    with pytest.raises(
+        ResourceInsufficientError, match="'late': node 0 could not reserve 1 x cpu_slot within 1 s; free now: 0"
+    ):
         late.get_placement_groups()
 
 
-@pytest.mark.parametrize(("per_node", "says"), [([], "every node needs"), ([2, 0], "every node needs"), ([9], "9 slots on one node, but a node has 8")])
+@pytest.mark.parametrize(
+    ("per_node", "says"),
+    [([], "every node needs"), ([2, 0], "every node needs"), ([9], "9 slots on one node, but a node has 8")],
+)
 def test_an_impossible_shape_is_refused_without_ray(per_node: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RayVirtualCluster(per_node, use_gpus=False, name="odd")
@@ -67,7 +73,9 @@ def test_slots_have_distinct_places_and_ports_are_handed_out_once(cluster: RayVi
     narrow = RayVirtualCluster([1], use_gpus=False, name="narrow", port_range_low=1999, port_range_high=1999)
     narrow._groups = cluster.get_placement_groups()
     assert narrow.free_ports(1) == [1999]
-    with pytest.raises(ResourceInsufficientError, match="0 of 1 ports free in 1999-1999; widen cluster.master_port_range"):
+    with pytest.raises(
+        ResourceInsufficientError, match="0 of 1 ports free in 1999-1999; widen cluster.master_port_range"
+    ):
         narrow.free_ports(1)
 
 
@@ -81,14 +89,27 @@ def test_every_worker_knows_its_place(grid: RayWorkerGroup) -> None:
 
 def test_sharded_data_goes_along_its_axis_and_replicas_see_the_same(grid: RayWorkerGroup) -> None:
     future = grid.run_all_workers_sharded_data(
-        "echo", in_sharded_axes=["data_parallel"], replicate_on_axes=["tensor_parallel"], common_kwargs={"common": "c"}, data=["left", "right"]
+        "echo",
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=["tensor_parallel"],
+        common_kwargs={"common": "c"},
+        data=["left", "right"],
     )
-    assert grid.get_all_worker_results(future) == [(0, "left", "c"), (1, "left", "c"), (2, "right", "c"), (3, "right", "c")]
+    assert grid.get_all_worker_results(future) == [
+        (0, "left", "c"),
+        (1, "left", "c"),
+        (2, "right", "c"),
+        (3, "right", "c"),
+    ]
 
 
 def test_replicated_outputs_are_returned_once(grid: RayWorkerGroup) -> None:
     future = grid.run_all_workers_sharded_data(
-        "echo", in_sharded_axes=["data_parallel"], replicate_on_axes=["tensor_parallel"], output_is_replicated=["tensor_parallel"], data=["left", "right"]
+        "echo",
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=["tensor_parallel"],
+        output_is_replicated=["tensor_parallel"],
+        data=["left", "right"],
     )
     assert [rank for rank, _, _ in grid.get_all_worker_results(future)] == [0, 2]
 
@@ -96,11 +117,15 @@ def test_replicated_outputs_are_returned_once(grid: RayWorkerGroup) -> None:
 def test_axes_that_are_named_nowhere_are_called_at_their_first_coordinate(grid: RayWorkerGroup) -> None:
     future = grid.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel"], data=["left", "right"])
     assert [rank for rank, _, _ in grid.get_all_worker_results(future)] == [0, 2]
-    assert [rank for rank, _, _ in grid.get_all_worker_results(grid.run_all_workers_single_data("echo", ["data_parallel"]))] == [0, 1]
+    assert [
+        rank for rank, _, _ in grid.get_all_worker_results(grid.run_all_workers_single_data("echo", ["data_parallel"]))
+    ] == [0, 1]
 
 
 def test_shards_nested_along_two_axes_reach_their_rank(grid: RayWorkerGroup) -> None:
-    future = grid.run_all_workers_sharded_data("echo", in_sharded_axes=["data_parallel", "tensor_parallel"], data=[["a", "b"], ["c", "d"]])
+    future = grid.run_all_workers_sharded_data(
+        "echo", in_sharded_axes=["data_parallel", "tensor_parallel"], data=[["a", "b"], ["c", "d"]]
+    )
     assert [data for _, data, _ in grid.get_all_worker_results(future)] == ["a", "b", "c", "d"]
 
 
@@ -116,7 +141,9 @@ def test_a_wait_that_passes_its_deadline_names_who_did_not_answer(grid: RayWorke
 
 
 def test_the_group_says_which_slots_a_worker_owns(cluster: RayVirtualCluster) -> None:
-    pairs = RayWorkerGroup(cluster, RayWorkerBuilder(PROBE), name_prefix="pairs", bundle_indices_list=[(0, [0, 1]), (0, [2, 3])])
+    pairs = RayWorkerGroup(
+        cluster, RayWorkerBuilder(PROBE), name_prefix="pairs", bundle_indices_list=[(0, [0, 1]), (0, [2, 3])]
+    )
     try:
         assert [[slot.bundle_index for slot in pairs.slots_of(worker)] for worker in range(2)] == [[0, 1], [2, 3]]
         assert [env["WORLD_SIZE"] for env in pairs.run("environment")] == ["2", "2"]
@@ -126,20 +153,33 @@ def test_the_group_says_which_slots_a_worker_owns(cluster: RayVirtualCluster) ->
 
 
 def test_a_worker_that_cannot_start_says_why(cluster: RayVirtualCluster) -> None:
-    group = RayWorkerGroup(cluster, RayWorkerBuilder(PROBE, fail_at_start="no such model"), name_prefix="broken", bundle_indices_list=[(0, [0])])
-    with pytest.raises(WorkerError, match=r"broken.pid: broken \(rank 0, node [\d.]+\) could not start: ValueError: no such model") as error:
+    group = RayWorkerGroup(
+        cluster,
+        RayWorkerBuilder(PROBE, fail_at_start="no such model"),
+        name_prefix="broken",
+        bundle_indices_list=[(0, [0])],
+    )
+    with pytest.raises(
+        WorkerError, match=r"broken.pid: broken \(rank 0, node [\d.]+\) could not start: ValueError: no such model"
+    ) as error:
         group.run("pid")
     assert "in __init__" in str(error.value), "the remote traceback is missing"
     group.shutdown()
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["raises", "is killed"])
-def test_a_failing_worker_is_named_while_the_others_hang_in_a_collective(cluster: RayVirtualCluster, kill: bool) -> None:
-    group = RayWorkerGroup(cluster, RayWorkerBuilder(PROBE), name_prefix="pair", bundle_indices_list=[(0, [0]), (0, [1])])
+def test_a_failing_worker_is_named_while_the_others_hang_in_a_collective(
+    cluster: RayVirtualCluster, kill: bool
+) -> None:
+    group = RayWorkerGroup(
+        cluster, RayWorkerBuilder(PROBE), name_prefix="pair", bundle_indices_list=[(0, [0]), (0, [1])]
+    )
     pids = group.run("pid")
     group.run("join")
     started = time.monotonic()
-    with pytest.raises(WorkerDiedError if kill else WorkerError, match=r"pair.reduce: pair \(rank 1, node [\d.]+\)") as error:
+    with pytest.raises(
+        WorkerDiedError if kill else WorkerError, match=r"pair.reduce: pair \(rank 1, node [\d.]+\)"
+    ) as error:
         group.run("reduce", failing_rank=1, kill=kill)
     assert time.monotonic() - started < SOON_S
     if not kill:
@@ -168,7 +208,10 @@ def _wait_until_gone(pids: list[int]) -> None:
     assert not left
 
 
-@pytest.mark.parametrize(("name", "says"), [("Probe", "not a dotted name"), ("nowhere.Probe", "No module"), ("nemo_rl.config.Probe", "has no 'Probe'")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("Probe", "not a dotted name"), ("nowhere.Probe", "No module"), ("nemo_rl.config.Probe", "has no 'Probe'")],
+)
 def test_a_dotted_name_that_leads_nowhere_is_an_import_error(name: str, says: str) -> None:
     with pytest.raises(ImportError, match=says):
         resolve_fqn(name)

@@ -1,4 +1,6 @@
-"""An environment that a random model solves half of the time, so that every step has something to learn; and ones that fail."""
+"""An environment that a random model solves half of the time, so that every step has something to learn; and ones that
+fail.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Parity(EnvironmentInterface):
     def step(self, message_log_batch: Any, metadata: Any) -> Any:
         rewards = torch.tensor([1.0 - sum(map(ord, log[-1]["content"])) % 2 for log in message_log_batch])
         observations = [{"role": "environment", "content": "judged"} for _ in message_log_batch]
-        return EnvironmentReturn(observations, list(metadata), [None] * len(observations), rewards, torch.ones(len(observations)), None)
+        return EnvironmentReturn(
+            observations, list(metadata), [None] * len(observations), rewards, torch.ones(len(observations)), None
+        )
 
 
 class Raises(Parity):

@@ -1,5 +1,6 @@
-"""Asynchronous runs of `examples/run_grpo.py`: engines and trainer agree below refits, and a killed run trains every prompt exactly once,
-on the data plane too."""
+"""Asynchronous runs of `examples/run_grpo.py`: engines and trainer agree below refits, and a killed run trains every
+prompt exactly once, on the data plane too.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +43,22 @@ def test_a_killed_run_goes_on_and_trains_every_prompt_exactly_once(tiny_model: P
     steps = command.metrics()
     assert sorted(steps) == list(range(1, STEPS + 1))
     for metrics in steps.values():
-        # Samples of the weights that train agree; older weights drew the others, so that their ratio is near one and not one.
+        # Samples of the weights that train agree; older weights drew the others, so that their ratio is near one and
+        # not one.
         assert 1.0 <= metrics["train/token_mult_prob_error"] < (1.001 if metrics["train/lag/max"] == 0 else 2.0)
         assert metrics["train/lag/max"] <= 2
-    first, second = [list(read_record(path, recover=True)) for path in sorted(command.folder.glob("logs/exp_*/record.jsonl"))]
+    first, second = [
+        list(read_record(path, recover=True)) for path in sorted(command.folder.glob("logs/exp_*/record.jsonl"))
+    ]
     resumed_at = next(entry.event.step for entry in second if isinstance(entry.event, StepFinished))
     trained: Counter[str] = Counter()
     for entries, steps_of in ((first, range(resumed_at)), (second, range(resumed_at, STEPS))):
-        prompt_of = {entry.event.group_id: entry.event.prompt_id for entry in entries if isinstance(entry.event, GroupAdmitted)}
-        trained.update(prompt_of[e.event.group_id] for e in entries if isinstance(e.event, GroupTrained) and e.event.step in steps_of)
+        prompt_of = {
+            entry.event.group_id: entry.event.prompt_id for entry in entries if isinstance(entry.event, GroupAdmitted)
+        }
+        trained.update(
+            prompt_of[e.event.group_id]
+            for e in entries
+            if isinstance(e.event, GroupTrained) and e.event.step in steps_of
+        )
     assert len(trained) == STEPS * PROMPTS and set(trained.values()) == {1}

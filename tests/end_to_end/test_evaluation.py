@@ -22,7 +22,9 @@ CONFIG = ROOT / "examples" / "configs" / "eval_arithmetic_cpu.yaml"
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_checkpoint_is_evaluated_and_every_answer_written(tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
+def test_a_checkpoint_is_evaluated_and_every_answer_written(
+    tiny_model: Path, tmp_path: Path, ray_session: None
+) -> None:
     from_hugging_face(tiny_model, tmp_path / "results")
     out = tmp_path / "eval"
     overrides = [
@@ -43,9 +45,13 @@ def test_a_checkpoint_is_evaluated_and_every_answer_written(tiny_model: Path, tm
     assert "cons@2" in done.stdout
     summary = json.loads((out / "summary.json").read_text())
     rows: list[dict[str, Any]] = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert [(row["problem"], row["sample"]) for row in rows] == [(problem, sample) for problem in range(5) for sample in range(3)]
+    assert [(row["problem"], row["sample"]) for row in rows] == [
+        (problem, sample) for problem in range(5) for sample in range(3)
+    ]
     of_problem = [[row for row in rows if row["problem"] == problem] for problem in range(5)]
-    want = [consensus_at_k([row["answer"] for row in part], [row["reward"] >= 1 for row in part], 2) for part in of_problem]
+    want = [
+        consensus_at_k([row["answer"] for row in part], [row["reward"] >= 1 for row in part], 2) for part in of_problem
+    ]
     assert summary["value"] == pytest.approx(sum(want) / 5)
     assert summary["mean_reward"] == pytest.approx(sum(row["reward"] for row in rows) / 15)
 
@@ -63,7 +69,15 @@ def test_a_checkpoint_is_evaluated_and_every_answer_written(tiny_model: Path, tm
         ("data.env_name=maths", "'maths' is no environment"),
     ],
 )
-def test_mistakes_are_named_before_anything_starts(override: str, message: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", str(CONFIG), f"generation.model_name={tiny_model}", f"eval.save_path={tmp_path}/eval", override]
+def test_mistakes_are_named_before_anything_starts(
+    override: str, message: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--config",
+        str(CONFIG),
+        f"generation.model_name={tiny_model}",
+        f"eval.save_path={tmp_path}/eval",
+        override,
+    ]
     assert main(arguments, default_config=CONFIG) != 0
     assert message in capsys.readouterr().err

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_datasets_with_an_environment_each_train_in_one_run(tiny_model: Path, tmp_path: Path, ray_session: None) -> None:
+def test_two_datasets_with_an_environment_each_train_in_one_run(
+    tiny_model: Path, tmp_path: Path, ray_session: None
+) -> None:
     puzzle = {
         "dataset_name": "sliding_puzzle",
         "env_name": "sliding_puzzle",
@@ -46,7 +48,11 @@ def test_two_datasets_with_an_environment_each_train_in_one_run(tiny_model: Path
     assert done.returncode == 0, done.stderr[-5000:]
     metrics = read_metrics(tmp_path / "logs")
     assert metrics.scalars("train/loss")[0] == [1, 2]
-    samples = [json.loads(line) for path in (tmp_path / "logs" / "latest" / "samples").iterdir() for line in path.read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for path in (tmp_path / "logs" / "latest" / "samples").iterdir()
+        for line in path.read_text().splitlines()
+    ]
     texts = [json.dumps(sample["content"]) for sample in samples]
     assert len(texts) == 2 * 8 * 4
     # A puzzle's second turn comes after what the environment said to the first; sums have no second turn.

@@ -1,4 +1,6 @@
-"""Every shipped recipe trains: three steps of the tiny model, one recipe with engines and the others on what it recorded."""
+"""Every shipped recipe trains: three steps of the tiny model, one recipe with engines and the others on what it
+recorded.
+"""
 
 import math
 import os
@@ -29,7 +31,14 @@ def tiny(recipe: str, folder: Path, model: Path, **grpo: object) -> Path:
     """The recipe with a tiny model, tiny batches and a machine without a GPU; what makes the recipe is untouched."""
     config = {
         "defaults": str(CONFIGS / "recipes" / f"{recipe}.yaml"),
-        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 3, "max_num_epochs": 9, "val_period": 0, **grpo},
+        "grpo": {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": 3,
+            "max_num_epochs": 9,
+            "val_period": 0,
+            **grpo,
+        },
         "policy": {
             "model_name": str(model),
             "precision": "float32",
@@ -42,7 +51,14 @@ def tiny(recipe: str, folder: Path, model: Path, **grpo: object) -> Path:
         "data": {
             "num_workers": 0,
             "default": {"prompt_file": None},
-            "train": {"_override_": True, "dataset_name": "arithmetic", "num_problems": 64, "held_out": 0, "env_name": "parity", "prompt_file": None},
+            "train": {
+                "_override_": True,
+                "dataset_name": "arithmetic",
+                "num_problems": 64,
+                "held_out": 0,
+                "env_name": "parity",
+                "prompt_file": None,
+            },
         },
         "env": {"parity": {"class": "tests.end_to_end.parity.Parity"}},
         "cluster": {"device": "cpu", "cpu_slots": 1},
@@ -69,7 +85,11 @@ def metrics(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("recipes")
     record = str(folder / "recorded")
     # Dynamic sampling draws more than a step's prompts at a time; the others train on all of them.
-    others = [tiny(recipe, folder, tiny_model, rollout_replay=record, num_prompts_per_step=8) for recipe in RECIPES if recipe != LIVE]
+    others = [
+        tiny(recipe, folder, tiny_model, rollout_replay=record, num_prompts_per_step=8)
+        for recipe in RECIPES
+        if recipe != LIVE
+    ]
     run([tiny(LIVE, folder, tiny_model, rollout_record=record), *others])
     return {recipe: read_metrics(folder / recipe) for recipe in RECIPES}
 

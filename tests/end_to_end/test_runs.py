@@ -1,4 +1,6 @@
-"""Whole runs of `examples/run_grpo.py`: equal runs are equal, an interrupted run goes on as if it had not been, and nothing is left behind."""
+"""Whole runs of `examples/run_grpo.py`: equal runs are equal, an interrupted run goes on as if it had not been, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,37 @@ class Command:
     def start(self, *overrides: str) -> Any:
         """The process; everything it starts carries a mark of its own."""
         self.mark = uuid.uuid4().hex
-        places = [f"policy.model_name={self.model}", f"logger.log_dir={self.folder}/logs", f"checkpointing.checkpoint_dir={self.folder}/checkpoints"]
-        line = [sys.executable, "examples/run_grpo.py", "--config", f"examples/configs/{self.config}", *BASE, *places, *overrides]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_TEST_RUN": self.mark, "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
+        places = [
+            f"policy.model_name={self.model}",
+            f"logger.log_dir={self.folder}/logs",
+            f"checkpointing.checkpoint_dir={self.folder}/checkpoints",
+        ]
+        line = [
+            sys.executable,
+            "examples/run_grpo.py",
+            "--config",
+            f"examples/configs/{self.config}",
+            *BASE,
+            *places,
+            *overrides,
+        ]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "NRL_TEST_RUN": self.mark,
+            "NRL_OBJECT_STORE_BYTES": str(256 << 20),
+        }
         log = open(self.folder / "output.txt", "a")  # noqa: SIM115 - the process writes on
         # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
         listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=listen)  # noqa: PLW1509 - it only resets one signal
+        return subprocess.Popen(
+            line,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=listen,  # noqa: PLW1509 - one thread
+        )
 
     def finish(self, *overrides: str) -> None:
         """Runs to the end, which must be a good one."""
@@ -143,19 +169,30 @@ def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:
     assert (whole.folder / "logs" / "exp_000" / "report.html").exists()
 
 
-OWN_SLOTS = ("cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+OWN_SLOTS = (
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+)
 # With generation beside training and with slots of its own: a storage knows nothing of where engines are.
 ON_THE_DATA_PLANE = {"simple": OWN_SLOTS, "mooncake_cpu": ()}
 
 
 @pytest.fixture(scope="module")
-def data_plane_runs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Command, Any]]]:
+def data_plane_runs(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Command, Any]]]:
     """A run under way on each storage; what the tests do beside them is what happens to other users of a machine."""
     runs: dict[str, tuple[Command, Any]] = {}
     for backend, placement in ON_THE_DATA_PLANE.items():
         command = Command(tiny_model, tmp_path_factory.mktemp(backend))
         sizes = ("data_plane.global_segment_size=268435456", "data_plane.local_buffer_size=67108864")
-        runs[backend] = command, command.start("grpo.max_num_steps=2", "data_plane.enabled=true", f"data_plane.backend={backend}", *sizes, *placement)
+        runs[backend] = (
+            command,
+            command.start(
+                "grpo.max_num_steps=2", "data_plane.enabled=true", f"data_plane.backend={backend}", *sizes, *placement
+            ),
+        )
     yield runs
     for _, process in runs.values():
         if process.poll() is None:

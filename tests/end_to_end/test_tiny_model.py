@@ -14,7 +14,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "make_tiny_model.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "kind"), [([], "qwen3"), (["--experts", "4"], "qwen3_moe")])
-def test_the_command_makes_the_same_model_again_and_says_where_it_is(tmp_path: Path, options: list[str], kind: str) -> None:
+def test_the_command_makes_the_same_model_again_and_says_where_it_is(
+    tmp_path: Path, options: list[str], kind: str
+) -> None:
     weights = []
     for name in ("one", "two"):
         command = [sys.executable, str(SCRIPT), str(tmp_path / name), "--hidden", "32", *options]

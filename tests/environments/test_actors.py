@@ -10,7 +10,9 @@ import pytest
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.utils import setup_response_data
 from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.code_environment import CodeEnvironment
 from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
+from nemo_rl.environments.utils import create_env
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -31,7 +33,8 @@ class Env:
         if what == "die":
             os._exit(3)
         size = len(metadata) - (what == "short")
-        return [{"role": "environment", "content": ""}] * size, metadata, None, torch.full((size,), self.bonus), torch.ones(size), None
+        observations = [{"role": "environment", "content": ""}] * size
+        return observations, metadata, None, torch.full((size,), self.bonus), torch.ones(size), None
 """
 
 
@@ -43,7 +46,16 @@ def their_environment(ray_session: None, user_modules: Path) -> None:
 def started(tokenizer: Any = None) -> Any:
     config = MasterConfig(
         env={"mine": {"class": "their_env.Env", "bonus": 2.5}},
-        data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "env_name": "mine", "prompt_file": None, "split_validation_size": 2}},
+        data={
+            "train": {
+                "dataset_name": "arithmetic",
+                "num_problems": 9,
+                "held_out": 2,
+                "env_name": "mine",
+                "prompt_file": None,
+                "split_validation_size": 2,
+            }
+        },
     )
     train, validation, task_to_env, val_task_to_env = setup_response_data(tokenizer, config.data, config.env)
     assert len(train) == 7 and validation is not None and task_to_env == val_task_to_env
@@ -58,7 +70,10 @@ def test_a_users_environment_becomes_an_actor_and_its_failures_name_it() -> None
     actor = started()
     result = step_environment(actor, said("fine"), [{}, {}], timeout_s=60, name="mine")
     assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [2.5, 2.5]
-    for what, message in (("raise", "environment mine raised on 2 conversations: KeyError"), ("short", r"1 observations for 2")):
+    for what, message in (
+        ("raise", "environment mine raised on 2 conversations: KeyError"),
+        ("short", r"1 observations for 2"),
+    ):
         with pytest.raises(EnvironmentFailure, match=message):
             step_environment(actor, said(what), [{}, {}], timeout_s=60, name="mine")
     with pytest.raises(EnvironmentFailure, match="environment mine did not answer for 2 conversations within 1 s"):
@@ -72,17 +87,48 @@ def test_a_users_environment_becomes_an_actor_and_its_failures_name_it() -> None
 
 def test_mathematics_runs_as_an_actor() -> None:
     config = MasterConfig(
-        env={"math": {"num_workers": 1}}, data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "prompt_file": None}}
+        env={"math": {"num_workers": 1}},
+        data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "prompt_file": None}},
     )
     _, _, task_to_env, _ = setup_response_data(None, config.data, config.env)
     actor = task_to_env["arithmetic"]
-    result = step_environment(actor, said("so \\boxed{19.0}"), [{"ground_truth": "19"}, {"ground_truth": "20"}], timeout_s=120, name="math")
+    result = step_environment(
+        actor, said("so \\boxed{19.0}"), [{"ground_truth": "19"}, {"ground_truth": "20"}], timeout_s=120, name="math"
+    )
     assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [1.0, 0.0]
     ray.get(actor.shutdown.remote())
     ray.kill(actor)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_built_in_environment_starts_as_an_actor_by_itself(ray_session: None) -> None:
+    import ray
+
+    metadata = [{"ground_truth": "3"}]
+    for actor in (
+        CodeEnvironment.remote({"num_workers": 1}),
+        create_env("code", {"num_workers": 1}),
+    ):
+        result = step_environment(
+            actor, [[{"role": "assistant", "content": "<code>print(3)</code>"}]], metadata, timeout_s=60, name="code"
+        )
+        assert result.rewards.tolist() == [1.0]
+        ray.kill(actor)
+    assert isinstance(CodeEnvironment({}), CodeEnvironment)
+
+
 def test_an_unknown_environment_starts_nothing() -> None:
-    config = MasterConfig(data={"train": {"dataset_name": "arithmetic", "num_problems": 9, "held_out": 2, "env_name": "mth", "prompt_file": None}})
+    config = MasterConfig(
+        data={
+            "train": {
+                "dataset_name": "arithmetic",
+                "num_problems": 9,
+                "held_out": 2,
+                "env_name": "mth",
+                "prompt_file": None,
+            }
+        }
+    )
     with pytest.raises(UnknownEnvironment, match="Did you mean 'math'"):
         setup_response_data(None, config.data, config.env)

@@ -1,4 +1,6 @@
-"""The checked call: an environment that raises, hangs, or returns the wrong number of anything gives an error that names it."""
+"""The checked call: an environment that raises, hangs, or returns the wrong number of anything gives an error that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,16 @@ def fails() -> Any:
 
 def test_a_good_return_is_normalised() -> None:
     result = call(lambda: good(rewards=[1, 0, 1], next_stop_strings=None))
-    assert isinstance(result.rewards, torch.Tensor) and result.rewards.dtype == torch.float32 and result.rewards.tolist() == [1.0, 0.0, 1.0]
-    assert result.terminateds.dtype == torch.bool and result.answers == [None] * 3 and result.next_stop_strings == [None] * 3
+    assert (
+        isinstance(result.rewards, torch.Tensor)
+        and result.rewards.dtype == torch.float32
+        and result.rewards.tolist() == [1.0, 0.0, 1.0]
+    )
+    assert (
+        result.terminateds.dtype == torch.bool
+        and result.answers == [None] * 3
+        and result.next_stop_strings == [None] * 3
+    )
 
 
 def test_reward_components_are_kept_apart() -> None:
@@ -61,7 +71,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: good(rewards=torch.ones(2)), r"rewards of shape \[2\] for 3 conversations; expected \[3\]"),
     (lambda: good(rewards=torch.ones(3, 1)), r"rewards of shape \[3, 1\]"),
     (lambda: good(rewards=["x"] * 3), "rewards that are no numbers"),
-    (lambda: good(rewards=torch.tensor([1.0, float("nan"), 0.0])), r"rewards that are not finite, for conversations \[1\]"),
+    (
+        lambda: good(rewards=torch.tensor([1.0, float("nan"), 0.0])),
+        r"rewards that are not finite, for conversations \[1\]",
+    ),
     (lambda: good(rewards={"a": torch.ones(3)}), "components are named reward/<name>"),
     (lambda: good(rewards={"reward/a": torch.ones(4)}), r"reward/a of shape \[4\]"),
     (lambda: good(terminateds=torch.ones(1)), r"terminateds of shape \[1\]"),
@@ -80,5 +93,8 @@ def test_a_wrong_return_is_refused_by_name(behaviour: Callable[[], Any], message
 
 
 def test_an_environment_that_hangs_is_given_up() -> None:
-    with pytest.raises(EnvironmentFailure, match=r"environment mine did not answer for 3 conversations within 0.2 s; .*env.mine.step_timeout_s"):
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"environment mine did not answer for 3 conversations within 0.2 s; .*env.mine.step_timeout_s",
+    ):
         call(lambda: time.sleep(30), timeout_s=0.2)

@@ -13,7 +13,13 @@ from nemo_rl.environments.code_environment import CodeEnvironment, code_in, run_
 def stepped(responses: list[str], metadata: list[dict[str, Any]], **cfg: Any) -> Any:
     environment = CodeEnvironment({"num_workers": 2, **cfg})
     try:
-        return step_environment(environment, [[{"role": "assistant", "content": text}] for text in responses], metadata, timeout_s=60, name="code")
+        return step_environment(
+            environment,
+            [[{"role": "assistant", "content": text}] for text in responses],
+            metadata,
+            timeout_s=60,
+            name="code",
+        )
     finally:
         environment.shutdown()
 
@@ -34,16 +40,28 @@ def test_output_tests_and_failures_decide_the_reward() -> None:
         "<code>1/0</code>",
         "talk",
     ]
-    metadata: list[dict[str, Any]] = [{"ground_truth": "42"}, {}, {"tests": "assert f() == 1"}, {"tests": "assert f() == 1"}, {"ground_truth": ""}, {}]
+    metadata: list[dict[str, Any]] = [
+        {"ground_truth": "42"},
+        {},
+        {"tests": "assert f() == 1"},
+        {"tests": "assert f() == 1"},
+        {"ground_truth": ""},
+        {},
+    ]
     result = stepped(responses, metadata)
     assert result.rewards.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert result.observations[0]["content"] == "\n<result>\n42\n</result>\n" and result.observations[5]["content"] == ""
+    assert (
+        result.observations[0]["content"] == "\n<result>\n42\n</result>\n" and result.observations[5]["content"] == ""
+    )
     assert "ZeroDivisionError" in result.observations[4]["content"]
     assert result.terminateds.all()
 
 
 def test_conversations_go_on_until_there_is_no_code() -> None:
-    assert stepped(["<code>1</code>", "done"], [{}, {}], terminate_on_evaluation=False).terminateds.tolist() == [False, True]
+    assert stepped(["<code>1</code>", "done"], [{}, {}], terminate_on_evaluation=False).terminateds.tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_code_that_does_not_end_is_ended_with_what_it_started() -> None:
@@ -79,4 +97,7 @@ def test_a_response_cannot_fill_the_disk() -> None:
 
 def test_code_longer_than_a_pipe_and_output_of_many_letters_come_through_whole() -> None:
     assert run_python("#" + "x" * 300_000 + "\nprint('ä' * 3000)", 20.0).output == "ä" * 3000
-    assert run_python("import os; os.close(1); os.close(2); import time; time.sleep(60)", 1.0).output == "[ended after 1 s]"
+    assert (
+        run_python("import os; os.close(1); os.close(2); import time; time.sleep(60)", 1.0).output
+        == "[ended after 1 s]"
+    )

@@ -16,7 +16,14 @@ from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewa
 from nemo_rl.environments.registry import environment_class, environment_settings, register_env, section_of
 from nemo_rl.environments.utils import chunk_list_to_workers
 from nemo_rl.environments.verifier_pool import VerifierPool
-from nemo_rl.environments.verifiers import dapo_math_verify, english_multichoice, hf_math_verify, multilingual_multichoice, plainly, quick
+from nemo_rl.environments.verifiers import (
+    dapo_math_verify,
+    english_multichoice,
+    hf_math_verify,
+    multilingual_multichoice,
+    plainly,
+    quick,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +35,36 @@ def math() -> Iterator[MathEnvironment]:
 
 def judged(environment: Any, *pairs: tuple[str, str]) -> Any:
     logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": response}] for response, _ in pairs]
-    return step_environment(environment, logs, [{"ground_truth": answer} for _, answer in pairs], timeout_s=120, name="math")
+    return step_environment(
+        environment, logs, [{"ground_truth": answer} for _, answer in pairs], timeout_s=120, name="math"
+    )
 
 
 @pytest.mark.slow
 def test_answers_are_compared_as_mathematics(math: MathEnvironment) -> None:
-    pairs = [("So it is \\boxed{\\frac{1}{2}}", "0.5"), ("19", "19"), ("-3", "3"), ("The answer is $x^2+1$", "1+x^2"), ("no idea", "4"), ("\\boxed{5}", "4")]
+    pairs = [
+        ("So it is \\boxed{\\frac{1}{2}}", "0.5"),
+        ("19", "19"),
+        ("-3", "3"),
+        ("The answer is $x^2+1$", "1+x^2"),
+        ("no idea", "4"),
+        ("\\boxed{5}", "4"),
+    ]
     result = judged(math, *pairs)
     assert result.rewards.tolist() == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
     assert result.terminateds.all() and result.answers[1] == "19"
-    assert [observation["content"] for observation in result.observations[:3]] == ["Environment: correct"] * 2 + ["Environment: incorrect"]
+    assert [observation["content"] for observation in result.observations[:3]] == ["Environment: correct"] * 2 + [
+        "Environment: incorrect"
+    ]
 
 
 @pytest.mark.slow
 def test_a_pathological_expression_earns_nothing_and_holds_nothing_up() -> None:
     pool = VerifierPool("hf_math_verify", 1, deadline_s=1.0)
     try:
-        verdicts = pool.verify([("\\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{9}}}+1"), ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}")])
+        verdicts = pool.verify(
+            [("\\boxed{9^{9^{9^{9}}}}", "9^{9^{9^{9}}}+1"), ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}")]
+        )
         assert [verdict.reward for verdict in verdicts] == [0.0, 1.0]
         assert pool.verify([("\\boxed{x+x}", "2x")])[0].reward == 1.0
     finally:
@@ -56,7 +76,12 @@ def test_a_verifier_stuck_in_c_code_is_ended_by_its_deadline() -> None:
     pool = VerifierPool("hf_math_verify", 1, deadline_s=1.0)
     try:
         digits = "(" + "1" * 4000 + ")"
-        verdicts = pool.verify([("\\boxed{" + digits + "^{" + "9" * 9 + "}}", "\\sin(" + digits + "^{" + "9" * 9 + "})"), ("\\boxed{1/2}", "0.5")])
+        verdicts = pool.verify(
+            [
+                ("\\boxed{" + digits + "^{" + "9" * 9 + "}}", "\\sin(" + digits + "^{" + "9" * 9 + "})"),
+                ("\\boxed{1/2}", "0.5"),
+            ]
+        )
         assert [verdict.reward for verdict in verdicts] == [0.0, 1.0]
         assert pool.timeouts == 1
     finally:
@@ -64,7 +89,8 @@ def test_a_verifier_stuck_in_c_code_is_ended_by_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "expected", "reward"), [("19", "19", 1.0), (" 19\n", "19", 1.0), ("-7", "-7", 1.0), ("18", "19", 0.0), ("019", "19", 1.0)]
+    ("response", "expected", "reward"),
+    [("19", "19", 1.0), (" 19\n", "19", 1.0), ("-7", "-7", 1.0), ("18", "19", 0.0), ("019", "19", 1.0)],
 )
 def test_plain_integers_need_no_verifier(response: str, expected: str, reward: float) -> None:
     verdict = quick(response, expected)
@@ -110,14 +136,28 @@ def test_choices_are_read_in_many_languages() -> None:
 def test_several_rewards_have_names() -> None:
     environment = MathMultiRewardEnvironment({"num_workers": 1})
     try:
-        rewards = judged(environment, ("19", "19")).rewards
-        assert {name: values.tolist() for name, values in rewards.items()} == {"reward/correctness": [1.0], "reward/integer": [1.0], "reward/format": [0.0]}
+        rewards = judged(
+            environment,
+            ("<think>3 * 4</think>\n<answer>12</answer>", "12"),
+            ("<think>nearly</think><answer>12.5</answer>", "12"),
+            ("<answer>12</answer>", "12"),
+            ("<think>cut off at its stop string</think><answer>12", "12"),
+            ("<think>or</think><answer>\\frac{24}{2}</answer> no: <answer>x</answer>", "12"),
+            ("\\boxed{12}", "12"),
+        ).rewards
+        assert {name: values.tolist() for name, values in rewards.items()} == {
+            "reward/correctness": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
+            "reward/integer": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
+            "reward/format": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+        }
     finally:
         environment.shutdown()
 
 
 def test_code_is_compared_by_its_words() -> None:
-    result = judged(CodeJaccardEnvironment({}), ("Sure:\n```python\nx = 1\n```", "```\nx = 1\n```"), ("y", "x"), ("a b c", "b c d"))
+    result = judged(
+        CodeJaccardEnvironment({}), ("Sure:\n```python\nx = 1\n```", "```\nx = 1\n```"), ("y", "x"), ("a b c", "b c d")
+    )
     assert torch.allclose(result.rewards, torch.tensor([1.0, 0.0, 0.5]))
 
 
@@ -127,7 +167,14 @@ class TheirEnvironment:
 
     def step(self, message_log_batch: Any, metadata: Any) -> Any:
         size = len(metadata)
-        return [{"role": "environment", "content": ""}] * size, metadata, None, torch.full((size,), float(self.cfg["bonus"])), torch.ones(size), None
+        return (
+            [{"role": "environment", "content": ""}] * size,
+            metadata,
+            None,
+            torch.full((size,), float(self.cfg["bonus"])),
+            torch.ones(size),
+            None,
+        )
 
 
 def test_a_users_environment_is_one_class_and_one_line() -> None:
@@ -137,14 +184,19 @@ def test_a_users_environment_is_one_class_and_one_line() -> None:
 
 
 def test_unknown_environments_are_named_with_the_nearest() -> None:
-    with pytest.raises(UnknownEnvironment, match=r"data.\*.env_name: 'mth' is no environment. Did you mean 'math'\? A new one needs env.mth.class"):
+    with pytest.raises(
+        UnknownEnvironment,
+        match=r"data.\*.env_name: 'mth' is no environment. Did you mean 'math'\? A new one needs env.mth.class",
+    ):
         environment_class("mth", None)
     with pytest.raises(UnknownEnvironment, match="'vlm' is not built yet"):
         environment_class("vlm", None)
     with pytest.raises(ConfigError, match=r"env.mine.class: 'gone.Env' cannot be imported"):
         environment_class("mine", section_of("mine", EnvConfig.model_validate({"mine": {"class": "gone.Env"}})))
     with pytest.raises(ConfigError, match=r"env.mine.class: collections.OrderedDict has no method step"):
-        environment_class("mine", section_of("mine", EnvConfig.model_validate({"mine": {"class": "collections.OrderedDict"}})))
+        environment_class(
+            "mine", section_of("mine", EnvConfig.model_validate({"mine": {"class": "collections.OrderedDict"}}))
+        )
 
 
 def test_registered_names_need_no_mapping() -> None:

@@ -15,9 +15,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    keys = {"dataset_name": "reasoning_gym", "env_name": "reasoning_gym", "num_problems": 4, "held_out": 0, "prompt_file": None}
+    keys = {
+        "dataset_name": "reasoning_gym",
+        "env_name": "reasoning_gym",
+        "num_problems": 4,
+        "held_out": 0,
+        "prompt_file": None,
+    }
     tasks = [("spell_backward", {}), ("countdown", {"min_numbers": 3, "max_numbers": 3})]
-    parts = [load_response_dataset(DatasetConfig.model_validate({**keys, "task": task, "task_config": settings})).dataset for task, settings in tasks]
+    parts = [
+        load_response_dataset(DatasetConfig.model_validate({**keys, "task": task, "task_config": settings})).dataset
+        for task, settings in tasks
+    ]
     return [row for part in parts for row in part]
 
 
@@ -33,7 +42,9 @@ def judge(environment: ReasoningGymEnvironment, rows: list[dict[str, Any]], resp
     return environment.step(logs, [json.loads(row["state"]) for row in rows])
 
 
-def test_right_answers_score_one_and_nonsense_less(environment: ReasoningGymEnvironment, rows: list[dict[str, Any]]) -> None:
+def test_right_answers_score_one_and_nonsense_less(
+    environment: ReasoningGymEnvironment, rows: list[dict[str, Any]]
+) -> None:
     right = judge(environment, rows, [f" {row['messages'][1]['content']}\n" for row in rows])
     assert right.rewards.tolist() == [1.0] * len(rows)
     wrong = judge(environment, rows, ["((("] * len(rows))

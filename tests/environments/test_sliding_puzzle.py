@@ -26,7 +26,11 @@ def test_another_legal_move_goes_on_without_reward() -> None:
 
 
 def test_what_is_no_move_is_answered_and_costs_a_turn() -> None:
-    for response, said in (("hm", "No action"), ("<action>north</action>", "no direction"), ("<action>up</action>", "No tile can move up")):
+    for response, said in (
+        ("hm", "No action"),
+        ("<action>north</action>", "no direction"),
+        ("<action>up</action>", "No tile can move up"),
+    ):
         result = play(response)
         assert said in result.observations[0]["content"]
         assert result.metadata == [{"board": ALMOST, "moves": 1}]

@@ -1,4 +1,6 @@
-"""The store on the data plane, without actors: rows are owned by their step, handles are metas, and the same verbs hold."""
+"""The store on the data plane, without actors: rows are owned by their step, handles are metas, and the same verbs
+hold.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,17 @@ def client(monkeypatch: pytest.MonkeyPatch) -> StoredClient:
 def batch(*lengths: int) -> BatchedDataDict[Any]:
     width = -(-max(lengths) // 4) * 4
     return BatchedDataDict(
-        input_ids=torch.arange(len(lengths) * width).view(-1, width), input_lengths=torch.tensor(lengths), content=[f"text {n}" for n in lengths]
+        input_ids=torch.arange(len(lengths) * width).view(-1, width),
+        input_lengths=torch.tensor(lengths),
+        content=[f"text {n}" for n in lengths],
     )
 
 
 def double(columns: BatchedDataDict[Any]) -> StageOutput:
-    return StageOutput({"advantages": columns["input_ids"] * 2.0}, {"sum": columns["input_ids"].sum(-1), "width": torch.tensor(columns["input_ids"].shape[1:])})
+    return StageOutput(
+        {"advantages": columns["input_ids"] * 2.0},
+        {"sum": columns["input_ids"].sum(-1), "width": torch.tensor(columns["input_ids"].shape[1:])},
+    )
 
 
 STAGE = TokenStage(double, ("input_ids", "content"), ("advantages",))
@@ -53,7 +60,9 @@ def test_the_verbs_mean_the_same_as_in_process(client: StoredClient) -> None:
             rows = typed.apply(kept, STAGE)
             shown = typed.select_columns(kept, ["input_lengths", "advantages"])
             read = typed.read(shown, ["advantages", "input_lengths"])
-            trained = [row[:n].tolist() for row, n in zip(read["advantages"], read["input_lengths"].tolist(), strict=True)]
+            trained = [
+                row[:n].tolist() for row, n in zip(read["advantages"], read["input_lengths"].tolist(), strict=True)
+            ]
             seen.append((rows["width"].tolist(), read["advantages"].shape, read["input_lengths"].tolist(), trained))
             with pytest.raises(KeyError, match=r"columns \['prev_logprobs'\] were never written"):
                 typed.select_columns(kept, ["prev_logprobs"])
@@ -74,7 +83,9 @@ def test_tags_go_where_rows_go_and_are_no_columns(client: StoredClient) -> None:
             typed.stamp(two, {"std": torch.tensor([0.5, 0.7]), "turns": torch.tensor([4, 5])})
             kept = typed.concat([typed.select(one, [2, 0]), typed.select(two, [1])])
             assert typed.columns(one) == columns
-            seen.append((typed.tag(kept, "std").tolist(), typed.tag(kept, "turns").tolist(), typed.tag(kept, "std").dtype))
+            seen.append(
+                (typed.tag(kept, "std").tolist(), typed.tag(kept, "turns").tolist(), typed.tag(kept, "std").dtype)
+            )
             with pytest.raises(KeyError, match="tag 'baseline'"):
                 typed.tag(kept, "baseline")
         typed.close()
@@ -93,7 +104,9 @@ def test_a_step_that_fails_leaves_no_row_and_touches_no_others(client: StoredCli
     store.clear(earlier)
 
 
-def test_a_step_that_fails_with_the_data_plane_shows_its_own_error(client: StoredClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_with_the_data_plane_shows_its_own_error(
+    client: StoredClient, caplog: pytest.LogCaptureFixture
+) -> None:
     store = DataPlaneStore(client, 0)
     with pytest.raises(ArithmeticError), store.step():
         store.write(batch(3))
@@ -123,18 +136,29 @@ def test_the_stage_runner_writes_columns_and_gives_rows(client: StoredClient) ->
     handle = store.write(batch(2, 3))
     rows = StageRunner(client, {}).apply(handle, STAGE)
     assert rows["sum"].tolist() == [0 + 1, 4 + 5 + 6]
-    assert client.get_padded(handle.sample_ids, "train", ["advantages"])["advantages"].tolist() == [[0.0, 2.0, 0.0], [8.0, 10.0, 12.0]]
+    assert client.get_padded(handle.sample_ids, "train", ["advantages"])["advantages"].tolist() == [
+        [0.0, 2.0, 0.0],
+        [8.0, 10.0, 12.0],
+    ]
 
 
 def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: StoredClient) -> None:
     sizes = []
     for factor in (1, 4, 16):
         lengths = torch.full((64,), 1000 * factor)
-        tokens = BatchedDataDict(input_ids=torch.zeros(64, 1000 * factor, dtype=torch.int64), input_lengths=lengths, content=["word " * 200 * factor] * 64)
-        source: Any = type("Source", (), {"roll_out": lambda self, *_, t=tokens, n=lengths: Rollout(RolloutColumns(t, _rows(n)), {})})()
+        tokens = BatchedDataDict(
+            input_ids=torch.zeros(64, 1000 * factor, dtype=torch.int64),
+            input_lengths=lengths,
+            content=["word " * 200 * factor] * 64,
+        )
+        source: Any = type(
+            "Source", (), {"roll_out": lambda self, *_, t=tokens, n=lengths: Rollout(RolloutColumns(t, _rows(n)), {})}
+        )()
         events = MemoryRecord()
         events.emit(StepBegun(1))
-        rollout = RolloutActor(ActorSources({"train": source}, events), client, 8).rollout_to_tq("train", BatchedDataDict(), None, 0)  # type: ignore[arg-type]
+        rollout = RolloutActor(ActorSources({"train": source}, events), client, 8).rollout_to_tq(
+            "train", BatchedDataDict(), None, 0
+        )  # type: ignore[arg-type]
         assert [type(event) for event in rollout.events] == [StepBegun] and not events.entries
         store = DataPlaneStore(client, 0, 8)
         handle = store.write(rollout.columns.tokens)

@@ -1,4 +1,6 @@
-"""Rollouts turn by turn, their columns, and where they come from: with a generator and environments that are plain Python."""
+"""Rollouts turn by turn, their columns, and where they come from: with a generator and environments that are plain
+Python.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, Re
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, GenerationSamplingParams, VersionSpan, results_to_batch
+from nemo_rl.models.generation.interfaces import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationSamplingParams,
+    VersionSpan,
+    results_to_batch,
+)
 
 
 class Letters:
@@ -47,7 +55,13 @@ class Generator:
         if room <= 0:
             return GenerationResult(request.request_id, [], [], "no_room")
         ids = [97 + (request.seed or 0) % 26] * room
-        return GenerationResult(request.request_id, ids, [-0.5] * room, "stop" if room == self._length else "length", (VersionSpan(4, 0, room),))
+        return GenerationResult(
+            request.request_id,
+            ids,
+            [-0.5] * room,
+            "stop" if room == self._length else "length",
+            (VersionSpan(4, 0, room),),
+        )
 
     def run_on_dispatch_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run(work)
@@ -65,12 +79,20 @@ class Counts:
         turn = [sum(message["role"] == "assistant" for message in log) for log in logs]
         done = torch.tensor([count >= self._turns for count in turn])
         return EnvironmentReturn(
-            [{"role": "environment", "content": "??"} for _ in logs], list(metadata), [["!"] for _ in logs], torch.ones(len(logs)), done, None
+            [{"role": "environment", "content": "??"} for _ in logs],
+            list(metadata),
+            [["!"] for _ in logs],
+            torch.ones(len(logs)),
+            done,
+            None,
         )
 
 
 def prompts(*texts: str) -> BatchedDataDict[Any]:
-    logs = [[{"role": "user", "content": text, "token_ids": torch.tensor([ord(letter) for letter in text])}] for text in texts]
+    logs = [
+        [{"role": "user", "content": text, "token_ids": torch.tensor([ord(letter) for letter in text])}]
+        for text in texts
+    ]
     return BatchedDataDict(
         message_log=logs,
         task_name=["count"] * len(texts),
@@ -86,8 +108,15 @@ def plan(max_total: int = 64, max_turns: int = 5) -> RolloutPlan:
     return RolloutPlan(42, 7, GenerationSamplingParams(), RolloutLimits(max_total, 8, max_turns), ("#",))
 
 
-def roll_out(batch: BatchedDataDict[Any], chosen: RolloutPlan, environment: Counts | None = None, generator: Generator | None = None) -> Any:
-    runner = RolloutRunner(generator or Generator(), Letters(), {"count": EnvironmentHandle("count", environment or Counts())})
+def roll_out(
+    batch: BatchedDataDict[Any],
+    chosen: RolloutPlan,
+    environment: Counts | None = None,
+    generator: Generator | None = None,
+) -> Any:
+    runner = RolloutRunner(
+        generator or Generator(), Letters(), {"count": EnvironmentHandle("count", environment or Counts())}
+    )
     return runner.run(batch, chosen)
 
 
@@ -140,7 +169,10 @@ def test_columns_train_responses_of_this_rollout_only() -> None:
     columns = rollout_columns(batch, roll_out(batch, plan()), pad_token_id=0, multiple=4)
     tokens, rows = columns.tokens, columns.rows
     assert tokens["input_ids"].shape[1] % 4 == 0
-    assert tokens["input_lengths"].tolist() == [3 + 2 + 3, 3 + 3 + 2 + 3]  # the environment takes the old answer for the first turn
+    assert tokens["input_lengths"].tolist() == [
+        3 + 2 + 3,
+        3 + 3 + 2 + 3,
+    ]  # the environment takes the old answer for the first turn
     assert tokens["token_mask"][0].tolist()[:8] == [0] * 5 + [1] * 3
     assert bool(((tokens["generation_logprobs"] != 0) == (tokens["token_mask"] != 0)).all())
     assert rows["generated_lengths"].tolist() == [3, 6] and rows["response_lengths"].tolist() == [3, 3]
@@ -150,11 +182,18 @@ def test_columns_train_responses_of_this_rollout_only() -> None:
 def test_a_recording_replays_the_very_tensors(tmp_path: Path) -> None:
     batch = number_samples(prompts("a", "bb"), 2)
     runner = RolloutRunner(Generator(), Letters(), {"count": EnvironmentHandle("count", Counts())})
-    recorded = RecordedRollouts(LiveRollouts(runner, pad_token_id=0, multiple=1), str(tmp_path)).roll_out(batch, plan(), 1)
+    recorded = RecordedRollouts(LiveRollouts(runner, pad_token_id=0, multiple=1), str(tmp_path)).roll_out(
+        batch, plan(), 1
+    )
     replayed = ReplayedRollouts(str(tmp_path)).roll_out(batch, plan(), 1)
-    for one, other in ((recorded.columns.tokens, replayed.columns.tokens), (recorded.columns.rows, replayed.columns.rows)):
+    for one, other in (
+        (recorded.columns.tokens, replayed.columns.tokens),
+        (recorded.columns.rows, replayed.columns.rows),
+    ):
         assert sorted(one) == sorted(other)
-        assert all(torch.equal(one[name], other[name]) if name != "content" else one[name] == other[name] for name in one)
+        assert all(
+            torch.equal(one[name], other[name]) if name != "content" else one[name] == other[name] for name in one
+        )
     assert recorded.metrics == replayed.metrics
 
 

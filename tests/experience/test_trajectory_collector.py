@@ -1,4 +1,6 @@
-"""Rollouts run ahead within their bound, every drawn group arrives once, failures are tried again or end the run, and a restart repeats nothing."""
+"""Rollouts run ahead within their bound, every drawn group arrives once, failures are tried again or end the run, and a
+restart repeats nothing.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Loader:
         while self.at < self.batches:
             self.at += 1
             first = BATCH * (self.at - 1)
-            yield BatchedDataDict(idx=[first + row for row in range(BATCH)], loss_multiplier=torch.ones(BATCH), length=torch.ones(BATCH))
+            yield BatchedDataDict(
+                idx=[first + row for row in range(BATCH)], loss_multiplier=torch.ones(BATCH), length=torch.ones(BATCH)
+            )
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +106,9 @@ class Rollouts:
         )
 
 
-def collector_of(loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *, epoch: int = 0, **limits: Any) -> tuple[TrajectoryCollector, MemoryRecord]:
+def collector_of(
+    loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *, epoch: int = 0, **limits: Any
+) -> tuple[TrajectoryCollector, MemoryRecord]:
     record = MemoryRecord()
     bounds = CollectorLimits(**({"max_age": 1, "generations": 2, "last_step": 50, "stall_s": 20.0} | limits))
     collector = TrajectoryCollector(
@@ -130,7 +136,12 @@ def test_rollouts_begin_as_far_ahead_as_the_bound_allows_and_no_further(loop: Lo
     assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {0, 1, 2}
     collector.finish_step(0)
     collector.set_weight_version(1)
-    assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {0, 1, 2, 3}
+    assert {event.event.target_step for event in record.entries if isinstance(event.event, GroupAdmitted)} == {
+        0,
+        1,
+        2,
+        3,
+    }
     collector.stop()
 
 
@@ -177,7 +188,10 @@ def test_a_failed_rollout_is_tried_again_and_too_many_in_a_row_end_the_run(loop:
     rollouts.fail = [GenerationError("planted")] * 9
     collector, _ = collector_of(loop, rollouts, max_failures=2)
     collector.set_weight_version(0)
-    with pytest.raises(CollectorError, match=r"3 rollouts in a row failed, grpo.async_grpo.max_generation_failures allows 2; the last, .*: planted"):
+    with pytest.raises(
+        CollectorError,
+        match=r"3 rollouts in a row failed, grpo.async_grpo.max_generation_failures allows 2; the last, .*: planted",
+    ):
         collector.take(0, 0)
     collector.stop()
 
@@ -266,7 +280,11 @@ def test_a_restart_trains_every_prompt_exactly_once_and_generates_no_finished_gr
     again.set_weight_version(1)
     while again.buffer.ready(1, 0) < BATCH or again.buffer.ready(2, 0) < BATCH:
         threading.Event().wait(0.01)
-    finished = [group for group in again.buffer.groups() if group.key.target == 1 or (group.key.target == 2 and group.key.number == 1)]
+    finished = [
+        group
+        for group in again.buffer.groups()
+        if group.key.target == 1 or (group.key.target == 2 and group.key.number == 1)
+    ]
     draws = again.draws()
     again.stop()
     collector.stop()
@@ -308,7 +326,12 @@ def test_the_buffer_gives_whole_batches_in_order_and_only_once() -> None:
     buffer = ReplayBuffer(max_age=1)
     buffer.expect(4, 0, [0, 1])
     buffer.add(group(4, 1, 3))
-    assert (buffer.ready(4, 0), buffer.missing(4, 0), buffer.count_intended_for_step(4), buffer.count_intended_for_step(5)) == (1, [0], 1, 0)
+    assert (
+        buffer.ready(4, 0),
+        buffer.missing(4, 0),
+        buffer.count_intended_for_step(4),
+        buffer.count_intended_for_step(5),
+    ) == (1, [0], 1, 0)
     with pytest.raises(BufferProtocolError, match=r"\[0\] are missing"):
         buffer.take(4, 0)
     with pytest.raises(BufferProtocolError, match="group 1 of step 4 arrived twice"):

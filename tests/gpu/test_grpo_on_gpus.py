@@ -37,12 +37,22 @@ def _path() -> str:
 def run_grpo(tmp_path: Path, model: Path, **sections: dict[str, Any]) -> Any:
     config: dict[str, Any] = {
         "defaults": str(ROOT / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"),
-        "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 3, "val_at_start": False, "val_at_end": False, "val_period": 0},
+        "grpo": {
+            "num_prompts_per_step": 8,
+            "num_generations_per_prompt": 4,
+            "max_num_steps": 3,
+            "val_at_start": False,
+            "val_at_end": False,
+            "val_period": 0,
+        },
         "policy": {
             "model_name": str(model),
             "precision": "bfloat16",
             "train_global_batch_size": 32,
-            "generation": {"vllm_cfg": {"gpu_memory_utilization": 0.2, "enforce_eager": True}, "vllm_kwargs": {"max_num_seqs": 64}},
+            "generation": {
+                "vllm_cfg": {"gpu_memory_utilization": 0.2, "enforce_eager": True},
+                "vllm_kwargs": {"max_num_seqs": 64},
+            },
         },
         "cluster": {"device": "cuda", "gpus_per_node": 1},
         "logger": {"log_dir": str(tmp_path / "logs"), "tensorboard_enabled": False},
@@ -53,8 +63,16 @@ def run_grpo(tmp_path: Path, model: Path, **sections: dict[str, Any]) -> Any:
         _merge(config.setdefault(name, {}), section)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, str(ROOT / "examples" / "run_grpo.py"), "--config", str(file), "~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": _path()}, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "run_grpo.py"),
+        "--config",
+        str(file),
+        "~policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": _path()}, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return read_metrics(tmp_path / "logs")
 
@@ -87,14 +105,29 @@ def test_colocated_weights_travel_through_host_memory(tmp_path: Path, model: Pat
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
 def test_separate_placement(tmp_path: Path, model: Path, transport: str) -> None:
     placement = {"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}}
-    assert_engines_agree(run_grpo(tmp_path, model, policy=placement, cluster={"gpus_per_node": 2}, weight_sync={"transport": transport}))
+    assert_engines_agree(
+        run_grpo(tmp_path, model, policy=placement, cluster={"gpus_per_node": 2}, weight_sync={"transport": transport})
+    )
 
 
 @needs[2]
 def test_one_session_reaches_a_rank_by_cuda_ipc_and_another_by_its_group(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "weight_sync.py"), "--shape", "tiny", "--tp", "2", "--transport", "nccl", "--share", "--verify"]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "weight_sync.py"),
+        "--shape",
+        "tiny",
+        "--tp",
+        "2",
+        "--transport",
+        "nccl",
+        "--share",
+        "--verify",
+    ]
     command += ["--cycles", "2", "--refreshes", "0", "--work", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": _path()}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": _path()}, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     assert "transport cuda_ipc+nccl, 2 cycles" in done.stdout
 

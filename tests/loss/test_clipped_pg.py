@@ -1,4 +1,6 @@
-"""The policy-gradient loss: every switch against a reference of loops, every split against the whole, gradients where they are a choice."""
+"""The policy-gradient loss: every switch against a reference of loops, every split against the whole, gradients where
+they are a choice.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +58,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "kl_k1": {"reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"},
     "kl_k2": {"reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k2"},
-    "kl_k3_tight_clamps": {"reference_policy_kl_penalty": 0.5, "kl_input_clamp_value": 0.4, "kl_output_clamp_value": 0.05},
+    "kl_k3_tight_clamps": {
+        "reference_policy_kl_penalty": 0.5,
+        "kl_input_clamp_value": 0.4,
+        "kl_output_clamp_value": 0.05,
+    },
     "kl_unclamped": {"reference_policy_kl_penalty": 0.5, "kl_input_clamp_value": None, "kl_output_clamp_value": None},
     "kl_on_policy_approximation": {"reference_policy_kl_penalty": 0.5, "use_on_policy_kl_approximation": True},
     "kl_in_reward": {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True},
@@ -65,13 +71,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def batch(seed: int, rows: int = 6, width: int = 9, dtype: torch.dtype = torch.float64) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Columns [rows, width] with prompts, padding and one masked row, and current log-probabilities [rows, width - 1]."""
+def batch(
+    seed: int, rows: int = 6, width: int = 9, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Columns [rows, width] with prompts, padding and one masked row, and current log-probabilities [rows, width -
+    1].
+    """
     rng = np.random.default_rng(seed)
     current = -rng.exponential(1.5, (rows, width - 1))
 
     def near(scale: float) -> np.ndarray:
-        return np.concatenate([np.zeros((rows, 1)), np.minimum(current + rng.normal(0, scale, current.shape), -1e-3)], axis=1)
+        return np.concatenate(
+            [np.zeros((rows, 1)), np.minimum(current + rng.normal(0, scale, current.shape), -1e-3)], axis=1
+        )
 
     token_mask = np.zeros((rows, width))
     for row in range(rows):
@@ -89,11 +101,21 @@ def batch(seed: int, rows: int = 6, width: int = 9, dtype: torch.dtype = torch.f
         "sample_mask": sample_mask,
         "rewards": rng.integers(0, 2, rows).astype(float),
     }
-    tensors = {name: torch.tensor(column, dtype=dtype if column.dtype == np.float64 else None) for name, column in columns.items()}
+    tensors = {
+        name: torch.tensor(column, dtype=dtype if column.dtype == np.float64 else None)
+        for name, column in columns.items()
+    }
     return tensors, torch.tensor(current, dtype=dtype)
 
 
-def reference_kl(policy: float, reference: float, kind: str, input_clamp: float | None, output_clamp: float | None, weight: float = 1.0) -> float:
+def reference_kl(
+    policy: float,
+    reference: float,
+    kind: str,
+    input_clamp: float | None,
+    output_clamp: float | None,
+    weight: float = 1.0,
+) -> float:
     log_ratio = reference - policy
     if input_clamp is not None:
         log_ratio = min(max(log_ratio, -input_clamp), input_clamp)
@@ -127,7 +149,9 @@ def reference_policy_term(c: np.ndarray, o: np.ndarray, a: float, own: list[int]
     return min(value, -a * cfg.ratio_clip_c) if cfg.ratio_clip_c is not None and a < 0 else value
 
 
-def reference_loss(data: Mapping[str, np.ndarray], current: np.ndarray, cfg: Any, sequences: float, tokens: float) -> float:
+def reference_loss(
+    data: Mapping[str, np.ndarray], current: np.ndarray, cfg: Any, sequences: float, tokens: float
+) -> float:
     """The loss of `data` [B, S] at `current` [B, S-1], token by token from the formulas."""
     total, positive = 0.0, []
     for row in range(len(current)):
@@ -144,10 +168,19 @@ def reference_loss(data: Mapping[str, np.ndarray], current: np.ndarray, cfg: Any
                 value *= reference_weight(o, g, own, t, cfg)
             if cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
                 weight = np.exp(c[t] - g[t]) if cfg.use_on_policy_kl_approximation else 1.0
-                estimate = reference_kl(c[t], f[t], cfg.reference_policy_kl_type, cfg.kl_input_clamp_value, cfg.kl_output_clamp_value, weight)
+                estimate = reference_kl(
+                    c[t],
+                    f[t],
+                    cfg.reference_policy_kl_type,
+                    cfg.kl_input_clamp_value,
+                    cfg.kl_output_clamp_value,
+                    weight,
+                )
                 value += cfg.reference_policy_kl_penalty * estimate
             row_total += value
-        total += row_total / (tokens + 1e-8) if cfg.token_level_loss else row_total / (len(own) + 1e-8) / (sequences + 1e-8)
+        total += (
+            row_total / (tokens + 1e-8) if cfg.token_level_loss else row_total / (len(own) + 1e-8) / (sequences + 1e-8)
+        )
         if data["rewards"][row] > 0:
             positive += [-c[t] for t in own]
     return total + cfg.positive_example_nll_weight * (float(np.mean(positive)) if positive else 0.0)
@@ -164,7 +197,9 @@ def test_the_loss_equals_its_formula(variant: str, seed: int) -> None:
     sequences, tokens = count_valid(data)
     loss_fn = loss_of(variant)
     loss, metrics = loss_fn(data, sequences, tokens, next_token_logprobs=current)
-    expected = reference_loss({k: v.numpy() for k, v in data.items()}, current.numpy(), loss_fn.cfg, float(sequences), float(tokens))
+    expected = reference_loss(
+        {k: v.numpy() for k, v in data.items()}, current.numpy(), loss_fn.cfg, float(sequences), float(tokens)
+    )
     assert loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert metrics["loss"].item() == loss.item()
 
@@ -176,14 +211,19 @@ def test_float32_agrees_with_the_formula_to_1e_5(variant: str) -> None:
     sequences, tokens = count_valid(data)
     loss, _ = loss_fn(data, sequences, tokens, next_token_logprobs=current)
     wide = {k: v.double().numpy() for k, v in data.items()}
-    assert loss.item() == pytest.approx(reference_loss(wide, current.double().numpy(), loss_fn.cfg, float(sequences), float(tokens)), rel=1e-5, abs=1e-6)
+    assert loss.item() == pytest.approx(
+        reference_loss(wide, current.double().numpy(), loss_fn.cfg, float(sequences), float(tokens)), rel=1e-5, abs=1e-6
+    )
 
 
-# positive_example_nll_weight without the driver's scale is a mean of its own microbatch: that case has its own test below.
+# positive_example_nll_weight without the driver's scale is a mean of its own microbatch: that case has its own test
+# below.
 SPLITTABLE = [name for name in VARIANTS if not name.startswith("vapo")]
 
 
-def run(loss_fn: LossFunction, data: dict[str, torch.Tensor], current: torch.Tensor, parts: list[list[int]], counts: Any) -> Any:
+def run(
+    loss_fn: LossFunction, data: dict[str, torch.Tensor], current: torch.Tensor, parts: list[list[int]], counts: Any
+) -> Any:
     """Loss, gradient and summed metrics over the microbatches `parts`."""
     leaf = current.clone().requires_grad_()
     total, sums = torch.zeros((), dtype=current.dtype), dict[str, torch.Tensor]()
@@ -198,7 +238,11 @@ def run(loss_fn: LossFunction, data: dict[str, torch.Tensor], current: torch.Ten
 
 
 @settings(max_examples=60, deadline=None)
-@given(variant=st.sampled_from(SPLITTABLE), seed=st.integers(0, 10_000), labels=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+@given(
+    variant=st.sampled_from(SPLITTABLE),
+    seed=st.integers(0, 10_000),
+    labels=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
 def test_microbatches_add_up_to_the_whole_whatever_the_split(variant: str, seed: int, labels: list[int]) -> None:
     data, current = batch(seed)
     loss_fn = loss_of(variant)
@@ -235,9 +279,13 @@ def test_the_positive_example_term_is_split_safe_with_the_scale_of_the_whole_bat
     sequences, tokens = count_valid(data)
     whole = run(loss_fn, data, current, [list(range(6))], (sequences, tokens))
     own_tokens = data["token_mask"][:, 1:].sum(1)
-    scale = positive_nll_scale(data["rewards"], own_tokens, data["sample_mask"], token_level_loss=loss_fn.cfg.token_level_loss)
+    scale = positive_nll_scale(
+        data["rewards"], own_tokens, data["sample_mask"], token_level_loss=loss_fn.cfg.token_level_loss
+    )
     data["positive_nll_scale"] = scale
-    halves = (positive_nll_scale(data["rewards"], own_tokens, data["sample_mask"], token_level_loss=True, global_batch_size=3)).view(2, 3)
+    halves = (
+        positive_nll_scale(data["rewards"], own_tokens, data["sample_mask"], token_level_loss=True, global_batch_size=3)
+    ).view(2, 3)
     assert (halves == halves[:, :1]).all()
     assert halves[0, 0] != halves[1, 0]
     split = run(loss_fn, data, current, [[0], [1, 2], [3, 4, 5]], (sequences, tokens))
@@ -252,8 +300,13 @@ def test_masked_positions_never_matter_even_when_they_hold_nan_or_infinity(varia
     expected = run(loss_of(variant), data, current, [list(range(6))], counts)
     masked = (data["token_mask"] * data["sample_mask"][:, None]) == 0
     garbage = torch.where(torch.arange(9) % 2 == 0, torch.nan, torch.inf).expand(6, 9)
-    dirty = {k: torch.where(masked, garbage, v) if k.endswith("logprobs") or k == "advantages" else v for k, v in data.items()}
-    loss, gradient, metrics = run(loss_of(variant), dirty, torch.where(masked[:, 1:], garbage[:, 1:], current), [list(range(6))], counts)
+    dirty = {
+        k: torch.where(masked, garbage, v) if k.endswith("logprobs") or k == "advantages" else v
+        for k, v in data.items()
+    }
+    loss, gradient, metrics = run(
+        loss_of(variant), dirty, torch.where(masked[:, 1:], garbage[:, 1:], current), [list(range(6))], counts
+    )
     torch.testing.assert_close(loss, expected[0])
     torch.testing.assert_close(gradient, expected[1])
     for name, value in metrics.items():
@@ -296,7 +349,9 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_that_ppo_drops() -> None:
     counts = count_valid(data)
     no_kl = {"reference_policy_kl_penalty": 0.0}
     _, ppo, _ = run(ClippedPGLossFn(ClippedPGLossConfig(**no_kl)), data, current, [list(range(6))], counts)
-    _, cispo, _ = run(ClippedPGLossFn(ClippedPGLossConfig(use_cispo=True, **no_kl)), data, current, [list(range(6))], counts)
+    _, cispo, _ = run(
+        ClippedPGLossFn(ClippedPGLossConfig(use_cispo=True, **no_kl)), data, current, [list(range(6))], counts
+    )
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     assert ppo.abs().sum() == 0
     torch.testing.assert_close(cispo, -1.2 * mask / counts[1])
@@ -320,7 +375,9 @@ def test_tokens_outside_the_sampling_filter_are_masked_with_a_warning(caplog: py
 def test_the_kl_is_taken_of_unfiltered_logprobs() -> None:
     data, current = batch(4)
     data["reference_policy_logprobs"][:, 1:] = current - 0.5
-    _, metrics = loss_of("kl_k1")(data, *count_valid(data), next_token_logprobs=current + 0.1, next_token_logprobs_unfiltered=current)
+    _, metrics = loss_of("kl_k1")(
+        data, *count_valid(data), next_token_logprobs=current + 0.1, next_token_logprobs_unfiltered=current
+    )
     assert metrics["kl_penalty"].item() == pytest.approx(0.5, rel=1e-6)
 
 
@@ -329,7 +386,13 @@ def test_metrics_have_their_formula() -> None:
     sequences, tokens = count_valid(data)
     _, metrics = loss_of("grpo")(data, sequences, tokens, next_token_logprobs=current)
     mask = ((data["token_mask"] * data["sample_mask"][:, None])[:, 1:] > 0).numpy()
-    c, o, g, f = (x.numpy()[mask] for x in (current, *(data[k][:, 1:] for k in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"))))
+    c, o, g, f = (
+        x.numpy()[mask]
+        for x in (
+            current,
+            *(data[k][:, 1:] for k in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")),
+        )
+    )
     mixture = np.log((np.exp(o) + np.exp(g)) / 2)
 
     def k3(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -355,7 +418,9 @@ def test_metrics_have_their_formula() -> None:
         assert metrics[name].item() == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
-@pytest.mark.parametrize(("variant", "denominator"), [("icepop", MetricNormalizer.TOKENS), ("seq_mask_tis", MetricNormalizer.SEQUENCES)])
+@pytest.mark.parametrize(
+    ("variant", "denominator"), [("icepop", MetricNormalizer.TOKENS), ("seq_mask_tis", MetricNormalizer.SEQUENCES)]
+)
 def test_out_of_bounds_ratio_counts_tokens_or_sequences(variant: str, denominator: MetricNormalizer) -> None:
     data, current = batch(8)
     loss_fn = loss_of(variant)
@@ -377,10 +442,19 @@ def test_out_of_bounds_ratio_counts_tokens_or_sequences(variant: str, denominato
         ({"use_cispo": True, "disable_ppo_ratio": True}, "excludes loss_fn.disable_ppo_ratio"),
         ({"use_cispo": True, "ratio_clip_c": 3.0}, "excludes loss_fn.ratio_clip_c"),
         ({"use_cispo": True, "token_level_loss": False}, "token_level_loss=true"),
-        ({"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}, "use_importance_sampling_correction=true"),
-        ({**IS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0}, "ratio_min"),
+        (
+            {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
+            "use_importance_sampling_correction=true",
+        ),
+        (
+            {**IS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
+            "ratio_min",
+        ),
         ({**IS, "truncated_importance_sampling_type": "tis"}, "truncated_importance_sampling_ratio"),
-        ({**VARIANTS["seq_mask_tis"], "sequence_level_importance_ratios": True, "token_level_loss": False}, "seq-mask-tis"),
+        (
+            {**VARIANTS["seq_mask_tis"], "sequence_level_importance_ratios": True, "token_level_loss": False},
+            "seq-mask-tis",
+        ),
     ],
 )
 def test_switches_that_exclude_each_other_are_refused_by_key(switches: dict[str, Any], message: str) -> None:

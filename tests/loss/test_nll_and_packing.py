@@ -13,7 +13,11 @@ from nemo_rl.loss.normalization import count_valid, masked_mean
 
 def test_nll_is_the_mean_over_trained_tokens_of_the_global_batch() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
-    data = {"token_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]), "sample_mask": torch.tensor([1.0, 1.0]), "input_ids": torch.zeros(2, 4)}
+    data = {
+        "token_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]),
+        "sample_mask": torch.tensor([1.0, 1.0]),
+        "input_ids": torch.zeros(2, 4),
+    }
     loss, metrics = NLLLossFn()(data, *count_valid(data), next_token_logprobs=logprobs)
     assert loss.item() == pytest.approx((2 + 3 + 4 + 5) / 4)
     assert metrics["num_unmasked_tokens"].item() == 4
@@ -34,8 +38,13 @@ def test_counts_see_next_token_positions_of_valid_rows_only() -> None:
         count_valid({"token_mask": torch.ones(1, 2)})
 
 
-@given(policy=st.lists(st.floats(-8, -0.01), min_size=3, max_size=3), reference=st.lists(st.floats(-8, -0.01), min_size=3, max_size=3))
-def test_kl_estimates_are_zero_for_equal_policies_and_k2_and_k3_never_negative(policy: list[float], reference: list[float]) -> None:
+@given(
+    policy=st.lists(st.floats(-8, -0.01), min_size=3, max_size=3),
+    reference=st.lists(st.floats(-8, -0.01), min_size=3, max_size=3),
+)
+def test_kl_estimates_are_zero_for_equal_policies_and_k2_and_k3_never_negative(
+    policy: list[float], reference: list[float]
+) -> None:
     p, q = torch.tensor(policy, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64)
     for kind in ("k1", "k2", "k3"):
         assert calculate_kl(p, p, kind).abs().max() == 0
@@ -48,7 +57,9 @@ def test_kl_estimates_are_zero_for_equal_policies_and_k2_and_k3_never_negative(p
 def test_kl_weight_is_detached_where_the_input_clamp_bit() -> None:
     policy = torch.tensor([-1.0, -5.0], requires_grad=True)
     weight = (policy - policy.detach()).exp()
-    calculate_kl(policy, torch.tensor([-1.5, -1.0]), "k3", input_clamp_value=2.0, output_clamp_value=None, weight=weight).sum().backward()
+    calculate_kl(
+        policy, torch.tensor([-1.5, -1.0]), "k3", input_clamp_value=2.0, output_clamp_value=None, weight=weight
+    ).sum().backward()
     # d/dc [w (e^L - 1 - L)] at L = f - c = -0.5: (1 - e^L) + (e^L - 1 - L) = -L.
     assert policy.grad.tolist() == pytest.approx([0.5, 0.0])
 
@@ -59,14 +70,24 @@ def test_an_unknown_kl_estimator_is_refused() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=st.lists(st.integers(2, 7), min_size=1, max_size=5), multiple=st.sampled_from([1, 4]), seed=st.integers(0, 1000))
-def test_a_packed_microbatch_has_the_loss_and_gradient_of_the_padded_one(lengths: list[int], multiple: int, seed: int) -> None:
+@given(
+    lengths=st.lists(st.integers(2, 7), min_size=1, max_size=5),
+    multiple=st.sampled_from([1, 4]),
+    seed=st.integers(0, 1000),
+)
+def test_a_packed_microbatch_has_the_loss_and_gradient_of_the_padded_one(
+    lengths: list[int], multiple: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(lengths), 8
     columns = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     data = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) for name in columns}
     inside = torch.arange(width) < torch.tensor(lengths)[:, None]
-    data |= {"input_ids": torch.zeros(rows, width, dtype=torch.long), "token_mask": inside.double(), "sample_mask": torch.ones(rows)}
+    data |= {
+        "input_ids": torch.zeros(rows, width, dtype=torch.long),
+        "token_mask": inside.double(),
+        "sample_mask": torch.ones(rows),
+    }
     padded_lengths = [-(-length // multiple) * multiple for length in lengths]
     starts = torch.tensor([0, *padded_lengths]).cumsum(0)
     packed = torch.randn(1, int(starts[-1]), generator=generator, dtype=torch.float64).requires_grad_()
@@ -81,18 +102,24 @@ def test_a_packed_microbatch_has_the_loss_and_gradient_of_the_padded_one(lengths
     loss, metrics = wrapper(data, *counts, next_token_logprobs=packed)
     expected, expected_metrics = loss_fn(data, *counts, next_token_logprobs=padded)
     torch.testing.assert_close(loss, expected)
-    assert {name: value.item() for name, value in metrics.items()} == {name: value.item() for name, value in expected_metrics.items()}
+    assert {name: value.item() for name, value in metrics.items()} == {
+        name: value.item() for name, value in expected_metrics.items()
+    }
     loss.backward()
     expected.backward()
     for row, length in enumerate(lengths):
-        torch.testing.assert_close(packed.grad[0, starts[row] : starts[row] + length - 1], padded.grad[row, : length - 1])
+        torch.testing.assert_close(
+            packed.grad[0, starts[row] : starts[row] + length - 1], padded.grad[row, : length - 1]
+        )
 
 
 def test_packed_logits_are_cut_into_rows() -> None:
     class LogitSum(NLLLossFn):
         input_type = LossInputType.LOGIT
 
-        def __call__(self, data: object, seqs: object, toks: object, *, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def __call__(
+            self, data: object, seqs: object, toks: object, *, logits: torch.Tensor
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return logits.sum(), {"shape": torch.tensor(logits.shape), "last": logits[1, 1].detach()}
 
     logits = torch.arange(15.0).view(1, 5, 3)

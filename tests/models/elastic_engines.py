@@ -1,4 +1,6 @@
-"""Several real engines, a weight cache of many versions of one model, and that model itself to recompute every token with."""
+"""Several real engines, a weight cache of many versions of one model, and that model itself to recompute every token
+with.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Versions:
 
     @torch.no_grad()
     def logprobs(self, version: int, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token of each row but the first under a version, all of its context under the same."""
+        """Log-probability of every token of each row but the first under a version, all of its context under the
+        same.
+        """
         if self._loaded != version:
             weights = self.weights(version)
             for name, parameter in self._model.named_parameters():
@@ -61,7 +65,9 @@ class Versions:
             some = [torch.tensor(list(row)) for row in rows[first : first + _ROWS]]
             # Padding on the right is seen by no token before it.
             ids = torch.nn.utils.rnn.pad_sequence(some, batch_first=True)
-            logprobs = self._model(input_ids=ids).logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[:, :, 0]
+            logprobs = (
+                self._model(input_ids=ids).logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[:, :, 0]
+            )
             found += [row[: len(tokens) - 1].tolist() for row, tokens in zip(logprobs, some, strict=True)]
         return found
 
@@ -85,22 +91,36 @@ class Elastic:
         for _ in range(count):
             number = self.counter[0]
             self.counter[0] += 1
-            made.append(GenerationRequest(f"q{number}", self.tokenizer(f"{number % 97}+{number % 13}=")["input_ids"], tokens, sampling, seed=number))
+            made.append(
+                GenerationRequest(
+                    f"q{number}",
+                    self.tokenizer(f"{number % 97}+{number % 13}=")["input_ids"],
+                    tokens,
+                    sampling,
+                    seed=number,
+                )
+            )
         return made
 
     async def run(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Results in the order of the requests."""
         return list(await asyncio.gather(*(self.generation.generate_one(request) for request in requests)))
 
-    async def while_running(self, requests: Sequence[GenerationRequest], action: Any, after_s: float = 0.15) -> list[GenerationResult]:
+    async def while_running(
+        self, requests: Sequence[GenerationRequest], action: Any, after_s: float = 0.15
+    ) -> list[GenerationResult]:
         """Results of requests that may be running or over when `action` (a blocking call) happens."""
         running = asyncio.ensure_future(self.run(requests))
         await asyncio.sleep(after_s)
         await asyncio.to_thread(action)
         return await running
 
-    async def under_load(self, action: Any, lanes: int = 24, tokens: int = 48) -> tuple[list[GenerationRequest], list[GenerationResult]]:
-        """Requests and their results where every lane has one running from before `action` (a blocking call) begins until it is over."""
+    async def under_load(
+        self, action: Any, lanes: int = 24, tokens: int = 48
+    ) -> tuple[list[GenerationRequest], list[GenerationResult]]:
+        """Requests and their results where every lane has one running from before `action` (a blocking call) begins
+        until it is over.
+        """
         requests: list[GenerationRequest] = []
         results: list[GenerationResult] = []
         warm, over = asyncio.Event(), asyncio.Event()
@@ -131,21 +151,29 @@ class Elastic:
         return self.elastic.refresh(recompute_kv=recompute_kv)
 
     def worst(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> float:
-        """Largest difference between a token's log-probability and its recomputation under the version it is labelled with."""
+        """Largest difference between a token's log-probability and its recomputation under the version it is labelled
+        with.
+        """
         return max(self.differences(requests, results), default=0.0)
 
-    def differences(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], shift: int = 0) -> list[float]:
+    def differences(
+        self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], shift: int = 0
+    ) -> list[float]:
         """Difference of every token; `shift` relabels all tokens by so many versions."""
         found = []
         by_version: dict[int, list[tuple[list[int], int, int, list[float]]]] = {}
         for request, result in zip(requests, results, strict=True):
             assert len(result.token_ids) == len(result.logprobs)
-            assert [span.start for span in result.spans] == [0, *[span.end for span in result.spans[:-1]]][: len(result.spans)]
+            assert [span.start for span in result.spans] == [0, *[span.end for span in result.spans[:-1]]][
+                : len(result.spans)
+            ]
             assert sum(span.end - span.start for span in result.spans) == len(result.token_ids)
             ids = [*request.prompt_ids, *result.token_ids]
             for span in result.spans:
                 drawn = result.logprobs[span.start : span.end]
-                by_version.setdefault(span.version + shift, []).append((ids, len(request.prompt_ids) + span.start, len(drawn), drawn))
+                by_version.setdefault(span.version + shift, []).append(
+                    (ids, len(request.prompt_ids) + span.start, len(drawn), drawn)
+                )
         for version, parts in sorted(by_version.items()):
             again = self.versions.logprobs(version, [ids[: start + count] for ids, start, count, _ in parts])
             for (_, start, _, drawn), row in zip(parts, again, strict=True):
@@ -191,7 +219,9 @@ def elastic_engines(model: Path, shards: int, *overrides: str) -> Iterator[Elast
         cache = BucketCache(build)
         options = SyncOptions(bucket_bytes=1 << 20, verify=True, timeout_s=60.0)
         generation.wait_until_started()
-        engines = Elastic(generation, ElasticGeneration(generation, cache, options, record=record), cache, versions, record, tokenizer)
+        engines = Elastic(
+            generation, ElasticGeneration(generation, cache, options, record=record), cache, versions, record, tokenizer
+        )
         engines.refresh(0)
         yield engines
     finally:

@@ -62,7 +62,9 @@ class Colocated:
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
         self.policy.prepare_for_lp_inference()
-        scored = self.policy.get_logprobs(BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([len(row) for row in rows])))["logprobs"]
+        scored = self.policy.get_logprobs(
+            BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([len(row) for row in rows]))
+        )["logprobs"]
         errors = []
         for row, (request, result) in enumerate(zip(requests, results, strict=True)):
             start = len(request.prompt_ids)
@@ -106,9 +108,17 @@ def colocated(model: Path, slots: int, *overrides: str) -> Iterator[Colocated]:
     ]
     config = load_master_config(_CONFIG, [*base, *overrides])
     tokenizer = get_tokenizer(config.policy.tokenizer, False)
-    cluster = RayVirtualCluster([slots], use_gpus=False, max_colocated_worker_groups=2, num_gpus_per_node=slots, name="engines")
+    cluster = RayVirtualCluster(
+        [slots], use_gpus=False, max_colocated_worker_groups=2, num_gpus_per_node=slots, name="engines"
+    )
     generation = VllmGeneration(
-        cluster, config.policy, config.cluster, pad_token_id=tokenizer.pad_token_id, stop_token_ids=[tokenizer.eos_token_id], seed=1, colocated=True
+        cluster,
+        config.policy,
+        config.cluster,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=[tokenizer.eos_token_id],
+        seed=1,
+        colocated=True,
     )
     policy = Policy(cluster, config.policy, tokenizer, init_reference_model=False)
     try:
@@ -132,7 +142,12 @@ def without_place(results: Sequence[GenerationResult]) -> list[GenerationResult]
 def engine_pids(generation: VllmGeneration) -> list[int]:
     """Every process below the engines' actors, and the engine workers."""
     workers = {worker["pid"] for worker in generation._workers or []}
-    above = {parent.pid for pid in workers for parent in psutil.Process(pid).parents() if "EngineCore" in " ".join(parent.cmdline() or [parent.name()])}
+    above = {
+        parent.pid
+        for pid in workers
+        for parent in psutil.Process(pid).parents()
+        if "EngineCore" in " ".join(parent.cmdline() or [parent.name()])
+    }
     return sorted(workers | above)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.disk_names import hf_name
-from nemo_rl.models.dtensor.export import full_weights
-from nemo_rl.models.policy.batches import shard_batch
-from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.batches import shard_batch, shard_chunk
+from nemo_rl.models.policy.worker import PolicyWorker
 
 ROWS, WIDTH = 8, 24
 _CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
@@ -43,7 +42,9 @@ _BASE = (
 
 def run_config(model: str | Path, world: int, *overrides: str) -> MasterConfig:
     """A checked configuration of a small run on `world` CPU slots."""
-    return load_master_config(_CONFIG, [*_BASE, f"policy.model_name={model}", f"cluster.gpus_per_node={world}", *overrides])
+    return load_master_config(
+        _CONFIG, [*_BASE, f"policy.model_name={model}", f"cluster.gpus_per_node={world}", *overrides]
+    )
 
 
 def training_batch() -> BatchedDataDict[Any]:
@@ -65,25 +66,36 @@ def training_batch() -> BatchedDataDict[Any]:
     )
 
 
-def shard_of(worker: DTensorPolicyWorker, data: BatchedDataDict[Any], *, training: bool = True) -> Any:
+def shard_of(worker: PolicyWorker, data: BatchedDataDict[Any], *, training: bool = True) -> Any:
     """The part of a global batch that this rank sees."""
-    shards, _ = shard_batch(data, worker.cfg, worker.mesh.sizes.dp, data.size, training=training)
-    return shards[worker.mesh.data_mesh.get_local_rank()]
+    shards, _ = shard_batch(data, worker.cfg, worker.backend.sizes.dp, data.size, training=training)
+    return shards[worker.backend.coordinates()["data_parallel"]]
 
 
-def make_worker(config: MasterConfig, **options: Any) -> DTensorPolicyWorker:
+def make_worker(config: MasterConfig, **options: Any) -> PolicyWorker:
     """This rank's worker, without a reference model."""
-    return DTensorPolicyWorker(config.policy, **({"init_reference_model": False} | options))
+    return PolicyWorker(config.policy, **({"init_reference_model": False} | options))
 
 
-def full_gradients(worker: DTensorPolicyWorker) -> torch.Tensor:
+def gradients(worker: PolicyWorker) -> dict[str, Any]:
+    """Every gradient in full under its name; with Megatron those of Hugging Face files."""
+    backend: Any = worker.backend
+    if hasattr(backend, "scorer"):
+        named = ((hf_name(name), parameter.grad) for name, parameter in backend.scorer.named_parameters())
+        return {
+            name: (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone() for name, grad in sorted(named)
+        }
+    found = {}
+    for weight in backend.weights.described:
+        own = backend.weights.own().get(weight.name)
+        whole = backend.weights.gather(weight, None if own is None else own.main_grad, backend.device, torch.float32)
+        found |= {name: part.clone() for (name, _), part in zip(weight.parts, weight.split(whole), strict=True)}
+    return dict(sorted(found.items()))
+
+
+def full_gradients(worker: PolicyWorker) -> torch.Tensor:
     """Every gradient in full, in one vector."""
-    parts = []
-    for _, parameter in sorted((hf_name(name), parameter) for name, parameter in worker.scorer.named_parameters()):
-        gradient = parameter.grad
-        assert gradient is not None
-        parts.append((gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).flatten())
-    return torch.cat(parts)
+    return torch.cat([gradient.flatten() for gradient in gradients(worker).values()])
 
 
 def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> dict[str, Any]:
@@ -102,9 +114,18 @@ def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> 
     worker.begin_train_step(loss_fn)
     worker.train_microbatches(shard_of(worker, data))
     worker.abort_train_step()
-    answer = worker.train(shard_of(worker, data), loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
-    evaluated = worker.train(shard_of(worker, data), loss_fn, eval_mode=True, gbs=ROWS, mbs=config.policy.train_micro_batch_size)
-    seen |= {"loss": answer["loss"], "grad_norm": answer["grad_norm"], "metrics": answer["all_mb_metrics"], "next_loss": evaluated["loss"]}
+    answer = worker.train(
+        shard_of(worker, data), loss_fn, eval_mode=False, gbs=ROWS, mbs=config.policy.train_micro_batch_size
+    )
+    evaluated = worker.train(
+        shard_of(worker, data), loss_fn, eval_mode=True, gbs=ROWS, mbs=config.policy.train_micro_batch_size
+    )
+    seen |= {
+        "loss": answer["loss"],
+        "grad_norm": answer["grad_norm"],
+        "metrics": answer["all_mb_metrics"],
+        "next_loss": evaluated["loss"],
+    }
     return seen
 
 
@@ -133,7 +154,7 @@ class LogitLoss:
         return loss, {"loss": loss.detach()}
 
 
-def _train(worker: DTensorPolicyWorker, data: BatchedDataDict[Any], loss: Any) -> dict[str, Any]:
+def _train(worker: PolicyWorker, data: BatchedDataDict[Any], loss: Any) -> dict[str, Any]:
     return worker.train(shard_of(worker, data), loss, eval_mode=False, gbs=ROWS, mbs=2)
 
 
@@ -145,9 +166,28 @@ def _error(work: Callable[[], Any]) -> str:
     return "no error"
 
 
-def training_story(model: str, world: int, folder: str) -> dict[str, Any]:
-    """Everything about one policy over time: chunks, refused and failed steps, checkpoints. Plain values for the tests to judge."""
-    config = run_config(model, world, "policy.scheduler={name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [2], gamma: 0.5}}")
+MEGATRON = (
+    "policy.dtensor_cfg.enabled=false",
+    "policy.megatron_cfg.enabled=true",
+    "policy.megatron_cfg.optimizer.lr=0.01",
+    "policy.megatron_cfg.optimizer.weight_decay=0.0",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=2",
+    "policy.megatron_cfg.scheduler.lr_warmup_init=0.005",
+    "policy.megatron_cfg.freeze_moe_router=false",
+    "policy.megatron_cfg.moe_router_dtype=fp32",
+)
+
+
+def training_story(model: str, world: int, folder: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything about one policy over time: chunks, refused and failed steps, checkpoints. Plain values for the tests
+    to judge.
+    """
+    config = run_config(
+        model,
+        world,
+        "policy.scheduler={name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [2], gamma: 0.5}}",
+        *overrides,
+    )
     loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
     seen: dict[str, Any] = {}
     whole, chunked = make_worker(config), make_worker(config)
@@ -192,14 +232,120 @@ def training_story(model: str, world: int, folder: str) -> dict[str, Any]:
     return seen
 
 
+def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Per case, the same global batch as `train` takes it and in chunks of several uneven sizes: what the step gave,
+    its gradient, and how often gradients were reduced over ranks.
+    """
+    chunkings = {"one": [8], "two": [3, 5], "many": [1, 3, 2, 1, 1]}
+    seen: dict[str, dict[str, Any]] = {}
+    for case, overrides in cases.items():
+        config = run_config(model, world, *overrides)
+        worker, loss, data = make_worker(config), ClippedPGLossFn(config.loss_fn), training_batch()
+        counted, norm = _count_reductions(worker), worker.backend.gradient_norm
+        gradient: dict[str, Any] = {}
+
+        def measured(
+            worker: PolicyWorker = worker, norm: Any = norm, gradient: dict[str, Any] = gradient
+        ) -> torch.Tensor:
+            value = norm()
+            gradient["gradient"] = full_gradients(worker).numpy().copy()
+            return value
+
+        worker.backend.gradient_norm = measured  # type: ignore[method-assign]
+        worker.backend.apply_gradients = lambda factor, backend=worker.backend: backend.discard_gradients()  # type: ignore[method-assign]
+        whole = worker.train(shard_of(worker, data), loss, eval_mode=False, gbs=ROWS, mbs=2)
+        seen[case] = {"train": whole | gradient | {"reductions": counted()}}
+        for name, sizes in chunkings.items():
+            start = 0
+            worker.begin_train_step(loss, mbs=2)
+            for size in sizes:
+                chunk = data.slice(start, start + size)
+                start += size
+                shards = shard_chunk(chunk, worker.cfg, worker.backend.sizes.dp)
+                worker.train_microbatches(shards[worker.backend.coordinates()["data_parallel"]])
+                # Scoring between chunks leaves the model in evaluation mode.
+                worker.get_logprobs(shard_of(worker, data, training=False))
+            seen[case][name] = worker.finish_train_step() | gradient | {"reductions": counted()}
+    return seen
+
+
+def _count_reductions(worker: PolicyWorker) -> Callable[[], int]:
+    """Counts calls that reduce gradients over data-parallel ranks since it was asked last, per group of parameters."""
+    calls: list[int] = []
+    if hasattr(worker.backend, "scorer"):
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+        target, name = module, "foreach_reduce"
+    else:
+        from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+        target, name = _ParamAndGradBucketGroup, "start_grad_sync"
+    original = getattr(target, name)
+    original = getattr(original, "original", original)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    counting.original = original  # type: ignore[attr-defined]
+    setattr(target, name, counting)
+
+    def since() -> int:
+        count = len(calls)
+        calls.clear()
+        return count
+
+    return since
+
+
+def empty_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """A step whose samples are all masked out, after one that gave the optimizer momentum."""
+    config = run_config(model, world, *overrides)
+    worker, loss, data = make_worker(config), ClippedPGLossFn(config.loss_fn), training_batch()
+    _train(worker, data, loss)
+    before, rates = worker.weight_checksums(), worker.backend.rates()
+    data["sample_mask"] = torch.zeros(ROWS)
+    result = _train(worker, data, loss)
+    return {
+        "unchanged": before == worker.weight_checksums() and rates == worker.backend.rates(),
+        "skipped": result["skipped_steps"],
+        "grad_norm": result["grad_norm"],
+        "loss": result["loss"],
+        "open": worker.step.is_open,
+    }
+
+
+def dropped_communicators(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """Steps with communicators dropped before each, and the same steps of a worker that keeps its own."""
+    config = run_config(model, world, *overrides)
+    loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
+    keeping = make_worker(config)
+    kept = [_train(keeping, data, loss) for _ in range(4)]
+    kept_weights = keeping.weight_checksums()
+    worker, results, groups = make_worker(config), [], []
+    for _ in range(4):
+        worker.drop_communicators()
+        groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        results.append(_train(worker, data, loss))
+        groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    worker.begin_train_step(loss)
+    refused = _error(worker.drop_communicators)
+    worker.abort_train_step()
+    return {
+        "same": results == kept and worker.weight_checksums() == kept_weights,
+        "groups": groups,
+        "refused": refused,
+    }
+
+
 def uneven_packing(model: str, world: int) -> list[float]:
     """Losses of two global batches whose packed shards hold unequal numbers of rows."""
     config = run_config(model, world, "policy.sequence_packing.enabled=true", "policy.train_global_batch_size=4")
     worker = make_worker(config)
     data = training_batch()
     data["input_lengths"] = torch.tensor([24, 6, 6, 6, 7, 24, 7, 7])
-    shards, _ = shard_batch(data, worker.cfg, worker.mesh.sizes.dp, 4, training=True)
-    shard = shards[worker.mesh.data_mesh.get_local_rank()]
+    shards, _ = shard_batch(data, worker.cfg, worker.backend.sizes.dp, 4, training=True)
+    shard = shards[worker.backend.coordinates()["data_parallel"]]
     return worker.train(shard, ClippedPGLossFn(config.loss_fn), eval_mode=False, gbs=4, mbs=2)["loss"]
 
 
@@ -218,7 +364,10 @@ def reference_and_topk(model: str, world: int, overrides: list[str]) -> dict[str
     worker = make_worker(config, init_reference_model=True)
     data = training_batch()
     scored = shard_of(worker, data, training=False)
-    seen = {"start": worker.get_logprobs(scored)["logprobs"], "reference before": worker.get_reference_policy_logprobs(scored)["reference_logprobs"]}
+    seen = {
+        "start": worker.get_logprobs(scored)["logprobs"],
+        "reference before": worker.get_reference_policy_logprobs(scored)["reference_logprobs"],
+    }
     seen |= dict(worker.get_topk_logits(scored, 3).items())
     _train(worker, data, ClippedPGLossFn(config.loss_fn))
     before = worker.weight_checksums()
@@ -242,21 +391,28 @@ def story_of_two(model: str, folder: str) -> dict[str, Any]:
 
 def story_of_one(model: str, other_model: str, folder: str) -> dict[str, Any]:
     """All that one rank has to show; resumes what two ranks saved."""
-    config = run_config(model, 1, "policy.scheduler={name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [2], gamma: 0.5}}")
+    config = run_config(
+        model, 1, "policy.scheduler={name: torch.optim.lr_scheduler.MultiStepLR, kwargs: {milestones: [2], gamma: 0.5}}"
+    )
     resumed = make_worker(config, weights_path=f"{folder}/2/weights", optimizer_path=f"{folder}/2/optimizer")
     seen: dict[str, Any] = {"resharded weights": resumed.weight_checksums()}
     seen["resharded third"] = _train(resumed, training_batch(), ClippedPGLossFn(config.loss_fn))
     seen["other model's weights"] = _error(lambda: make_worker(config, weights_path=other_model))
     only_adam = ["~policy.optimizer.kwargs.betas", "~policy.optimizer.kwargs.eps"]
-    sgd = run_config(model, 1, "policy.optimizer.name=torch.optim.SGD", "+policy.optimizer.kwargs.momentum=0.9", *only_adam)
+    sgd = run_config(
+        model, 1, "policy.optimizer.name=torch.optim.SGD", "+policy.optimizer.kwargs.momentum=0.9", *only_adam
+    )
     seen["other optimizer's state"] = _error(lambda: make_worker(sgd, optimizer_path=f"{folder}/2/optimizer"))
     seen["story"] = training_story(model, 1, folder)
     seen["uneven"] = uneven_packing(model, 1)
     seen["logit gradient"] = logit_gradient(model, 1, [])
     seen["reference"] = reference_and_topk(model, 1, [])
     resumed.save_checkpoint(f"{folder}/torch", None, "torch_save")
-    resumed.writer.wait()
-    seen["saved by torch"] = (resumed.weight_checksums(), make_worker(config, weights_path=f"{folder}/torch").weight_checksums())
+    resumed.backend.wait_saved()
+    seen["saved by torch"] = (
+        resumed.weight_checksums(),
+        make_worker(config, weights_path=f"{folder}/torch").weight_checksums(),
+    )
     full = make_worker(config)
     os.makedirs(f"{folder}/full/weights")
     os.symlink("/dev/full", f"{folder}/full/weights/config.json")
@@ -268,7 +424,9 @@ def story_of_one(model: str, other_model: str, folder: str) -> dict[str, Any]:
 
 
 def expert_story(model: str, world: int, folder: str, overrides: list[str], saved: str | None = None) -> dict[str, Any]:
-    """Experts over time: two steps with a checkpoint between them, or the second step of the checkpoint `saved`; and what is exported."""
+    """Experts over time: two steps with a checkpoint between them, or the second step of the checkpoint `saved`; and
+    what is exported.
+    """
     config = run_config(model, world, *overrides)
     paths = {} if saved is None else {"weights_path": f"{saved}/weights", "optimizer_path": f"{saved}/optimizer"}
     worker, loss, data = make_worker(config, **paths), ClippedPGLossFn(config.loss_fn), training_batch()
@@ -278,9 +436,42 @@ def expert_story(model: str, world: int, folder: str, overrides: list[str], save
         while not worker.checkpoint_written():
             time.sleep(0.02)
         torch.distributed.barrier()
-    exported = {name: tensor.numpy().copy() for name, tensor in full_weights(worker.scorer, None, worker.mesh.device)}
+    exported = {name: tensor.numpy().copy() for name, tensor in worker.backend.full_weights(None)}
     metas = {meta.name: meta.shape for meta in worker.tensor_metas()}
     logprobs = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"].numpy()
     second = _train(worker, data, loss)
-    groups = len(worker.optimizer.param_groups) if worker.optimizer is not None else 0
-    return {"exported": exported, "metas": metas, "logprobs": logprobs, "second": second, "groups": groups, "weights": worker.weight_checksums()}
+    groups = len(worker.backend.optimizer.param_groups) if worker.backend.optimizer is not None else 0
+    return {
+        "exported": exported,
+        "metas": metas,
+        "logprobs": logprobs,
+        "second": second,
+        "groups": groups,
+        "weights": worker.weight_checksums(),
+    }
+
+
+def megatron_of_two(
+    model: str, moe: str, folder: str, cases: dict[str, list[str]], experts: dict[str, list[str]], stories: list[str]
+) -> dict[str, Any]:
+    """All that two ranks on Megatron have to show: one group, for starting one costs more than most cases."""
+    ep2 = [*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"]
+    return {
+        "cases": many_splits(model, 2, cases),
+        "experts": many_splits(moe, 2, experts),
+        "stories": {name: training_story(model, 2, f"{folder}/{name[:2]}", cases[name]) for name in stories},
+        "expert story": expert_story(moe, 2, f"{folder}/ep", ep2),
+        "reference": reference_and_topk(model, 2, cases["tp 2"]),
+    }
+
+
+def megatron_of_one(
+    model: str, moe: str, folder: str, cases: dict[str, list[str]], experts: dict[str, list[str]]
+) -> dict[str, Any]:
+    """What one rank shows for comparison; goes on from what two ranks saved in `folder`."""
+    return {
+        "cases": many_splits(model, 1, cases),
+        "experts": many_splits(moe, 1, experts),
+        "resumed experts": expert_story(moe, 1, "", list(MEGATRON), f"{folder}/ep"),
+        "reference": reference_and_topk(model, 1, []),
+    }

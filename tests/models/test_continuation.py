@@ -20,7 +20,9 @@ def piece(name: str, tokens: list[int], version: int, reason: str = "abort", sha
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=6), st.integers(1, 5))
-def test_the_pieces_joined_are_the_response_with_every_log_probability_and_version(cuts: list[tuple[int, int]], last: int) -> None:
+def test_the_pieces_joined_are_the_response_with_every_log_probability_and_version(
+    cuts: list[tuple[int, int]], last: int
+) -> None:
     way = Continuation(request(limit=100))
     drawn: list[int] = []
     versions: list[int] = []

@@ -11,9 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.models.dtensor.disk_names import on_disk, remember_disk_names
 from nemo_rl.models.dtensor.experts import expert_modules
-from nemo_rl.models.dtensor.model_config import number_of_experts
+from nemo_rl.models.policy.model_config import number_of_experts
 
-_SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 FAMILIES = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
@@ -29,12 +36,18 @@ def test_parts_have_the_names_and_values_of_the_files_that_transformers_writes(f
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     remember_disk_names(model)
-    parts = {name: part for key, weight in model.named_parameters() for name, part in on_disk(model, key, weight.detach()).items()}
+    parts = {
+        name: part
+        for key, weight in model.named_parameters()
+        for name, part in on_disk(model, key, weight.detach()).items()
+    }
     files = load_file(tmp_path / "model.safetensors")
     assert sorted(parts) == sorted(files)
     assert all(torch.equal(parts[name], files[name]) for name in files)
     shapes = [
-        (name, part.shape) for key, weight in model.named_parameters() for name, part in on_disk(model, key, torch.empty(weight.shape, device="meta")).items()
+        (name, part.shape)
+        for key, weight in model.named_parameters()
+        for name, part in on_disk(model, key, torch.empty(weight.shape, device="meta")).items()
     ]
     assert shapes == [(name, part.shape) for name, part in parts.items()]
 

@@ -1,4 +1,6 @@
-"""The dispatcher against shards made of a coroutine: whatever comes and goes, each request is answered once and with every token in its order."""
+"""The dispatcher against shards made of a coroutine: whatever comes and goes, each request is answered once and with
+every token in its order.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Shard:
         reason: Any = "length" if len(drawn) == request.max_new_tokens else "abort"
         spans = (VersionSpan(self.number, 0, len(drawn)),) if drawn else ()
         del self._tasks[request.request_id]
-        self._results.put_nowait(GenerationResult(request.request_id, drawn, [-0.5 * t for t in drawn], reason, spans, self.number))
+        self._results.put_nowait(
+            GenerationResult(request.request_id, drawn, [-0.5 * t for t in drawn], reason, spans, self.number)
+        )
 
     async def do_collect(self, client: str, max_wait_s: float) -> list[Any]:
         await self._alive()
@@ -118,7 +122,9 @@ class Fleet:
         self.router = Router(shards)
         names = [f"shard {number}" for number in range(shards)]
         workers: Any = self.shards
-        self.dispatcher = Dispatcher(workers, self.router, names, record=self.record, **({"hang_s": 30.0, "poll_s": 0.1} | options))
+        self.dispatcher = Dispatcher(
+            workers, self.router, names, record=self.record, **({"hang_s": 30.0, "poll_s": 0.1} | options)
+        )
 
     async def leave(self, *numbers: int) -> None:
         self.dispatcher.unroute(numbers)
@@ -135,7 +141,11 @@ class Fleet:
 
 
 def whole(result: Any, tokens: int = 20) -> bool:
-    return isinstance(result, GenerationResult) and result.token_ids == list(range(tokens)) and result.logprobs == [-0.5 * t for t in range(tokens)]
+    return (
+        isinstance(result, GenerationResult)
+        and result.token_ids == list(range(tokens))
+        and result.logprobs == [-0.5 * t for t in range(tokens)]
+    )
 
 
 def in_loop(work: Coroutine[Any, Any, Any]) -> Any:
@@ -213,7 +223,9 @@ def test_when_no_shard_is_left_everybody_hears_of_it_at_once() -> None:
         await asyncio.sleep(0.01)
         fleet.shards[0].dead = True
         for error in await asyncio.wait_for(running, 5.0):
-            assert isinstance(error, GenerationError) and "no shard is left to serve: shard 0 is gone while request r" in str(error)
+            assert isinstance(
+                error, GenerationError
+            ) and "no shard is left to serve: shard 0 is gone while request r" in str(error)
         (next_one,) = await fleet.run(request("later"))
         assert isinstance(next_one, GenerationError)
         await fleet.dispatcher.close()
@@ -265,7 +277,10 @@ def test_a_request_may_take_long_while_its_shard_finishes_others() -> None:
             await asyncio.sleep(0.05)
         assert not slow.done()
         (late,) = await slow
-        assert "no result after 2 s, in which the shard finished nothing else; where single responses take longer, set NRL_VLLM_ASYNC_TIMEOUT" in str(late)
+        assert (
+            "no result after 2 s, in which the shard finished nothing else; where single responses take "
+            "longer, set NRL_VLLM_ASYNC_TIMEOUT" in str(late)
+        )
         await fleet.dispatcher.close()
 
     in_loop(story())
@@ -292,10 +307,18 @@ def test_in_any_unrest_every_request_is_answered_once_and_whole(seed: int) -> No
         for result in await running:
             assert whole(result, len(result.token_ids)) and result.finish_reason == "length"
             assert [span.start for span in result.spans] == [0, *[span.end for span in result.spans[:-1]]]
-        submitted = [entry.event.request_id for entry in fleet.record.entries if isinstance(entry.event, RequestSubmitted)]
-        finished = [entry.event.request_id for entry in fleet.record.entries if isinstance(entry.event, RequestFinished)]
+        submitted = [
+            entry.event.request_id for entry in fleet.record.entries if isinstance(entry.event, RequestSubmitted)
+        ]
+        finished = [
+            entry.event.request_id for entry in fleet.record.entries if isinstance(entry.event, RequestFinished)
+        ]
         assert sorted(submitted) == sorted(finished) and len(set(submitted)) == len(submitted)
-        generations = [entry.event.generation for entry in fleet.record.entries if isinstance(entry.event, (ShardRouted, ShardUnrouted))]
+        generations = [
+            entry.event.generation
+            for entry in fleet.record.entries
+            if isinstance(entry.event, (ShardRouted, ShardUnrouted))
+        ]
         assert generations == sorted(generations)
         await fleet.dispatcher.close()
 

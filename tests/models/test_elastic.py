@@ -64,7 +64,10 @@ class Generation:
         self.broken: set[int] = set()
         self.fits = True
         self.before_load: Callable[[], None] = lambda: None
-        self.shards = SimpleNamespace(state=self.states.__getitem__, having=lambda *wanted: [s for s, state in self.states.items() if state in wanted])
+        self.shards = SimpleNamespace(
+            state=self.states.__getitem__,
+            having=lambda *wanted: [s for s, state in self.states.items() if state in wanted],
+        )
 
     def sleep_partial(self, ranks: Sequence[int]) -> None:
         self.happened.append(f"sleep {list(ranks)}")
@@ -102,7 +105,12 @@ class World:
 
     def _build(self, version: int, served: str | None) -> CacheManifest:
         tensors = weights(float(version))
-        return self.builder.build(version, [TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items()], tensors.items(), served=served)
+        return self.builder.build(
+            version,
+            [TensorMeta(n, tuple(t.shape), "float32") for n, t in tensors.items()],
+            tensors.items(),
+            served=served,
+        )
 
     @property
     def versions(self) -> list[int | None]:
@@ -148,7 +156,12 @@ def test_a_shard_with_wrong_bytes_is_quarantined_and_the_others_are_synced_again
     assert resized.shards == [0, 2] and resized.failed == {1: "planted: wrong bytes"}
     assert world.generation.states[1] is ShardState.FAILED and world.versions == [1, None, 1]
     failed, done = [entry.event for entry in world.record.entries if isinstance(entry.event, SyncFinished)]
-    assert (failed.outcome, failed.checksums, done.outcome, sorted(done.checksums)) == ("failed", {}, "done", ["0", "2"])
+    assert (failed.outcome, failed.checksums, done.outcome, sorted(done.checksums)) == (
+        "failed",
+        {},
+        "done",
+        ["0", "2"],
+    )
     assert len(set(done.checksums.values())) == 1
 
 
@@ -159,7 +172,9 @@ def test_a_refresh_reaches_those_that_serve_and_measures_their_pause(world: Worl
     assert report is not None and report.pauses_s == [0.25, 0.25]
     assert world.versions == [1, None, 1]
     assert world.elastic.pause_metrics() == {"pause_s/p50": 0.25, "pause_s/p99": 0.25}
-    assert [entry.event.shards for entry in world.record.entries if isinstance(entry.event, VersionPublished)] == [(0, 2)]
+    assert [entry.event.shards for entry in world.record.entries if isinstance(entry.event, VersionPublished)] == [
+        (0, 2)
+    ]
     world.elastic.shrink([0, 2])
     assert world.elastic.refresh() is None
 
@@ -231,7 +246,13 @@ def test_moves_and_refreshes_take_turns(world: World) -> None:
     go_on.set()
     for thread in threads:
         thread.join()
-    assert world.generation.happened[-5:] == ["load [0, 2]", "wake weights [1]", "load [1]", "wake kv_cache [1]", "route [1]"]
+    assert world.generation.happened[-5:] == [
+        "load [0, 2]",
+        "wake weights [1]",
+        "load [1]",
+        "wake kv_cache [1]",
+        "route [1]",
+    ]
     assert world.versions == [2, 2, 2]
 
 

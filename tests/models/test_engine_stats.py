@@ -15,7 +15,10 @@ def test_gauges_are_read_at_intervals_and_tokens_are_all_counted() -> None:
     logger = stats(vllm_config=None, engine_index=0)
     for step, running in enumerate((8, 100, 100, 4)):
         now = 0.2 * step
-        logger.record(SimpleNamespace(num_running_reqs=running, num_waiting_reqs=step, kv_cache_usage=0.25), SimpleNamespace(num_generation_tokens=running))
+        logger.record(
+            SimpleNamespace(num_running_reqs=running, num_waiting_reqs=step, kv_cache_usage=0.25),
+            SimpleNamespace(num_generation_tokens=running),
+        )
     logger.record(None, None)
     taken = stats.take()
     assert taken == EngineSample(
@@ -28,8 +31,16 @@ def test_gauges_are_read_at_intervals_and_tokens_are_all_counted() -> None:
 
 
 def test_engines_are_averaged_over_their_readings_and_shown_one_by_one() -> None:
-    busy = EngineSample(3, *({"inflight_batch_sizes": v, "num_pending_samples": 0.0, "kv_cache_usage_perc": 0.3} for v in (30.0, 16.0)), generation_tokens=70)
-    calm = EngineSample(1, *({"inflight_batch_sizes": 2.0, "num_pending_samples": 4.0, "kv_cache_usage_perc": 0.1} for _ in range(2)), generation_tokens=30)
+    busy = EngineSample(
+        3,
+        *({"inflight_batch_sizes": v, "num_pending_samples": 0.0, "kv_cache_usage_perc": 0.3} for v in (30.0, 16.0)),
+        generation_tokens=70,
+    )
+    calm = EngineSample(
+        1,
+        *({"inflight_batch_sizes": 2.0, "num_pending_samples": 4.0, "kv_cache_usage_perc": 0.1} for _ in range(2)),
+        generation_tokens=30,
+    )
     metrics = generation_metrics([busy, calm, EngineSample()])
     assert metrics["inflight_batch_sizes"] == 8.0 and metrics["inflight_batch_sizes/max"] == 16.0
     assert metrics["kv_cache_usage_perc"] == pytest.approx(0.1)

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.config import DTensorConfig
-from nemo_rl.models.dtensor.model_config import UnsupportedModelError, check_experts, model_config
 from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing
+from nemo_rl.models.policy.model_config import UnsupportedModelError, check_experts, model_config
 from tests.models.policy_ranks import expert_story, many_splits, run_config, training_batch
 from tests.ranks import run_ranks
 
@@ -33,7 +33,11 @@ TWO = {
     "ep 2 dynamic": [*EP2, "policy.dynamic_batching.enabled=true"],
     "ep 2, all kept": [*EP2, *PACKED, "policy.dtensor_cfg.moe_parallelizer.reshard_after_forward=false"],
     "ep 2 checkpointing": [*EP2, *CHECKPOINTING],
-    "ep 2 checkpointing but for the router": [*EP2, *CHECKPOINTING, "policy.dtensor_cfg.moe_parallelizer.ignore_router_for_ac=true"],
+    "ep 2 checkpointing but for the router": [
+        *EP2,
+        *CHECKPOINTING,
+        "policy.dtensor_cfg.moe_parallelizer.ignore_router_for_ac=true",
+    ],
     "ep 2 over cp 2": [*EP2, *CP2, *PACKED],
     "tp 2": TP2,
     "tp 2 sequence parallel": [*SP, *PACKED],
@@ -47,7 +51,11 @@ FOUR = {
 
 
 HALF = ["policy.precision=bfloat16"]
-ONE = {"one": [], "half": HALF, "half but for the head": [*HALF, "policy.dtensor_cfg.moe_parallelizer.lm_head_precision=float32"]}
+ONE = {
+    "one": [],
+    "half": HALF,
+    "half but for the head": [*HALF, "policy.dtensor_cfg.moe_parallelizer.lm_head_precision=float32"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +86,17 @@ def _assert_same_step(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", TWO)
-def test_two_ranks_with_experts_compute_the_step_of_one(one: dict[str, Any], two: list[dict[str, dict[str, Any]]], case: str) -> None:
+def test_two_ranks_with_experts_compute_the_step_of_one(
+    one: dict[str, Any], two: list[dict[str, dict[str, Any]]], case: str
+) -> None:
     for rank in two:
         _assert_same_step(rank[case], one)
 
 
 @pytest.mark.parametrize("case", FOUR)
-def test_four_ranks_with_experts_compute_the_step_of_one(one: dict[str, Any], four: list[dict[str, dict[str, Any]]], case: str) -> None:
+def test_four_ranks_with_experts_compute_the_step_of_one(
+    one: dict[str, Any], four: list[dict[str, dict[str, Any]]], case: str
+) -> None:
     for rank in four:
         _assert_same_step(rank[case], one)
 
@@ -109,7 +121,9 @@ def cut_story(tiny_moe_model: Path, folder: Path) -> list[dict[str, Any]]:
     return run_ranks(expert_story, 2, str(tiny_moe_model), 2, str(folder / "cut"), EP2)
 
 
-def test_the_export_of_experts_that_are_shared_out_is_the_export_of_one_rank(whole_story: dict[str, Any], cut_story: list[dict[str, Any]]) -> None:
+def test_the_export_of_experts_that_are_shared_out_is_the_export_of_one_rank(
+    whole_story: dict[str, Any], cut_story: list[dict[str, Any]]
+) -> None:
     for rank in cut_story:
         assert list(rank["exported"]) == list(whole_story["exported"]) == list(rank["metas"])
         for name, weight in rank["exported"].items():
@@ -118,7 +132,9 @@ def test_the_export_of_experts_that_are_shared_out_is_the_export_of_one_rank(who
             np.testing.assert_allclose(weight, whole_story["exported"][name], atol=2e-4, err_msg=name)
 
 
-def test_exported_names_are_those_of_the_models_own_files(tiny_moe_model: Path, cut_story: list[dict[str, Any]]) -> None:
+def test_exported_names_are_those_of_the_models_own_files(
+    tiny_moe_model: Path, cut_story: list[dict[str, Any]]
+) -> None:
     from safetensors import safe_open
 
     with safe_open(tiny_moe_model / "model.safetensors", "pt") as file:
@@ -127,7 +143,9 @@ def test_exported_names_are_those_of_the_models_own_files(tiny_moe_model: Path, 
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in shapes
 
 
-def test_a_checkpoint_of_shared_out_experts_loads_in_transformers(folder: Path, cut_story: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_of_shared_out_experts_loads_in_transformers(
+    folder: Path, cut_story: list[dict[str, Any]]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "cut" / "weights", dtype=torch.float32)
@@ -146,7 +164,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny_moe_model: Path, folder: Path, c
     assert resumed[0]["weights"] == cut_story[0]["weights"]
 
 
-def test_a_checkpoint_resumes_with_another_number_of_ranks_for_the_experts(tiny_moe_model: Path, folder: Path, cut_story: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_resumes_with_another_number_of_ranks_for_the_experts(
+    tiny_moe_model: Path, folder: Path, cut_story: list[dict[str, Any]]
+) -> None:
     (resumed,) = run_ranks(expert_story, 1, str(tiny_moe_model), 1, "", [], str(folder / "cut"))
     assert (cut_story[0]["groups"], resumed["groups"]) == (2, 1)
     assert resumed["second"]["loss"] == pytest.approx(cut_story[0]["second"]["loss"], rel=1e-5)
@@ -156,9 +176,14 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks_for_the_experts(tiny_
 
 @pytest.mark.parametrize(
     ("experts", "size", "message"),
-    [(4, 3, "expert_parallel_size=3 does not divide the model's 4 experts; possible: 1, 2, 4"), (0, 2, "has no experts; set it to 1")],
+    [
+        (4, 3, "expert_parallel_size=3 does not divide the model's 4 experts; possible: 1, 2, 4"),
+        (0, 2, "has no experts; set it to 1"),
+    ],
 )
-def test_experts_that_cannot_be_shared_out_are_refused(tiny_model: Path, tiny_moe_model: Path, experts: int, size: int, message: str) -> None:
+def test_experts_that_cannot_be_shared_out_are_refused(
+    tiny_model: Path, tiny_moe_model: Path, experts: int, size: int, message: str
+) -> None:
     model = tiny_moe_model if experts else tiny_model
     with pytest.raises(UnsupportedModelError) as caught:
         check_experts(model_config(run_config(model, 1).policy), DTensorConfig(expert_parallel_size=size))

@@ -12,9 +12,18 @@ from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE
 from tests.models.engines import kill, wait_until_gone
 
 # An owner starts a core, which starts a worker that follows the owner, as a tensor-parallel engine does.
-_WORKER = "import time; from nemo_rl.models.generation.vllm.lifeline import follow_owner; follow_owner(); print('up', flush=True); time.sleep(60)"
-_CORE = f"import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {_WORKER!r}]); print(os.getpid(), p.pid, flush=True); p.wait()"
-_OWNER = f"import os, subprocess, sys; os.environ['{OWNER_VARIABLE}'] = str(os.getpid()); subprocess.run([sys.executable, '-c', {_CORE!r}])"
+_WORKER = (
+    "import time; from nemo_rl.models.generation.vllm.lifeline import follow_owner; follow_owner(); "
+    "print('up', flush=True); time.sleep(60)"
+)
+_CORE = (
+    f"import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {_WORKER!r}]); "
+    "print(os.getpid(), p.pid, flush=True); p.wait()"
+)
+_OWNER = (
+    f"import os, subprocess, sys; os.environ['{OWNER_VARIABLE}'] = str(os.getpid()); "
+    f"subprocess.run([sys.executable, '-c', {_CORE!r}])"
+)
 
 
 def test_a_killed_owner_takes_the_engine_along() -> None:
@@ -30,7 +39,9 @@ def test_a_killed_owner_takes_the_engine_along() -> None:
 def test_an_engine_whose_owner_ended_before_it_was_up_ends_itself() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    engine = subprocess.run([sys.executable, "-c", _WORKER], env=os.environ | {OWNER_VARIABLE: str(gone.pid)}, timeout=60, check=False)
+    engine = subprocess.run(
+        [sys.executable, "-c", _WORKER], env=os.environ | {OWNER_VARIABLE: str(gone.pid)}, timeout=60, check=False
+    )
     assert engine.returncode == 1
 
 
@@ -42,14 +53,20 @@ def test_the_engines_own_errors_are_found_in_the_log(tmp_path: object, stream: s
         "(MainProcess pid=5) ERROR 01-31 12:00:00 [async_llm.py:906] EngineDeadError: see above",
         "(EngineCore pid=7) WARNING 01-31 12:00:00 [core.py:1] slow",
     ]
-    tell = f"import sys; [print(line, file=sys.{stream}, flush=True) for line in {lines!r}]; from nemo_rl.models.generation.vllm.lifeline import last_errors; "
+    tell = (
+        f"import sys; [print(line, file=sys.{stream}, flush=True) for line in {lines!r}]; from "
+        "nemo_rl.models.generation.vllm.lifeline import last_errors; "
+    )
     tell += "open(sys.argv[1], 'w').write(last_errors())"
     answer = f"{tmp_path}/answer"
     with open(f"{tmp_path}/log", "w") as log:
         subprocess.run([sys.executable, "-c", tell, answer], stdout=log, stderr=log, check=True)
     with open(answer) as file:
         # Both streams share one file here, as nothing else does: each line is found once per stream.
-        assert list(dict.fromkeys(file.read().splitlines())) == ["  File model.py, line 3", "RuntimeError: head_dim=16 is not supported"]
+        assert list(dict.fromkeys(file.read().splitlines())) == [
+            "  File model.py, line 3",
+            "RuntimeError: head_dim=16 is not supported",
+        ]
 
 
 _ENDING = """

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig
-from nemo_rl.models.dtensor.checkpoint import _plain, _restore_scheduler
-from nemo_rl.models.policy.optimizer import OptimizerConfigError, build_optimizer, build_scheduler
+from nemo_rl.models.policy.optimizer import OptimizerConfigError, advance_scheduler, build_optimizer, build_scheduler
 
 
 def _parameters() -> list[torch.nn.Parameter]:
@@ -48,7 +46,10 @@ def test_an_optimizer_that_cannot_be_built_is_named_with_its_key(name: str, kwar
     ("entries", "says"),
     [
         ([SchedulerConfig(name="torch.optim.lr_scheduler.Linear")], "policy.scheduler.0"),
-        ([SchedulerConfig(name="torch.optim.lr_scheduler.StepLR", kwargs={"step": 1})], "policy.scheduler.0: torch.optim.lr_scheduler.StepLR(step)"),
+        (
+            [SchedulerConfig(name="torch.optim.lr_scheduler.StepLR", kwargs={"step": 1})],
+            "policy.scheduler.0: torch.optim.lr_scheduler.StepLR(step=1)",
+        ),
         ([SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR")] * 2, "2 schedulers need 1 milestones, got None"),
     ],
 )
@@ -75,21 +76,38 @@ def test_schedules_follow_each_other_at_their_milestones() -> None:
 @pytest.mark.parametrize(
     "entries",
     [
-        [SchedulerConfig(name="transformers.get_cosine_schedule_with_warmup", kwargs={"num_warmup_steps": 2, "num_training_steps": 10})],
+        [
+            SchedulerConfig(
+                name="transformers.get_cosine_schedule_with_warmup",
+                kwargs={"num_warmup_steps": 2, "num_training_steps": 10},
+            )
+        ],
         PolicyConfig().scheduler,
     ],
 )
-def test_a_schedule_that_was_written_down_goes_on_where_it_was(entries: list[SchedulerConfig]) -> None:
+def test_a_schedule_goes_on_where_it_was(entries: list[SchedulerConfig]) -> None:
     whole, resumed = _sgd(), _sgd()
     schedules = [build_scheduler(entries, optimizer) for optimizer in (whole, resumed)]
     assert schedules[0] is not None and schedules[1] is not None
     for _ in range(3):
         whole.step()
         schedules[0].step()
-    _restore_scheduler(schedules[1], json.loads(json.dumps(_plain(schedules[0].state_dict()))), len(resumed.param_groups))
-    for group, same in zip(resumed.param_groups, whole.param_groups, strict=True):
-        group["lr"] = same["lr"]
+    resumed.step()
+    advance_scheduler(schedules[1], 3)
+    assert resumed.param_groups[0]["lr"] == whole.param_groups[0]["lr"]
     for optimizer, schedule in zip((whole, resumed), schedules, strict=True):
         optimizer.step()
         schedule.step()
     assert schedules[1].get_last_lr() == schedules[0].get_last_lr()
+
+
+def test_a_schedule_whose_rate_or_arguments_changed_is_obeyed_from_the_step_where_the_run_is() -> None:
+    entry = SchedulerConfig(
+        name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.5, "end_factor": 1.0, "total_iters": 4}
+    )
+    optimizer = torch.optim.SGD(_parameters(), lr=8.0)
+    schedule = build_scheduler([entry], optimizer)
+    assert schedule is not None
+    optimizer.step()
+    advance_scheduler(schedule, 2)
+    assert schedule.get_last_lr() == pytest.approx([6.0])

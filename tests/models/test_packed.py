@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from nemo_rl.models.dtensor.attention import Segments, _side_by_side, _slice_borders, packed_attention
+from nemo_rl.models.policy.attention import Segments, _side_by_side, _slice_borders, packed_attention
 from nemo_rl.models.policy.packed import PackedBatch, pack
 
 CPU = torch.device("cpu")
@@ -58,7 +58,9 @@ def test_only_positions_before_trained_tokens_are_wanted(data: dict[str, torch.T
 
 
 def test_gradients_flow_back_through_unpack() -> None:
-    packed = pack({"input_ids": torch.ones(2, 3, dtype=torch.long), "input_lengths": torch.tensor([2, 3])}, CPU, multiple=4)
+    packed = pack(
+        {"input_ids": torch.ones(2, 3, dtype=torch.long), "input_lengths": torch.tensor([2, 3])}, CPU, multiple=4
+    )
     values = torch.zeros(packed.input_ids_T.shape[0], requires_grad=True)
     (packed.unpack(values) * torch.arange(6.0).view(2, 3)).sum().backward()
     assert values.grad is not None
@@ -68,7 +70,11 @@ def test_gradients_flow_back_through_unpack() -> None:
 def _row(lengths: list[int], heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PackedBatch]:
     draw = torch.Generator().manual_seed(sum(lengths))
     width = max(lengths)
-    packed = pack({"input_ids": torch.ones(len(lengths), width, dtype=torch.long), "input_lengths": torch.tensor(lengths)}, CPU, multiple=4)
+    packed = pack(
+        {"input_ids": torch.ones(len(lengths), width, dtype=torch.long), "input_lengths": torch.tensor(lengths)},
+        CPU,
+        multiple=4,
+    )
     tokens = packed.input_ids_T.shape[0]
     query, key, value = (torch.randn(1, h, tokens, 8, generator=draw) for h in (heads, kv_heads, kv_heads))
     return query, key, value, packed
@@ -76,13 +82,19 @@ def _row(lengths: list[int], heads: int, kv_heads: int) -> tuple[torch.Tensor, t
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.sampled_from([(4, 4), (4, 2), (4, 1)]))
-def test_attention_over_a_packed_row_is_attention_over_each_sequence_alone(lengths: list[int], heads: tuple[int, int]) -> None:
+def test_attention_over_a_packed_row_is_attention_over_each_sequence_alone(
+    lengths: list[int], heads: tuple[int, int]
+) -> None:
     query, key, value, packed = _row(lengths, *heads)
-    out, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=Segments(packed.cu_seqlens, packed.max_seqlen))
+    out, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None, segments=Segments(packed.cu_seqlens, packed.max_seqlen)
+    )
     start = 0
     for length in lengths:
         part = slice(start, start + length)
-        alone = F.scaled_dot_product_attention(query[:, :, part], key[:, :, part], value[:, :, part], is_causal=True, enable_gqa=True)
+        alone = F.scaled_dot_product_attention(
+            query[:, :, part], key[:, :, part], value[:, :, part], is_causal=True, enable_gqa=True
+        )
         torch.testing.assert_close(out[:, part], alone.transpose(1, 2), atol=1e-5, rtol=1e-5)
         start += length
 
@@ -91,16 +103,25 @@ def test_attention_over_a_packed_row_is_attention_over_each_sequence_alone(lengt
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.sampled_from([2, 4]))
 def test_slices_of_a_row_attend_to_what_the_whole_row_does(lengths: list[int], slices: int) -> None:
     query, key, value, packed = _row(lengths, 4, 2)
-    whole, _ = packed_attention(torch.nn.Module(), query, key, value, None, segments=Segments(packed.cu_seqlens, packed.max_seqlen))
+    whole, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None, segments=Segments(packed.cu_seqlens, packed.max_seqlen)
+    )
     tokens = packed.input_ids_T.shape[0] // slices
     for index in range(slices):
         start = tokens * index
-        borders_q, borders_k, first = _slice_borders(Segments(packed.cu_seqlens, packed.max_seqlen, None, start), tokens)
+        borders_q, borders_k, first = _slice_borders(
+            Segments(packed.cu_seqlens, packed.max_seqlen, None, start), tokens
+        )
         assert int(borders_q[-1]) == tokens
         assert first + int(borders_k[-1]) == start + tokens
         mine = query[0, :, start : start + tokens].transpose(0, 1)
         keys, values = (t[0, :, first : first + int(borders_k[-1])].transpose(0, 1) for t in (key, value))
-        torch.testing.assert_close(_side_by_side(mine, keys, values, borders_q, borders_k, None), whole[0, start : start + tokens], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            _side_by_side(mine, keys, values, borders_q, borders_k, None),
+            whole[0, start : start + tokens],
+            atol=1e-5,
+            rtol=1e-5,
+        )
 
 
 def test_what_the_packed_attention_cannot_do_is_refused() -> None:

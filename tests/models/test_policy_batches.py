@@ -24,13 +24,18 @@ def policy_without_workers() -> Any:
 
 @pytest.mark.parametrize(
     "batch",
-    [BatchedDataDict({name: torch.zeros(4, 2) for name in MEDIA}), KVBatchMeta("train", None, list("abcd"), MEDIA, [2] * 4)],
+    [
+        BatchedDataDict({name: torch.zeros(4, 2) for name in MEDIA}),
+        KVBatchMeta("train", None, list("abcd"), MEDIA, [2] * 4),
+    ],
     ids=["batch", "meta"],
 )
 @pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train", "train_microbatches"])
 def test_images_are_refused_by_name_instead_of_training_on_the_text_alone(batch: Any, call: str) -> None:
     arguments = (batch, None) if call == "train" else (batch,)
-    with pytest.raises(UnsupportedColumnsError, match=r"model inputs \['pixel_values', 'image_grid_thw'\].* takes token ids only"):
+    with pytest.raises(
+        UnsupportedColumnsError, match=r"model inputs \['pixel_values', 'image_grid_thw'\].* takes token ids only"
+    ):
         getattr(policy_without_workers(), call)(*arguments)
 
 
@@ -40,5 +45,7 @@ def test_columns_that_nobody_knows_are_not_taken_for_inputs_of_the_model() -> No
 
 def test_rows_that_do_not_divide_into_global_batches_are_refused_on_the_data_plane_too() -> None:
     meta = KVBatchMeta("train", None, list("abc"), ["input_ids"], [2] * 3)
-    with pytest.raises(ValueError, match="3 samples do not divide into global batches of policy.train_global_batch_size=4"):
+    with pytest.raises(
+        ValueError, match="3 samples do not divide into global batches of policy.train_global_batch_size=4"
+    ):
         policy_without_workers().train(meta, None)

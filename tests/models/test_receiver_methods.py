@@ -1,4 +1,6 @@
-"""The receiver's methods one by one, as a scheduler's sync service calls them: masks, buckets, finalising once, statistics."""
+"""The receiver's methods one by one, as a scheduler's sync service calls them: masks, buckets, finalising once,
+statistics.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.dtensor.scoring import LogitTransform, filter_logits, score_tokens
+from nemo_rl.models.policy.scoring import LogitTransform, filter_logits, score_tokens
 
 TOKENS, HIDDEN, VOCAB = 13, 6, 37
 
@@ -19,7 +19,12 @@ def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return hidden, weight, torch.randn(VOCAB, generator=draw), torch.randint(0, VOCAB, (TOKENS,), generator=draw)
 
 
-TRANSFORMS = [LogitTransform(), LogitTransform(0.7), LogitTransform(1.3, top_p=0.8, top_k=9), LogitTransform(softcap=5.0, scale=0.5)]
+TRANSFORMS = [
+    LogitTransform(),
+    LogitTransform(0.7),
+    LogitTransform(1.3, top_p=0.8, top_k=9),
+    LogitTransform(softcap=5.0, scale=0.5),
+]
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -32,7 +37,11 @@ def test_scores_and_gradients_do_not_depend_on_the_chunk(transform: LogitTransfo
     parts = score_tokens(hidden, weight, bias, target, transform, chunk=chunk)
     torch.testing.assert_close(parts.logprobs_T, whole.logprobs_T)
     torch.testing.assert_close(parts.unfiltered_T, whole.unfiltered_T)
-    for got, want in zip(torch.autograd.grad(parts.logprobs_T[kept].sum() + parts.unfiltered_T.sum(), (hidden, weight)), grads, strict=True):
+    for got, want in zip(
+        torch.autograd.grad(parts.logprobs_T[kept].sum() + parts.unfiltered_T.sum(), (hidden, weight)),
+        grads,
+        strict=True,
+    ):
         torch.testing.assert_close(got, want)
 
 
@@ -69,4 +78,6 @@ def test_top_k_comes_before_top_p() -> None:
 
 
 def test_the_most_likely_token_is_always_kept() -> None:
-    assert filter_logits(torch.tensor([[1.0, 2.0, 0.0]]), top_p=1e-6, top_k=None).isfinite().tolist() == [[False, True, False]]
+    assert filter_logits(torch.tensor([[1.0, 2.0, 0.0]]), top_p=1e-6, top_k=None).isfinite().tolist() == [
+        [False, True, False]
+    ]

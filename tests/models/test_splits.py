@@ -81,7 +81,9 @@ def four(tiny_model: Path) -> list[dict[str, dict[str, Any]]]:
 
 
 def _reference(one: dict[str, dict[str, Any]], case: str) -> dict[str, Any]:
-    return one["filtered" if "filtered" in case else "by sequence" if "by sequence" in case else "padded, 2 a microbatch"]
+    return one[
+        "filtered" if "filtered" in case else "by sequence" if "by sequence" in case else "padded, 2 a microbatch"
+    ]
 
 
 def _assert_same_step(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -98,18 +100,24 @@ def test_one_rank_computes_the_same_step_however_rows_are_batched(one: dict[str,
 
 
 @pytest.mark.parametrize("case", TWO)
-def test_two_ranks_compute_the_step_of_one(one: dict[str, dict[str, Any]], two: list[dict[str, dict[str, Any]]], case: str) -> None:
+def test_two_ranks_compute_the_step_of_one(
+    one: dict[str, dict[str, Any]], two: list[dict[str, dict[str, Any]]], case: str
+) -> None:
     for rank in two:
         _assert_same_step(rank[case], _reference(one, case))
 
 
 @pytest.mark.parametrize("case", FOUR)
-def test_four_ranks_compute_the_step_of_one(one: dict[str, dict[str, Any]], four: list[dict[str, dict[str, Any]]], case: str) -> None:
+def test_four_ranks_compute_the_step_of_one(
+    one: dict[str, dict[str, Any]], four: list[dict[str, dict[str, Any]]], case: str
+) -> None:
     for rank in four:
         _assert_same_step(rank[case], _reference(one, case))
 
 
-def test_metrics_of_the_microbatches_add_up_to_the_same_step(one: dict[str, dict[str, Any]], two: list[dict[str, dict[str, Any]]]) -> None:
+def test_metrics_of_the_microbatches_add_up_to_the_same_step(
+    one: dict[str, dict[str, Any]], two: list[dict[str, dict[str, Any]]]
+) -> None:
     want = one["padded, 2 a microbatch"]["metrics"]
     for name in ("loss", "probs_ratio", "token_mult_prob_error", "approx_entropy", "num_valid_samples"):
         over_ranks = sum(sum(rank["dp 2 packed"]["metrics"][name]) for rank in two)

@@ -128,7 +128,9 @@ def test_a_loss_on_logits_has_the_same_gradient(one: dict[str, Any], two: list[d
         assert np.linalg.norm(rank["logit gradient"][split] - want) <= 1e-5 * np.linalg.norm(want)
 
 
-def test_reference_logprobs_stay_those_of_the_start_and_leave_the_weights_alone(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_reference_logprobs_stay_those_of_the_start_and_leave_the_weights_alone(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
     for seen in (one["reference"], two[0]["reference"], two[1]["reference"]):
         np.testing.assert_array_equal(seen["reference after"], seen["reference before"])
         np.testing.assert_allclose(seen["reference before"], seen["start"], atol=1e-6)

@@ -1,4 +1,6 @@
-"""One real engine beside one real policy on a CPU slot: agreement, seeds, limits, sleep, refit, and the engine's death."""
+"""One real engine beside one real policy on a CPU slot: agreement, seeds, limits, sleep, refit, and the engine's
+death.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def engine(ray_session: None, tiny_model: Path) -> Iterator[Colocated]:
     filters = ["policy.generation.temperature=0.9", "policy.generation.top_p=0.95", "policy.generation.top_k=100"]
-    readings = ["policy.generation.vllm_cfg.enable_vllm_metrics_logger=true", "policy.generation.vllm_cfg.vllm_metrics_logger_interval=0.001"]
+    readings = [
+        "policy.generation.vllm_cfg.enable_vllm_metrics_logger=true",
+        "policy.generation.vllm_cfg.vllm_metrics_logger_interval=0.001",
+    ]
     with colocated(tiny_model, 1, *filters, *readings) as both:
         yield both
 
@@ -88,9 +93,14 @@ def test_a_batch_comes_back_padded_on_the_right_and_row_by_row(engine: Colocated
     pad = engine.tokenizer.pad_token_id
     ids = torch.tensor([request.prompt_ids + [pad] * (width - len(request.prompt_ids)) for request in requests])
     lengths = torch.tensor([len(request.prompt_ids) for request in requests])
-    batch = BatchedDataDict(input_ids=ids, input_lengths=lengths, seeds=torch.tensor([request.seed for request in requests]))
+    batch = BatchedDataDict(
+        input_ids=ids, input_lengths=lengths, seeds=torch.tensor([request.seed for request in requests])
+    )
     answer = engine.generation.generate(batch)
-    assert verify_right_padding(answer, pad, ids_key="output_ids", lengths_key="unpadded_sequence_lengths") == (True, None)
+    assert verify_right_padding(answer, pad, ids_key="output_ids", lengths_key="unpadded_sequence_lengths") == (
+        True,
+        None,
+    )
     for row, result in enumerate(engine.run(requests)):
         start, end = lengths[row], lengths[row] + len(result.token_ids)
         assert answer["output_ids"][row, start:end].tolist() == result.token_ids
@@ -101,7 +111,9 @@ def test_a_batch_comes_back_padded_on_the_right_and_row_by_row(engine: Colocated
 
     streamed = asyncio.run(rows())
     assert sorted(streamed) == list(range(5))
-    assert all(int(streamed[row]["generation_lengths"][0]) == int(answer["generation_lengths"][row]) for row in range(5))
+    assert all(
+        int(streamed[row]["generation_lengths"][0]) == int(answer["generation_lengths"][row]) for row in range(5)
+    )
 
 
 class Echo(EnvironmentInterface):
@@ -110,19 +122,25 @@ class Echo(EnvironmentInterface):
     def step(self, message_log_batch: Any, metadata: Any) -> Any:
         done = [len([m for m in log if m["role"] == "assistant"]) >= 3 for log in message_log_batch]
         observations = [{"role": "environment", "content": "?"} for _ in message_log_batch]
-        return EnvironmentReturn(observations, list(metadata), [["+"] for _ in metadata], torch.ones(len(done)), torch.tensor(done), None)
+        return EnvironmentReturn(
+            observations, list(metadata), [["+"] for _ in metadata], torch.ones(len(done)), torch.tensor(done), None
+        )
 
 
 def test_turns_go_on_by_token_ids(engine: Colocated) -> None:
     prompts = [engine.tokenizer(f"{n}+1=")["input_ids"] for n in range(4)]
     batch = BatchedDataDict(
-        message_log=[[{"role": "user", "content": f"{n}+1=", "token_ids": torch.tensor(ids)}] for n, ids in enumerate(prompts)],
+        message_log=[
+            [{"role": "user", "content": f"{n}+1=", "token_ids": torch.tensor(ids)}] for n, ids in enumerate(prompts)
+        ],
         task_name=["echo"] * 4,
         extra_env_info=[{}] * 4,
         stop_strings=[None] * 4,
         loss_multiplier=torch.ones(4),
     )
-    done, metrics = run_multi_turn_rollout(engine.generation, batch, engine.tokenizer, {"echo": Echo()}, max_seq_len=32, max_rollout_turns=5)
+    done, metrics = run_multi_turn_rollout(
+        engine.generation, batch, engine.tokenizer, {"echo": Echo()}, max_seq_len=32, max_rollout_turns=5
+    )
     question = engine.tokenizer("?")["input_ids"]
     for row, log in enumerate(done["message_log"]):
         tokens = [token for message in log for token in message["token_ids"].tolist()]
@@ -130,7 +148,9 @@ def test_turns_go_on_by_token_ids(engine: Colocated) -> None:
         assert len(tokens) <= 32
         assert all(message["token_ids"].tolist() == question for message in log if message["role"] == "environment")
     assert metrics["max_turns_per_sample"] <= 3
-    assert done["total_reward"].tolist() == [float(sum(m["role"] == "assistant" for m in log)) for log in done["message_log"]]
+    assert done["total_reward"].tolist() == [
+        float(sum(m["role"] == "assistant" for m in log)) for log in done["message_log"]
+    ]
 
 
 def test_sleep_gives_the_memory_back_and_waking_restores_every_token(engine: Colocated) -> None:
@@ -147,7 +167,9 @@ def test_sleep_gives_the_memory_back_and_waking_restores_every_token(engine: Col
 
 async def many_running(engine: Colocated) -> list[asyncio.Future[GenerationResult]]:
     """More requests than the engine runs at once, from the moment when the shard has the first of them."""
-    running = [asyncio.ensure_future(engine.generation.generate_one(request)) for request in engine.requests(1200, tokens=20)]
+    running = [
+        asyncio.ensure_future(engine.generation.generate_one(request)) for request in engine.requests(1200, tokens=20)
+    ]
     async with asyncio.timeout(30.0):
         while not engine.generation.router.requests(0):
             await asyncio.sleep(0)
@@ -180,7 +202,9 @@ def test_a_refit_brings_the_new_weights_and_their_version(engine: Colocated) -> 
     assert len(done) == len(syncs) + 1, "bringing to the version that is there must not send again"
 
 
-def test_a_session_that_was_aborted_leaves_the_version_and_the_next_one_works(engine: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_was_aborted_leaves_the_version_and_the_next_one_works(
+    engine: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = engine.requests(6)
     before = engine.run(requests)
     export = engine.policy.export_window
@@ -198,7 +222,9 @@ def test_a_session_that_was_aborted_leaves_the_version_and_the_next_one_works(en
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.policy, "export_window", flip)
-        with pytest.raises(WorkerError, match=r"bucket with 'model.embed_tokens.weight': received \S+, sent \S+ \(session"):
+        with pytest.raises(
+            WorkerError, match=r"bucket with 'model.embed_tokens.weight': received \S+, sent \S+ \(session"
+        ):
             engine.refitter.bring_to(2)
     # Half of the weights may have arrived: also the version that was there is sent anew.
     engine.refitter.bring_to(1)

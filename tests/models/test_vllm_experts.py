@@ -11,7 +11,9 @@ from tests.models.engines import colocated, without_place
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
 
-def test_engines_agree_with_shared_out_experts_before_and_after_a_refit(ray_session: None, tiny_moe_model: Path) -> None:
+def test_engines_agree_with_shared_out_experts_before_and_after_a_refit(
+    ray_session: None, tiny_moe_model: Path
+) -> None:
     with colocated(tiny_moe_model, 2, "policy.dtensor_cfg.expert_parallel_size=2") as engine:
         requests = engine.requests(16)
         before = engine.run(requests)

@@ -1,4 +1,6 @@
-"""An engine of two tensor-parallel ranks beside a policy of two: agreement, refit, sleep, waking from the policy's cache, and an end without orphans."""
+"""An engine of two tensor-parallel ranks beside a policy of two: agreement, refit, sleep, waking from the policy's
+cache, and an end without orphans.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_no_engine_process_outlives_its_actor(engine: Colocated) -> None:
 
     pids = engine_pids(engine.generation)
     assert len(pids) >= 2
-    actor = next(parent for parent in psutil.Process(pids[-1]).parents() if "VllmGenerationWorker" in " ".join(parent.cmdline()))
+    actor = next(
+        parent for parent in psutil.Process(pids[-1]).parents() if "VllmGenerationWorker" in " ".join(parent.cmdline())
+    )
     kill(actor.pid)
     wait_until_gone(pids)
     with pytest.raises(GenerationError, match=r"vllm \(rank 0, node [\d.]+\) is gone while request r0 ran"):

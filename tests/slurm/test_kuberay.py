@@ -1,4 +1,6 @@
-"""The KubeRay manifest: its cluster by the operator's fields, its pods by the Kubernetes API's own models, every key of both known."""
+"""The KubeRay manifest: its cluster by the operator's fields, its pods by the Kubernetes API's own models, every key of
+both known.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ RAY_CLUSTER = {
     "properties": {
         "apiVersion": {"const": "ray.io/v1"},
         "kind": {"const": "RayCluster"},
-        "metadata": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}}},
+        "metadata": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}},
+        },
         "spec": {
             "type": "object",
             "required": ["headGroupSpec"],
@@ -46,7 +52,10 @@ RAY_CLUSTER = {
                         "additionalProperties": False,
                         "properties": GROUP
                         | {"groupName": {"type": "string"}}
-                        | {name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")},
+                        | {
+                            name: {"type": "integer", "minimum": 0}
+                            for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts")
+                        },
                     },
                 },
             },
@@ -62,7 +71,10 @@ def manifest() -> dict[str, Any]:
 
 def problems(manifest: dict[str, Any]) -> list[str]:
     """What is wrong with a manifest, each with its place."""
-    found = [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in Draft202012Validator(RAY_CLUSTER).iter_errors(manifest)]
+    found = [
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in Draft202012Validator(RAY_CLUSTER).iter_errors(manifest)
+    ]
     spec = manifest["spec"]
     for group in [spec["headGroupSpec"], *spec.get("workerGroupSpecs", [])]:
         found += unknown_keys(group["template"], "V1PodTemplateSpec", "template")
@@ -79,7 +91,12 @@ def unknown_keys(value: Any, kind: str, where: str) -> list[str]:
         return []
     fields = {json_name: model.openapi_types[name] for name, json_name in model.attribute_map.items()}
     lines = [f"{where}.{key}: unknown key of {kind}" for key in value if key not in fields]
-    lines += [line for key, item in value.items() if key in fields for line in unknown_keys(item, fields[key], f"{where}.{key}")]
+    lines += [
+        line
+        for key, item in value.items()
+        if key in fields
+        for line in unknown_keys(item, fields[key], f"{where}.{key}")
+    ]
     lines += [f"{where}.{name}: missing" for name in required(model) if name not in value]
     return lines
 

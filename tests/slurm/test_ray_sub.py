@@ -52,17 +52,27 @@ class Job:
             "RAY_TMPDIR": tempfile.mkdtemp(prefix="nrl", dir="/tmp"),
             "RAY_START_EXTRA": "--object-store-memory=200000000",
             "RAY_enable_open_telemetry": "0",
+            "OMP_NUM_THREADS": "3",
         }
 
     def start(self, **variables: str) -> Any:
-        return subprocess.Popen(["bash", "ray.sub"], cwd=ROOT, env=self.environment | variables, start_new_session=True, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            ["bash", "ray.sub"],
+            cwd=ROOT,
+            env=self.environment | variables,
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def log(self, name: str) -> str:
         path = self.folder / "7-logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
     def logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((self.folder / "7-logs").glob("*.log")))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((self.folder / "7-logs").glob("*.log"))
+        )
 
 
 @pytest.fixture
@@ -95,10 +105,14 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
         "logger.log_dir": job.folder / "logs",
     }
     arguments = " ".join(f"{key}={value}" for key, value in overrides.items())
-    process = job.start(COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}")
+    process = job.start(
+        COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}"
+    )
     assert process.wait(timeout=500) == 0, job.logs()
     assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1, 2]
     assert "all 2 nodes joined" in job.log("driver")
+    scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]
+    assert all("OMP_NUM_THREADS='3'" in script for script in scripts if "ray start" in script)
     assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
     assert os.access(job.folder / "7-attach.sh", os.X_OK)
 
@@ -107,14 +121,21 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> None:
-    process = job.start(COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running; touch {job.folder}/started; while true; do sleep 0.2; done")
+    # The environment comes from VENV and SETUP_COMMAND alone.
+    job.environment["PATH"] = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    process = job.start(
+        COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running with $OF_SETUP; touch {job.folder}/started; while "
+        "true; do sleep 0.2; done",
+        VENV=str(Path(sys.executable).parents[1]),
+        SETUP_COMMAND="export OF_SETUP=its-setup",
+    )
     deadline = time.monotonic() + 200
     while not (job.folder / "started").exists():
         assert process.poll() is None and time.monotonic() < deadline, job.logs()
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 143
-    assert "told to end" in job.log("driver")
+    assert "running with its-setup" in job.log("driver") and "told to end" in job.log("driver")
 
 
 @pytest.mark.parametrize(
@@ -122,9 +143,11 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
     [
         ({"CONTAINER": ""}, "CONTAINER is not set; name an image, or CONTAINER=none"),
         ({"CONTAINER": "none", "MOUNTS": "/a:/a"}, "MOUNTS=/a:/a needs a CONTAINER"),
+        ({"SANDBOX_CONTAINER": "x"}, "SANDBOX_CONTAINER: a sandbox beside each node is not built"),
         ({"GPUS_PER_NODE": "eight"}, "GPUS_PER_NODE=eight is not a count"),
         ({"GPUS_PER_NODE": "0", "CPU_SLOTS_PER_NODE": "0"}, "leave nothing to run on"),
         ({"DEDICATED_RAY_HEAD": "1", "SLURM_JOB_NUM_NODES": "1"}, "leaves none of 1 nodes to work"),
+        ({"VENV": "/nowhere"}, "VENV=/nowhere holds no bin/ray"),
         ({"DEDICATED_RAY_HEAD": "yes"}, "it is 0 or 1"),
         ({"SLURM_JOB_NUM_NODES": "3"}, "Slurm names 2 hosts for 3 nodes"),
         ({"MIN_WORKER_PORT": "3000", "MAX_WORKER_PORT": "2000"}, "are no range"),

@@ -1,7 +1,9 @@
-"""Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or mislabelled.
+"""Real engines that leave, come back, take new weights below running requests, hang and die: no token is lost or
+mislabelled.
 
-First the stress run: hundreds of prompt groups through engines that are never left alone, each of which arrives once, each token of its version. It is
-recomputed under the version it is labelled with, and a label that is off by one must be seen. Then every move by itself, on the same engines.
+First the stress run: hundreds of prompt groups through engines that are never left alone, each of which arrives once,
+each token of its version. It is recomputed under the version it is labelled with, and a label that is off by one must
+be seen. Then every move by itself, on the same engines.
 """
 
 from __future__ import annotations
@@ -22,12 +24,34 @@ from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.shards import ShardState
-from nemo_rl.utils.record_events import GroupCommitted, ShardRouted, ShardSlept, ShardUnrouted, ShardWoken, SyncFinished, VersionPublished
+from nemo_rl.utils.record_events import (
+    GroupCommitted,
+    ShardRouted,
+    ShardSlept,
+    ShardUnrouted,
+    ShardWoken,
+    SyncFinished,
+    VersionPublished,
+)
 from nemo_rl.weight_sync.cache import CachedSource
 from nemo_rl.weight_sync.session import SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.elastic_engines import Elastic, elastic_engines
-from tests.stress.unrest import PROMPTS, SAMPLES, SEED, SHARDS, STEPS, TRANSITIONS, TURNS, Kept, Seen, Unrest, check_record, collector_of, moved_boundary
+from tests.stress.unrest import (
+    PROMPTS,
+    SAMPLES,
+    SEED,
+    SHARDS,
+    STEPS,
+    TRANSITIONS,
+    TURNS,
+    Kept,
+    Seen,
+    Unrest,
+    check_record,
+    collector_of,
+    moved_boundary,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,7 +66,9 @@ def no_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(ray_session: None, tiny_model: Path, no_memory: Path) -> Iterator[Elastic]:
     extension = "+policy.generation.vllm_kwargs.worker_extension_cls=tests.models.failing_extension.FailingExtension"
-    with elastic_engines(tiny_model, SHARDS, extension, f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_NO_MEMORY={no_memory}") as some:
+    with elastic_engines(
+        tiny_model, SHARDS, extension, f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_NO_MEMORY={no_memory}"
+    ) as some:
         yield some
 
 
@@ -69,7 +95,9 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
 
     # Every group arrived once, and every environment step happened once per sample and turn.
     assert len(groups) == STEPS * PROMPTS >= 500
-    committed = Counter(entry.event.group_id for entry in engines.record.entries if isinstance(entry.event, GroupCommitted))
+    committed = Counter(
+        entry.event.group_id for entry in engines.record.entries if isinstance(entry.event, GroupCommitted)
+    )
     assert len(committed) == len(groups) and set(committed.values()) == {1}
     # A response that was cut by its length ends its sample after the first turn.
     assert [count for (_, turn), count in seen.steps.items() if turn == 1] == [SAMPLES] * len(groups)
@@ -85,7 +113,9 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
     for shift in (1, -1):
         shifted = engines.differences([r for r, _ in few], [r for _, r in few], shift)
         assert statistics.median(shifted) > 100 * TOLERANCE
-    across = [(request, result) for request, result in kept.answered if len({span.version for span in result.spans}) > 1]
+    across = [
+        (request, result) for request, result in kept.answered if len({span.version for span in result.spans}) > 1
+    ]
     assert len(across) >= 5, "too few requests ran across a refit to say anything"
     assert engines.generation._dispatcher.preempted >= 10
     boundary = [moved_boundary(result) for _, result in across]
@@ -108,7 +138,11 @@ def test_requests_of_a_leaving_shard_go_on_elsewhere_with_every_token_they_have(
     before = engines.generation._dispatcher.preempted
     requests, results = asyncio.run(engines.under_load(lambda: engines.elastic.shrink([1]), lanes=30, tokens=40))
     assert engines.generation._dispatcher.preempted > before
-    ended = [(len(result.token_ids), request.max_new_tokens) for request, result in zip(requests, results, strict=True) if result.finish_reason == "length"]
+    ended = [
+        (len(result.token_ids), request.max_new_tokens)
+        for request, result in zip(requests, results, strict=True)
+        if result.finish_reason == "length"
+    ]
     assert ended and all(drawn == limit for drawn, limit in ended)
     assert engines.worst(requests, results) < TOLERANCE
     assert engines.generation.router.active == {0}
@@ -119,7 +153,9 @@ def test_requests_of_a_leaving_shard_go_on_elsewhere_with_every_token_they_have(
 
 def test_a_greedy_response_is_the_same_whether_its_shard_left_or_not(engines: Elastic) -> None:
     requests = engines.requests(12, tokens=40, greedy=True)
-    undisturbed = asyncio.run(engines.run([replace(request, request_id=f"{request.request_id}u") for request in requests]))
+    undisturbed = asyncio.run(
+        engines.run([replace(request, request_id=f"{request.request_id}u") for request in requests])
+    )
     results = asyncio.run(engines.while_running(requests, lambda: engines.elastic.shrink([0])))
     engines.elastic.expand([0])
     assert [result.token_ids for result in results] == [result.token_ids for result in undisturbed]
@@ -129,7 +165,9 @@ def test_sleep_frees_the_memory_is_idempotent_and_zero_shards_is_legal(engines: 
     resident = engines.generation.group.run("model_bytes")
     reports = engines.generation.sleep_partial([0, 1])
     for shard, report in reports.items():
-        assert report["before"] - report["after"] >= 0.9 * (resident[shard][0]["weights"] + resident[shard][0]["kv_cache"])
+        assert report["before"] - report["after"] >= 0.9 * (
+            resident[shard][0]["weights"] + resident[shard][0]["kv_cache"]
+        )
     assert engines.generation.sleep_partial([0, 1]) == {}
     assert engines.generation.router.active == frozenset()
     assert engines.generation.shards.having(ShardState.ASLEEP) == [0, 1]
@@ -150,7 +188,9 @@ def test_no_shard_within_the_deadline_is_an_error_that_says_so(engines: Elastic)
     request = engines.requests(1)[0]
 
     async def hasty() -> None:
-        await asyncio.wrap_future(engines.generation.start_on_dispatch_loop(engines.generation._dispatcher.run(request, 0.3)))
+        await asyncio.wrap_future(
+            engines.generation.start_on_dispatch_loop(engines.generation._dispatcher.run(request, 0.3))
+        )
 
     with pytest.raises(GenerationError, match="no shard took requests within 0 s; all of them sleep or left"):
         asyncio.run(hasty())
@@ -230,7 +270,10 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
 
     source = Older(engines.cache, version - 1, None)
     targets = engines.generation.get_model_update_receiver([0, 1])
-    with pytest.raises(WorkerError, match=f"brings version {version - 1} to shard . which has {version}|brings version {version - 1} to shard"):
+    with pytest.raises(
+        WorkerError,
+        match=f"brings version {version - 1} to shard . which has {version}|brings version {version - 1} to shard",
+    ):
         SyncSession(source, targets, version=version - 1, options=engines.elastic._options).run()
 
     first = {"id": "first", "version": version, "staged": True, "windows": 1, "verify": False, "timeout_s": 30.0}
@@ -242,7 +285,9 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
     assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
 
 
-def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_version(engines: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_version(
+    engines: Elastic, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class BreaksOff(CachedSource):
         def staging_budget(self) -> int:
             return engines.elastic._options.bucket_bytes
@@ -324,6 +369,9 @@ def test_when_the_last_shard_hangs_its_requests_fail_by_name(engines: Elastic) -
     async def hang() -> None:
         await engines.under_load(lambda: os.kill(pid, signal.SIGSTOP))
 
-    with pytest.raises(GenerationError, match=r"(?s)no shard is left to serve: .*vllm \(rank 0, node [\d.]+\) is gone while request \w+ ran: "):
+    with pytest.raises(
+        GenerationError,
+        match=r"(?s)no shard is left to serve: .*vllm \(rank 0, node [\d.]+\) is gone while request \w+ ran: ",
+    ):
         asyncio.run(hang())
     os.kill(pid, signal.SIGKILL)

@@ -46,7 +46,14 @@ class Seen:
         for turn, meta in zip(turns, metadata, strict=True):
             self.steps[meta["prompt"], turn] += 1
         done = torch.tensor([turn >= TURNS for turn in turns])
-        return EnvironmentReturn([{"role": "environment", "content": "+"} for _ in logs], list(metadata), [None] * len(logs), torch.ones(len(logs)), done, None)
+        return EnvironmentReturn(
+            [{"role": "environment", "content": "+"} for _ in logs],
+            list(metadata),
+            [None] * len(logs),
+            torch.ones(len(logs)),
+            done,
+            None,
+        )
 
 
 class Kept:
@@ -76,7 +83,10 @@ class Loader:
         while True:
             texts = [f"{n}+{n % 7}=" for n in range(PROMPTS * self._at, PROMPTS * (self._at + 1))]
             self._at += 1
-            logs = [[{"role": "user", "content": text, "token_ids": torch.tensor(self._tokenizer(text)["input_ids"])}] for text in texts]
+            logs = [
+                [{"role": "user", "content": text, "token_ids": torch.tensor(self._tokenizer(text)["input_ids"])}]
+                for text in texts
+            ]
             yield BatchedDataDict(
                 message_log=logs,
                 task_name=["seen"] * PROMPTS,

@@ -6,12 +6,26 @@ from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Demand, Limits, Outcome, Priority, Status, Verb, Want
+from nemo_rl.time_sharing.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    Answer,
+    Command,
+    Demand,
+    Limits,
+    Outcome,
+    Priority,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.utils.record import MemoryRecord
 
 
 class Bench:
-    """`silent` pipelines answer nothing, `failing` ones fail at a verb; `sent` is every command that reached an agent."""
+    """`silent` pipelines answer nothing, `failing` ones fail at a verb; `sent` is every command that reached an
+    agent.
+    """
 
     def __init__(self, gpus: int = 4, rule: PlanRule = planner.plan) -> None:
         self.record = MemoryRecord(clock=lambda: self.clock.now)
@@ -30,11 +44,21 @@ class Bench:
         return self.scheduler.state
 
     def register(self, name: str, train: list[int], infer: list[int], incarnation: int = 0) -> None:
-        self.scheduler.register(name, "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: train, ACTOR_INFER: infer}, self.now, incarnation=incarnation)
+        self.scheduler.register(
+            name,
+            "ns",
+            {ACTOR_TRAIN: 1, ACTOR_INFER: 1},
+            {ACTOR_TRAIN: train, ACTOR_INFER: infer},
+            self.now,
+            incarnation=incarnation,
+        )
 
     def status(self, name: str, **fields: object) -> None:
         self.seqs[name] = self.seqs.get(name, 0) + 1
-        self.scheduler.status(Status(name, self.state.pipelines[name].incarnation, self.seqs[name], term=self.state.term, **fields), self.now)  # type: ignore[arg-type]
+        self.scheduler.status(
+            Status(name, self.state.pipelines[name].incarnation, self.seqs[name], term=self.state.term, **fields),
+            self.now,
+        )  # type: ignore[arg-type]
         self.settle()
 
     def settle(self, seconds: float = 0.0) -> None:
@@ -53,7 +77,12 @@ class Bench:
         if command.pipeline in self.silent and command.verb is not Verb.REAP:
             return
         outcome = Outcome.FAILED if (command.pipeline, command.verb) in self.failing else Outcome.DONE
-        self.scheduler.answer(Answer(command.command, command.pipeline, command.incarnation, outcome, 0 if command.verb is Verb.SYNC else -1), self.now)
+        self.scheduler.answer(
+            Answer(
+                command.command, command.pipeline, command.incarnation, outcome, 0 if command.verb is Verb.SYNC else -1
+            ),
+            self.now,
+        )
 
     def phases(self, name: str) -> dict[int, str]:
         return {rank: awake.phase.value for rank, awake in self.state.pipelines[name].awake.items()}

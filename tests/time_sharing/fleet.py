@@ -22,12 +22,26 @@ class Fleet:
         self.epoch = 0
 
     def add(
-        self, name: str, train: list[int], infer: list[int], *, tp: int = 1, weight: float = 1.0, demand: int = 0, at: float = 0.0, **options: float
+        self,
+        name: str,
+        train: list[int],
+        infer: list[int],
+        *,
+        tp: int = 1,
+        weight: float = 1.0,
+        demand: int = 0,
+        at: float = 0.0,
+        **options: float,
     ) -> None:
         mapping = {ACTOR_TRAIN: train, ACTOR_INFER: infer} if train else {ACTOR_INFER: infer}
         tps = {ACTOR_TRAIN: 1, ACTOR_INFER: tp} if train else {ACTOR_INFER: tp}
         spec = register(self.state.pool, name, "ns", tps, mapping, weight=weight, full_overlap=True, **options).spec  # type: ignore[arg-type]
-        self.state.apply(Registered(name, 0, "ns", spec.clusters, weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch), at)
+        self.state.apply(
+            Registered(
+                name, 0, "ns", spec.clusters, weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch
+            ),
+            at,
+        )
         if demand:
             self.demand(name, demand, at=at)
 
@@ -44,11 +58,21 @@ class Fleet:
         seq = self.state.pipelines[name].demand.seq + 1
         self.state.apply(DemandReported(name, target, done, 1, seq), at)
 
-    def want(self, name: str, priority: Priority = Priority.ACTOR_TRAINING, *, at: float = 0.0, step: int = 0, cluster: str = ACTOR_TRAIN) -> None:
+    def want(
+        self,
+        name: str,
+        priority: Priority = Priority.ACTOR_TRAINING,
+        *,
+        at: float = 0.0,
+        step: int = 0,
+        cluster: str = ACTOR_TRAIN,
+    ) -> None:
         self.requests += 1
         self.state.apply(Requested(name, cluster, priority, self.requests, step), at)
 
-    def hold(self, name: str, *, at: float = 0.0, priority: Priority = Priority.ACTOR_TRAINING, cluster: str = ACTOR_TRAIN) -> None:
+    def hold(
+        self, name: str, *, at: float = 0.0, priority: Priority = Priority.ACTOR_TRAINING, cluster: str = ACTOR_TRAIN
+    ) -> None:
         self.epoch += 1
         gpus = self.state.pipelines[name].topology.clusters[cluster].gpus
         self.state.apply(Granted(name, cluster, self.epoch, gpus, priority, 0, 0, at + 3600), at)
@@ -70,6 +94,11 @@ class Fleet:
             self.state.apply(RankMoved(shrink.pipeline, shrink.rank, Phase.ASLEEP, awake.epoch), at)
         for grant in plan.grants:
             self.epoch += 1
-            self.state.apply(Granted(grant.pipeline, grant.cluster, self.epoch, grant.gpus, grant.priority, 0, grant.request, at + 3600), at)
+            self.state.apply(
+                Granted(
+                    grant.pipeline, grant.cluster, self.epoch, grant.gpus, grant.priority, 0, grant.request, at + 3600
+                ),
+                at,
+            )
         for expand in plan.expands:
             self.wake(expand.pipeline, expand.rank, at=at, floor=expand.floor)

@@ -1,4 +1,6 @@
-"""The scheduler's core in this process with real agents around it, every message on a thread of its own; its clock is moved by the test."""
+"""The scheduler's core in this process with real agents around it, every message on a thread of its own; its clock is
+moved by the test.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class NoEngine:
 
 
 class LocalScheduler:
-    """The scheduler's core in this process, on a clock that the test moves; it is the link of every agent, and ends nobody's processes."""
+    """The scheduler's core in this process, on a clock that the test moves; it is the link of every agent, and ends
+    nobody's processes.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.now = limits, 0.0

@@ -1,7 +1,9 @@
-"""Defects to plant: two per invariant, patched into the planner, the executor or the agent, so that the checker can show that it bites.
+"""Defects to plant: two per invariant, patched into the planner, the executor or the agent, so that the checker can
+show that it bites.
 
-All plans of the runs in which they are found pass the plan validator: the defects sit in what happens to a plan, or make plans that are sound but wrong.
-One sits in the simulated driver, because the duty is a driver's alone; it says why.
+All plans of the runs in which they are found pass the plan validator: the defects sit in what happens to a plan, or
+make plans that are sound but wrong. One sits in the simulated driver, because the duty is a driver's alone; it says
+why.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Defect(NamedTuple):
-    """The invariant that it breaks, what it is, how to plant it, and whether all plans of a run with it are sound to the validator."""
+    """The invariant that it breaks, what it is, how to plant it, and whether all plans of a run with it are sound to
+    the validator.
+    """
 
     invariant: int
     name: str
@@ -166,8 +170,9 @@ def agent_calls_a_refresh_done_that_loads_nothing(patch: pytest.MonkeyPatch) -> 
 
 
 def driver_admits_one_step_too_early(patch: pytest.MonkeyPatch) -> None:
-    """In the simulated driver, because the staleness bound is kept by admission and only a driver admits; with sound admission, tokens are too old only when
-    ranks serve old weights, which is the other defect of this invariant."""
+    """In the simulated driver, because the staleness bound is kept by admission and only a driver admits; with sound
+    admission, tokens are too old only when ranks serve old weights, which is the other defect of this invariant.
+    """
     original = SimulatedJob._next_step
 
     def next_step(self, life) -> None:  # type: ignore[no-untyped-def]
@@ -216,7 +221,9 @@ def executor_looks_at_one_command_at_a_time(patch: pytest.MonkeyPatch) -> None:
         due = original(self)
         first = dict(self._outgoing)
         self._outgoing.clear()
-        self._outgoing.update({key: value for key, value in outgoing.items() if key in first or key in self._state.commands})
+        self._outgoing.update(
+            {key: value for key, value in outgoing.items() if key in first or key in self._state.commands}
+        )
         self._outgoing.update(first)
         return due
 

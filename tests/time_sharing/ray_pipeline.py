@@ -1,7 +1,7 @@
 """Pipelines for tests on real Ray: the real agent runtime and scheduler actors, with engines that only take time.
 
-A pipeline can be told to strike: to send SIGKILL to itself or to the scheduler in the middle of a named operation. What is still to be struck is kept in
-a file, since the process that strikes does not live to say so.
+A pipeline can be told to strike: to send SIGKILL to itself or to the scheduler in the middle of a named operation. What
+is still to be struck is kept in a file, since the process that strikes does not live to say so.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class _Process:
 
     def __init__(self, name: str, log_dir: str, scheduler: Any, limits: Limits, incarnation: int) -> None:
         self._name, self._limits, self._incarnation, self._scheduler = name, limits, incarnation, scheduler
-        self._record = RecordWriter(Path(log_dir) / f"{name}.{incarnation}.jsonl", source=f"{name}/driver", flush_interval_s=0.0)
+        self._record = RecordWriter(
+            Path(log_dir) / f"{name}.{incarnation}.jsonl", source=f"{name}/driver", flush_interval_s=0.0
+        )
         self._carrier: Any = None
 
     def pid(self) -> int:
@@ -128,9 +130,21 @@ class _Process:
 
 
 class PipelineActor(_Process):
-    """One job: registers, then steps of generate, train, publish, release, until it has done its steps and its strikes."""
+    """One job: registers, then steps of generate, train, publish, release, until it has done its steps and its
+    strikes.
+    """
 
-    def __init__(self, name: str, train: list[int], infer: list[int], steps: int, log_dir: str, scheduler: Any, limits: Limits, incarnation: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        train: list[int],
+        infer: list[int],
+        steps: int,
+        log_dir: str,
+        scheduler: Any,
+        limits: Limits,
+        incarnation: int,
+    ) -> None:
         super().__init__(name, log_dir, scheduler, limits, incarnation)
         for group in _open_groups([Path(log_dir) / f"{name}.{earlier}.jsonl" for earlier in range(incarnation)]):
             self._record.emit(rec.GroupDropped(group, "lost_in_restart"))
@@ -156,7 +170,15 @@ class PipelineActor(_Process):
     def _live(self) -> None:
         trained = int(self._progress_file.read_text()) if self._progress_file.exists() else 0
         topology = self._register(self._mappings)
-        self._carrier = runtime = AgentRuntime(topology, self._incarnation, self._engine, RayLink(self._scheduler), self._record, self._limits, version=trained)
+        self._carrier = runtime = AgentRuntime(
+            topology,
+            self._incarnation,
+            self._engine,
+            RayLink(self._scheduler),
+            self._record,
+            self._limits,
+            version=trained,
+        )
         runtime.start()
         runtime.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 120)
         time.sleep(0.02)
@@ -210,14 +232,27 @@ def _open_groups(records: list[Path]) -> list[str]:
 
 
 class ExternalActor(_Process):
-    """A job that is no RL pipeline, behind the external client; yields at once when it is asked to, unless it is told to be stubborn."""
+    """A job that is no RL pipeline, behind the external client; yields at once when it is asked to, unless it is told
+    to be stubborn.
+    """
 
-    def __init__(self, name: str, gpus: list[int], log_dir: str, scheduler: Any, limits: Limits, incarnation: int, stubborn: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        gpus: list[int],
+        log_dir: str,
+        scheduler: Any,
+        limits: Limits,
+        incarnation: int,
+        stubborn: bool = False,
+    ) -> None:
         super().__init__(name, log_dir, scheduler, limits, incarnation)
         self._asked: list[int] = []
         self._stubborn = stubborn
         topology = self._register({ACTOR_INFER: gpus})
-        self._carrier = ExternalJob(topology, incarnation, RayLink(scheduler), self._record, limits, asked_to_yield=self._give_way)
+        self._carrier = ExternalJob(
+            topology, incarnation, RayLink(scheduler), self._record, limits, asked_to_yield=self._give_way
+        )
 
     def acquire(self, ranks: int, timeout_s: float) -> list[tuple[int, ...]]:
         return self._carrier.acquire(ranks, timeout_s)

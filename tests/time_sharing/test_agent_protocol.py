@@ -1,4 +1,6 @@
-"""Conformance of a pipeline agent: what it is told, what it must answer, and what it must refuse. A real agent has to pass the same cases."""
+"""Conformance of a pipeline agent: what it is told, what it must answer, and what it must refuse. A real agent has to
+pass the same cases.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,19 @@ import pytest
 from nemo_rl.time_sharing.agent import Agent
 from nemo_rl.time_sharing.agent_parts import REFRESH, Operation, ProtocolError
 from nemo_rl.time_sharing.topology import Pool, register
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Command, EndedRequest, Outcome, Phase, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.types import (
+    ACTOR_TRAIN,
+    Answer,
+    Command,
+    EndedRequest,
+    Outcome,
+    Phase,
+    Priority,
+    Reply,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import MemoryRecord
 
@@ -57,12 +71,22 @@ class RecordingHost:
 class Bench:
     def __init__(self) -> None:
         self.host, self.record = RecordingHost(), MemoryRecord()
-        topology = register(Pool(1, 4), "p", "ns", {ACTOR_TRAIN: 1, "actor_infer": 1}, {ACTOR_TRAIN: [0], "actor_infer": [0, 1, 2, 3]})
+        topology = register(
+            Pool(1, 4), "p", "ns", {ACTOR_TRAIN: 1, "actor_infer": 1}, {ACTOR_TRAIN: [0], "actor_infer": [0, 1, 2, 3]}
+        )
         self.agent = Agent(topology, 0, self.host, self.record)
         self.number = 0
 
     def tell(
-        self, verb: Verb, rank: int = -1, epoch: int = 1, *, finish: bool = True, ok: bool = True, command: Command | None = None, **fields: object
+        self,
+        verb: Verb,
+        rank: int = -1,
+        epoch: int = 1,
+        *,
+        finish: bool = True,
+        ok: bool = True,
+        command: Command | None = None,
+        **fields: object,
     ) -> Answer | None:
         before = len(self.host.answers)
         if command is None:
@@ -295,7 +319,14 @@ def test_a_grant_that_nobody_waits_for_any_more_is_refused(bench: Bench) -> None
     bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0.0)
     request = bench.agent.wants[ACTOR_TRAIN].request
     bench.agent.withdraw(ACTOR_TRAIN)
-    assert outcome(bench.tell(Verb.GRANT, epoch=3, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.ACTOR_TRAINING, request=request)) is Outcome.REFUSED
+    assert (
+        outcome(
+            bench.tell(
+                Verb.GRANT, epoch=3, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.ACTOR_TRAINING, request=request
+            )
+        )
+        is Outcome.REFUSED
+    )
     assert not bench.agent.holds
 
 
@@ -321,7 +352,9 @@ def test_a_grant_for_log_probs_that_a_new_scheduler_repeats_too_late_does_not_un
     bench.grant(Priority.OLD_LOG_PROBS)
     bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0.0)
     bench.grant()
-    late = bench.tell(Verb.GRANT, epoch=9, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.OLD_LOG_PROBS, request=first)
+    late = bench.tell(
+        Verb.GRANT, epoch=9, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.OLD_LOG_PROBS, request=first
+    )
     assert outcome(late) is Outcome.DONE
     assert bench.agent.holds[ACTOR_TRAIN].priority is Priority.ACTOR_TRAINING
     assert bench.host.grants == [(ACTOR_TRAIN, Priority.OLD_LOG_PROBS), (ACTOR_TRAIN, Priority.ACTOR_TRAINING)]
@@ -350,7 +383,11 @@ def test_progress_is_sent_every_two_percent_and_cannot_go_back(bench: Bench) -> 
 
 
 def test_each_new_demand_has_a_larger_sequence_number(bench: Bench) -> None:
-    for call in (lambda: bench.agent.begin_progress(10), lambda: bench.agent.report_progress(5), bench.agent.end_progress):
+    for call in (
+        lambda: bench.agent.begin_progress(10),
+        lambda: bench.agent.report_progress(5),
+        bench.agent.end_progress,
+    ):
         before = bench.agent.demand.seq
         call()
         assert bench.agent.demand.seq == before + 1
@@ -387,11 +424,18 @@ def test_every_wait_is_recorded_with_its_deadline(bench: Bench) -> None:
         (ACTOR_TRAIN, None),
     ],
 )
-def test_generation_is_no_request_and_a_request_names_a_fixed_purpose(bench: Bench, cluster: str, priority: Priority) -> None:
+def test_generation_is_no_request_and_a_request_names_a_fixed_purpose(
+    bench: Bench, cluster: str, priority: Priority
+) -> None:
     said = len(bench.host.statuses)
-    with pytest.raises(ProtocolError, match=r"cannot be requested: requests are for one of the registered fixed clusters \['actor_train'\]") as caught:
+    with pytest.raises(
+        ProtocolError,
+        match=r"cannot be requested: requests are for one of the registered fixed clusters \['actor_train'\]",
+    ) as caught:
         bench.agent.want(cluster, priority, 0, 0.0)
-    assert ("report demand (begin_progress) instead" in str(caught.value)) == (cluster == "actor_infer" or priority is Priority.GENERATION)
+    assert ("report demand (begin_progress) instead" in str(caught.value)) == (
+        cluster == "actor_infer" or priority is Priority.GENERATION
+    )
     assert not bench.agent.wants and len(bench.host.statuses) == said
 
 
@@ -419,7 +463,9 @@ def test_a_request_that_the_scheduler_has_ended_is_told_to_the_host_and_may_be_m
     first = bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 3, 0.0)
     reply = Reply("p", 0, 1, True, (EndedRequest(first, "it waited too long"),))
     bench.agent.heard(reply)
-    assert [(want.request, want.step, reason) for want, reason in bench.host.ended] == [(first, 3, "it waited too long")]
+    assert [(want.request, want.step, reason) for want, reason in bench.host.ended] == [
+        (first, 3, "it waited too long")
+    ]
     assert bench.record.entries[-1].event == rec.WaitEnded(f"p.0.{first}", "expired")
     second = bench.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 3, 0.0)
     assert second > first and bench.host.statuses[-1].wants[0].request == second

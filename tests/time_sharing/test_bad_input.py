@@ -1,4 +1,6 @@
-"""Input that cannot be used is refused with the place and what is allowed: every field of a scenario and of a registration, logs, and messages."""
+"""Input that cannot be used is refused with the place and what is allowed: every field of a scenario and of a
+registration, logs, and messages.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,33 @@ from bench import Bench
 from pydantic import BaseModel
 
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.scenario import Costs, Engine, Faults, Fleet, Job, Network, PoolSection, Scenario, ScenarioError, Tokens, parse_scenario
+from nemo_rl.time_sharing.scenario import (
+    Costs,
+    Engine,
+    Faults,
+    Fleet,
+    Job,
+    Network,
+    PoolSection,
+    Scenario,
+    ScenarioError,
+    Tokens,
+    parse_scenario,
+)
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.topology import Pool, RegistrationError, register
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Demand, GivenBack, Held, Outcome, Priority, Status, Verb, Want
+from nemo_rl.time_sharing.types import (
+    ACTOR_TRAIN,
+    Answer,
+    Demand,
+    GivenBack,
+    Held,
+    Outcome,
+    Priority,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.utils.record import RecordWriter
 from nemo_rl.utils.record_events import SCHEMA_VERSION, StepBegun
 
@@ -45,18 +70,38 @@ def _fields() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"fleets.f.{name}", {**base, "fleets": {"f": {**FLEET, name: 7 if name == "job" else wrong}}}
 
 
-@pytest.mark.parametrize(("path", "scenario"), list(_fields()), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_key_of_a_scenario_is_named_when_its_value_is_of_the_wrong_kind(path: str, scenario: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "scenario"), list(_fields()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_key_of_a_scenario_is_named_when_its_value_is_of_the_wrong_kind(
+    path: str, scenario: dict[str, Any]
+) -> None:
     with pytest.raises(ScenarioError) as caught:
         parse_scenario(scenario)
     assert path in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "path", ["pool.gpus", "costs.sleep", "network.jitter", "faults.fire", "jobs.0.gpus", "jobs.0.tokens.mean", "jobs.0.engine.speed", "job"]
+    "path",
+    [
+        "pool.gpus",
+        "costs.sleep",
+        "network.jitter",
+        "faults.fire",
+        "jobs.0.gpus",
+        "jobs.0.tokens.mean",
+        "jobs.0.engine.speed",
+        "job",
+    ],
 )
 def test_a_key_that_does_not_exist_is_named(path: str) -> None:
-    scenario: Any = {"pool": {"gpus_per_node": 2}, "jobs": [{**JOB, "tokens": {}, "engine": {}}], "costs": {}, "network": {}, "faults": {}}
+    scenario: Any = {
+        "pool": {"gpus_per_node": 2},
+        "jobs": [{**JOB, "tokens": {}, "engine": {}}],
+        "costs": {},
+        "network": {},
+        "faults": {},
+    }
     *parents, last = path.split(".")
     place = scenario
     for parent in parents:
@@ -98,7 +143,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "pipeline": ("", "id must match"),
     "namespace": ("", "namespace is empty"),
     "cluster_tp_configs": ({"actor_train": 1, "actor_infer": -1}, "cluster 'actor_infer': tp=-1"),
-    "cluster_device_mappings": ({"actor_train": [0], "actor_infer": [0, 9]}, "cluster 'actor_infer': GPU 9 is outside the pool"),
+    "cluster_device_mappings": (
+        {"actor_train": [0], "actor_infer": [0, 9]},
+        "cluster 'actor_infer': GPU 9 is outside the pool",
+    ),
     "weight": (float("nan"), "weight=nan must be positive"),
     "min_share": (-0.1, "min_share=-0.1"),
     "max_share": (1.5, "max_share=1.5"),
@@ -112,14 +160,18 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_every_field_of_a_registration_is_checked_and_named(field: str) -> None:
     register(Pool(1, 4), **GOOD)
     value, message = BAD[field]
-    others = {"cluster_device_mappings": {"actor_train": [0, 1], "actor_infer": [0, 1]}} if field == "full_overlap" else {}
+    others = (
+        {"cluster_device_mappings": {"actor_train": [0, 1], "actor_infer": [0, 1]}} if field == "full_overlap" else {}
+    )
     with pytest.raises(RegistrationError, match=message):
         register(Pool(1, 4), **{**GOOD, **others, field: value})
 
 
 def test_a_registration_that_can_never_fit_is_refused_by_the_scheduler() -> None:
     bench = Bench(2)
-    with pytest.raises(RegistrationError, match=r"pipeline 'wide', cluster 'actor_infer': GPU 2 is outside the pool of 2 GPUs \(0..1\)"):
+    with pytest.raises(
+        RegistrationError, match=r"pipeline 'wide', cluster 'actor_infer': GPU 2 is outside the pool of 2 GPUs \(0..1\)"
+    ):
         bench.register("wide", [0], [0, 1, 2])
     assert not bench.state.pipelines
 
@@ -134,7 +186,9 @@ def _log(path: Path, lines: int = 5) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_a_log_of_a_newer_schema_is_refused_with_its_line_and_both_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_a_newer_schema_is_refused_with_its_line_and_both_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "new.jsonl"
     lines = _log(path)
     body = json.loads(lines[2])
@@ -162,12 +216,16 @@ def test_a_corrupted_log_says_which_line_and_what_survives(tmp_path: Path, capsy
 
 def _resealed(line: bytes, **changes: object) -> bytes:
     """The line with some of its fields changed (None: left out), and a checksum that fits again."""
-    body = {name: value for name, value in {**json.loads(line), **changes}.items() if name != "crc" and value is not None}
+    body = {
+        name: value for name, value in {**json.loads(line), **changes}.items() if name != "crc" and value is not None
+    }
     rest = json.dumps(body, separators=(",", ":"))[1:].encode()
     return b'{"crc":"%08x",%b\n' % (zlib.crc32(rest), rest)
 
 
-def test_a_line_without_its_kind_and_one_of_a_newer_schema_with_another_sum_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_without_its_kind_and_one_of_a_newer_schema_with_another_sum_are_told_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "bad.jsonl"
     lines = _log(path)
     path.write_bytes(b"".join([*lines[:3], _resealed(lines[3], kind=None)]))

@@ -43,7 +43,9 @@ def remember(records: list[MemoryRecord], clock: Callable[[], float]) -> MemoryR
 
 
 class Bite(NamedTuple):
-    """The first violation of the invariant that a planted defect breaks, and whether any plan of that run was refused."""
+    """The first violation of the invariant that a planted defect breaks, and whether any plan of that run was
+    refused.
+    """
 
     seed: int
     entry: int
@@ -56,12 +58,19 @@ def first_bite(invariant: int) -> Bite | None:
         entries, crashed = simulate(seed)
         for violation in check(entries, ended=not crashed):
             if violation.invariant == invariant:
-                return Bite(seed, violation.seq, violation.message, any(isinstance(entry.event, PlanRejected) for entry in entries))
+                return Bite(
+                    seed,
+                    violation.seq,
+                    violation.message,
+                    any(isinstance(entry.event, PlanRejected) for entry in entries),
+                )
     return None
 
 
 def simulate(seed: int) -> tuple[list[Entry], bool]:
-    """The record of one random scenario, and whether the simulation itself broke: its record ends in the middle then, which proves nothing."""
+    """The record of one random scenario, and whether the simulation itself broke: its record ends in the middle then,
+    which proves nothing.
+    """
     records: list[MemoryRecord] = []
     world = World(random_scenario(seed).model_copy(update={"horizon_s": END_S}), seed, partial(remember, records))
     try:
@@ -84,7 +93,9 @@ def test_both_planted_defects_of_an_invariant_are_found_each_in_its_own_way(
             defect.plant(patch)
             bite = first_bite(invariant)
         assert bite is not None, f"{defect.name} is not found within {SEEDS} scenarios"
-        assert bite.refused != defect.passes_validator, f"{defect.name}: plans are {'' if bite.refused else 'not '}refused in seed {bite.seed}"
+        assert bite.refused != defect.passes_validator, (
+            f"{defect.name}: plans are {'' if bite.refused else 'not '}refused in seed {bite.seed}"
+        )
         bites.append(bite)
     assert len({(bite.seed, bite.entry) for bite in bites}) == 2, bites
 

@@ -1,4 +1,6 @@
-"""What the history checker says of small records written by hand: time that passes, entries that mean nothing, overtaking and its exception, the bound."""
+"""What the history checker says of small records written by hand: time that passes, entries that mean nothing,
+overtaking and its exception, the bound.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,30 @@ from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, CRITIC, Cluster
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, RecordWriter
 
-LIMITS = {"aging_s": 10.0, "max_backfills": 4, "max_hold_s": 3600.0, "lease_s": 30.0, "quarantine_s": 300.0, "reap_s": 60.0, "min_hold_s": 10.0}
+LIMITS = {
+    "aging_s": 10.0,
+    "max_backfills": 4,
+    "max_hold_s": 3600.0,
+    "lease_s": 30.0,
+    "quarantine_s": 300.0,
+    "reap_s": 60.0,
+    "min_hold_s": 10.0,
+}
 LATE = 1e6
 
 
 def record(*lines: tuple[float, object] | tuple[float, object, str], limits: dict[str, float] = LIMITS) -> list[Entry]:
     """Entries from (time, event[, source]), behind a pool of four GPUs and the start of a scheduler."""
     opened: list[tuple[float, object]] = [(0.0, ev.PoolOpened(1, 4, limits)), (0.0, ev.SchedulerStarted(1))]
-    return [Entry(i, line[0], line[2] if len(line) > 2 else "scheduler", line[1]) for i, line in enumerate([*opened, *lines])]
+    return [
+        Entry(i, line[0], line[2] if len(line) > 2 else "scheduler", line[1])
+        for i, line in enumerate([*opened, *lines])
+    ]
 
 
-def registered(name: str, weight: float = 1.0, infer: tuple[int, ...] = (0, 1, 2, 3), **fixed: tuple[int, ...]) -> ev.Registered:
+def registered(
+    name: str, weight: float = 1.0, infer: tuple[int, ...] = (0, 1, 2, 3), **fixed: tuple[int, ...]
+) -> ev.Registered:
     clusters = [ClusterSpec(cluster, 1, gpus) for cluster, gpus in fixed.items()]
     return ev.Registered(name, 0, "ns", (*clusters, ClusterSpec(ACTOR_INFER, 1, infer)), weight)
 
@@ -35,12 +50,20 @@ def broken(violations: list[Violation]) -> set[int]:
     return {violation.invariant for violation in violations}
 
 
-def wants(name: str, number: int, at: float, cluster: str = ACTOR_TRAIN, priority: Priority = Priority.ACTOR_TRAINING) -> tuple[float, object]:
+def wants(
+    name: str, number: int, at: float, cluster: str = ACTOR_TRAIN, priority: Priority = Priority.ACTOR_TRAINING
+) -> tuple[float, object]:
     return at, ev.Requested(name, cluster, priority, number, number)
 
 
 def gets(
-    name: str, number: int, at: float, gpus: tuple[int, ...], epoch: int, cluster: str = ACTOR_TRAIN, priority: Priority = Priority.ACTOR_TRAINING
+    name: str,
+    number: int,
+    at: float,
+    gpus: tuple[int, ...],
+    epoch: int,
+    cluster: str = ACTOR_TRAIN,
+    priority: Priority = Priority.ACTOR_TRAINING,
 ) -> list[tuple[float, object]]:
     return [
         (at, ev.Claimed(epoch, name, cluster, -1, number, gpus)),
@@ -66,7 +89,9 @@ OPEN = {
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("source", ["scheduler", "a/driver"])
 @pytest.mark.parametrize("what", OPEN)
-def test_what_is_open_long_after_its_time_is_found_whoever_says_that_time_has_passed(what: str, source: str, ended: bool) -> None:
+def test_what_is_open_long_after_its_time_is_found_whoever_says_that_time_has_passed(
+    what: str, source: str, ended: bool
+) -> None:
     lines, invariant = OPEN[what]
     passing = ev.DemandReported("a", 9, 0, 1, 2) if source == "scheduler" else rec.StepBegun(0)
     assert invariant in broken(check(record((0.5, A), *lines, (LATE, passing, source)), ended=ended))
@@ -74,7 +99,12 @@ def test_what_is_open_long_after_its_time_is_found_whoever_says_that_time_has_pa
 
 
 def test_a_jump_that_the_schedulers_clock_leaves_out_makes_nothing_late() -> None:
-    lines = [(1.0, A), (2.0, rec.WaitBegun("w", "something", 600.0), "a/driver"), (3.0, ev.ClockJumped(-3600.0)), (4000.0, ev.DemandReported("a", 0, 0, 1, 1))]
+    lines = [
+        (1.0, A),
+        (2.0, rec.WaitBegun("w", "something", 600.0), "a/driver"),
+        (3.0, ev.ClockJumped(-3600.0)),
+        (4000.0, ev.DemandReported("a", 0, 0, 1, 1)),
+    ]
     assert check(record(*lines), ended=False) == []
 
 
@@ -103,7 +133,9 @@ def test_an_entry_that_means_nothing_is_a_violation_with_its_line(what: str) -> 
 
 
 def test_a_rank_that_wakes_after_its_pipeline_is_gone_is_a_violation() -> None:
-    found = check(record((1.0, A), (2.0, ev.Unregistered("a", 0, "left")), (3.0, ev.RankMoved("a", 0, Phase.WAKING, 1))))
+    found = check(
+        record((1.0, A), (2.0, ev.Unregistered("a", 0, "left")), (3.0, ev.RankMoved("a", 0, Phase.WAKING, 1)))
+    )
     assert (found[0].invariant, found[0].seq) == (10, 4)
 
 
@@ -125,7 +157,9 @@ def test_a_grant_for_another_step_than_was_asked_for_is_a_violation() -> None:
 
 
 def overtaken(critic: tuple[int, ...]) -> list[Entry]:
-    """q wants GPUs 0 and 1; p holds its critic on `critic` and trains on GPU 0 six times meanwhile, each time with a later key."""
+    """q wants GPUs 0 and 1; p holds its critic on `critic` and trains on GPU 0 six times meanwhile, each time with a
+    later key.
+    """
     lines: list[tuple[float, object]] = [
         (1.0, registered("p", actor_train=(0,), critic=critic)),
         (1.0, registered("q", actor_train=(0, 1))),
@@ -170,9 +204,13 @@ def cooling(pipeline: str, at: float) -> tuple[float, object]:
 
 def test_faults_lengthen_only_the_waits_that_they_touch_and_a_second_counts_once() -> None:
     assert long_wait() == {9}
-    assert long_wait(*(cooling("z", 10.0 + 60 * i) for i in range(48))) == {9}, "of GPUs that nobody in the queue shares"
+    assert long_wait(*(cooling("z", 10.0 + 60 * i) for i in range(48))) == {9}, (
+        "of GPUs that nobody in the queue shares"
+    )
     assert long_wait(*(cooling("q", 10.0) for _ in range(48))) == {9}, "all at the same time"
-    assert long_wait(*(cooling("q", 10.0 + 300 * i) for i in range(9))) == set(), "nearly all of the wait was spent on faults"
+    assert long_wait(*(cooling("q", 10.0 + 300 * i) for i in range(9))) == set(), (
+        "nearly all of the wait was spent on faults"
+    )
 
 
 def test_turns_count_with_the_weight_of_the_pipelines_up_to_four() -> None:
@@ -184,11 +222,18 @@ def test_turns_count_with_the_weight_of_the_pipelines_up_to_four() -> None:
 
 def test_clusters_held_one_into_the_other_count_as_long_as_each_may_be_held() -> None:
     limits = {**LIMITS, "max_hold_s": 10.0}
-    lines: list[tuple[float, object]] = [(1.0, registered("p", actor_train=(0,), critic=(1,))), (1.0, registered("q", actor_train=(0, 1))), wants("q", 0, 1.5)]
+    lines: list[tuple[float, object]] = [
+        (1.0, registered("p", actor_train=(0,), critic=(1,))),
+        (1.0, registered("q", actor_train=(0, 1))),
+        wants("q", 0, 1.5),
+    ]
     for turn in range(400):
         cluster, other = (CRITIC, ACTOR_TRAIN) if turn % 2 else (ACTOR_TRAIN, CRITIC)
         at = 2.0 + 5 * turn
-        lines += [wants("p", turn + 1, at, cluster), *gets("p", turn + 1, at, ((1,) if turn % 2 else (0,)), turn + 1, cluster)]
+        lines += [
+            wants("p", turn + 1, at, cluster),
+            *gets("p", turn + 1, at, ((1,) if turn % 2 else (0,)), turn + 1, cluster),
+        ]
         lines += [releases("p", at + 1, turn, other)] if turn else []
     found = check(record(*lines, limits=limits), ended=False)
     assert 9 in broken(found) and any(violation.message.startswith("q waits") for violation in found)
@@ -200,10 +245,21 @@ def test_clusters_held_one_into_the_other_count_as_long_as_each_may_be_held() ->
 def test_pipelines_may_hold_what_a_log_that_is_lost_as_a_whole_had_given_them() -> None:
     held = ev.MemoryTaken("rank 0", (0,))
     signed = [(5.0, rec.RecordOpened("scheduler")), (5.0, ev.LogSigned("here/2"))]
-    begun_anew = [*signed, (5.0, ev.PoolOpened(1, 4, LIMITS)), (5.0, ev.SchedulerStarted(2, complete=False)), (6.0, A), (7.0, ev.InventoryDone(2))]
-    lines: list[tuple[float, object, str]] = [(1.0, held, "a/driver"), *((time, event, "scheduler") for time, event in begun_anew)]
+    begun_anew = [
+        *signed,
+        (5.0, ev.PoolOpened(1, 4, LIMITS)),
+        (5.0, ev.SchedulerStarted(2, complete=False)),
+        (6.0, A),
+        (7.0, ev.InventoryDone(2)),
+    ]
+    lines: list[tuple[float, object, str]] = [
+        (1.0, held, "a/driver"),
+        *((time, event, "scheduler") for time, event in begun_anew),
+    ]
     entries = [Entry(i, time, source, event) for i, (time, event, source) in enumerate(lines)]
-    assert [violation.message for violation in check(entries, ended=False)] == ["after taking stock GPU 0 is called free while a/rank 0 occupies its memory"]
+    assert [violation.message for violation in check(entries, ended=False)] == [
+        "after taking stock GPU 0 is called free while a/rank 0 occupies its memory"
+    ]
     entries[6:6] = [Entry(6, 6.5, "a/driver", ev.MemoryFreed("rank 0", (0,)))]
     assert check(entries, ended=False) == []
     entries[5] = Entry(5, 5.0, "b/driver", held)
@@ -213,7 +269,9 @@ def test_pipelines_may_hold_what_a_log_that_is_lost_as_a_whole_had_given_them() 
 # Records from which nothing follows.
 
 
-def test_a_record_without_entries_or_without_the_beginning_of_the_schedulers_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_without_entries_or_without_the_beginning_of_the_schedulers_log_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(NothingToCheck, match="0 entries"):
         check([])
     with pytest.raises(NothingToCheck, match="ts_pool_opened"):

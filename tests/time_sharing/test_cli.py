@@ -29,7 +29,16 @@ def test_simulate_prints_jobs_and_ways_side_by_side(tmp_path: Path, capsys: pyte
     scenario.write_text(json.dumps({"name": "one", "pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
     assert main(["simulate", str(scenario), "--runs", "2"]) == 0
     shown = capsys.readouterr().out
-    for word in ("time_sharing", "one_after_the_other", "static_split", "gap_ratio", "slowdown", "hand-over p50 / p99", "preemptions", "service spread"):
+    for word in (
+        "time_sharing",
+        "one_after_the_other",
+        "static_split",
+        "gap_ratio",
+        "slowdown",
+        "hand-over p50 / p99",
+        "preemptions",
+        "service spread",
+    ):
         assert word in shown
 
 
@@ -38,7 +47,9 @@ def test_check_says_that_a_good_log_keeps_every_invariant(log: Path, capsys: pyt
     assert "keep all 10 invariants" in capsys.readouterr().out
 
 
-def test_the_records_of_several_processes_are_checked_as_one(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_records_of_several_processes_are_checked_as_one(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parts: dict[str, list[Entry]] = {}
     for entry in read_record(log):
         part = parts.setdefault(entry.source.replace("/", "_"), [])
@@ -53,12 +64,18 @@ def test_the_records_of_several_processes_are_checked_as_one(log: Path, tmp_path
 def test_check_shows_the_first_violation(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [entry for entry in read_record(log) if type(entry.event).__name__ != "VersionPublished"]
     broken = tmp_path / "broken.jsonl"
-    broken.write_bytes(b"".join(encode_entry(entry.__class__(i, entry.time, entry.source, entry.event)) for i, entry in enumerate(entries)))
+    broken.write_bytes(
+        b"".join(
+            encode_entry(entry.__class__(i, entry.time, entry.source, entry.event)) for i, entry in enumerate(entries)
+        )
+    )
     assert main(["check", str(broken)]) == 1
     assert "invariant 3 (no token under a wrong version) broken at entry" in capsys.readouterr().out
 
 
-def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_log_is_reported_with_its_line_and_can_be_read_up_to_there(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torn = tmp_path / "torn.jsonl"
     torn.write_bytes(log.read_bytes()[:-700])
     assert main(["check", str(torn)]) == 2
@@ -73,7 +90,9 @@ def test_the_trace_has_a_track_for_each_gpu_and_slices_with_their_labels(log: Pa
     names = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     assert {"GPU 0 (node 0, local 0)", "GPU 1 (node 0, local 1)", "enqueue", "execution", "release"} <= names
     slices = [event for event in events if event["ph"] == "X"]
-    assert any(event["name"].startswith("TRN math actor_train") for event in slices) and any(event["name"] == "active" for event in slices)
+    assert any(event["name"].startswith("TRN math actor_train") for event in slices) and any(
+        event["name"] == "active" for event in slices
+    )
     assert all(event["dur"] > 0 for event in slices)
     assert any(event["ph"] == "C" and event["name"] == "active GPUs" for event in events)
 
@@ -96,7 +115,12 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
     page = output.read_text()
     assert "src=" not in page and "href=" not in page and "/*DATA*/" not in page
     data = json.loads(page.split("const D=", 1)[1].split(", $=", 1)[0])
-    assert data["pipelines"] == ["math", "games"] and data["steps"] == [10, 14] and data["violations"] == [] and data["gpus"] == 2
+    assert (
+        data["pipelines"] == ["math", "games"]
+        and data["steps"] == [10, 14]
+        and data["violations"] == []
+        and data["gpus"] == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +137,10 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
         ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: must be at most 1"),
         ({"jobs": [JOB], "faults": {"agent_crashes": -1}}, "faults.agent_crashes"),
         ({"jobs": [JOB], "pool": {"nodes": 0}}, "pool.nodes"),
-        ({"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}}, "fleets.f.width: 64 GPUs do not fit the pool of 2 GPUs"),
+        (
+            {"fleets": {"f": {"count": 1, "width": 64, "train_gpus": 1, "stride": 1}}},
+            "fleets.f.width: 64 GPUs do not fit the pool of 2 GPUs",
+        ),
         ({"jobs": [{**JOB, "train": [0, 1]}]}, "touches each of the 2 inference ranks"),
     ],
 )
@@ -140,7 +167,13 @@ def test_shipped_scenarios_load(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["simulate", "s.yaml", "--runs", "0"], ["simulate", "s.yaml", "--runs", "-1"], ["soak", "--runs", "0"], ["soak", "--processes", "0"]]
+    "arguments",
+    [
+        ["simulate", "s.yaml", "--runs", "0"],
+        ["simulate", "s.yaml", "--runs", "-1"],
+        ["soak", "--runs", "0"],
+        ["soak", "--processes", "0"],
+    ],
 )
 def test_numbers_that_would_run_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -149,7 +182,9 @@ def test_numbers_that_would_run_nothing_are_refused(arguments: list[str], capsys
 
 
 @pytest.mark.parametrize("option", ["--report", "--log"])
-def test_a_place_that_cannot_be_written_is_found_before_the_simulation(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_found_before_the_simulation(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", str(EXAMPLES / "two_hundred_jobs.yaml"), option, str(tmp_path / "none" / "x.html")]) == 2
     told = capsys.readouterr()
     assert told.err.startswith(f"{option} ") and "there is no folder" in told.err and not told.out
@@ -175,21 +210,33 @@ def _data(page: Path) -> dict[str, object]:
     return found
 
 
-def test_the_report_and_the_table_say_the_same_and_a_later_report_is_the_same_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_and_the_table_say_the_same_and_a_later_report_is_the_same_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "two.html"
     assert main(["simulate", str(EXAMPLES / "two_jobs.yaml"), "--report", str(page)]) == 0
     printed = capsys.readouterr().out
     data = _data(page)
     assert f"{data['busy']:.0%}" in printed and f"{data['handoverP50']:.2f} / {data['handoverP99']:.2f}" in printed
-    assert [line[0] for line in data["wayTable"]] == ["way", "time_sharing", "one_after_the_other", "static_split", "gap_ratio"]
-    assert [line[0] for line in data["jobTable"]] == ["job", "math", "games"] and data["title"] == "two jobs on two GPUs"
+    assert [line[0] for line in data["wayTable"]] == [
+        "way",
+        "time_sharing",
+        "one_after_the_other",
+        "static_split",
+        "gap_ratio",
+    ]
+    assert [line[0] for line in data["jobTable"]] == ["job", "math", "games"] and data[
+        "title"
+    ] == "two jobs on two GPUs"
     assert "<title>two jobs on two GPUs: time-sharing report</title>" in page.read_text()
     before = page.read_bytes()
     assert main(["report", str(page.with_suffix(".jsonl"))]) == 0
     assert page.read_bytes() == before
 
 
-def test_the_columns_of_the_table_are_explained_below_it_and_in_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_columns_of_the_table_are_explained_below_it_and_in_the_documentation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scenario = tmp_path / "s.yaml"
     scenario.write_text(json.dumps({"pool": {"gpus_per_node": 2}, "jobs": [JOB]}))
     assert main(["simulate", str(scenario)]) == 0
@@ -198,7 +245,9 @@ def test_the_columns_of_the_table_are_explained_below_it_and_in_the_documentatio
     for word, meaning in LEGEND:
         assert meaning in printed and f"| {word} | {meaning} |" in documented
     header = next(line for line in printed.splitlines() if line.startswith("way"))
-    for column in header.replace("hand-over p50 / p99 s", "hand-over").replace("slowdown mean", "slowdown").split("  ")[1:]:
+    for column in (
+        header.replace("hand-over p50 / p99 s", "hand-over").replace("slowdown mean", "slowdown").split("  ")[1:]
+    ):
         assert not column.strip() or column.strip() == "p99" or column.strip() in dict(LEGEND)
 
 
@@ -208,7 +257,12 @@ def faulty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = {**JOB, "infer": [0, 1, 2, 3], "steps": 30, "groups": 8}
     faults = {"agent_crashes": 60, "scheduler_crashes": 60, "operation_fails": 0.1, "reap_fails": 0.5, "restarts": 1000}
     limits = {"lease_s": 12.0, "quarantine_s": 20.0}
-    scenario = {"pool": {"gpus_per_node": 4}, "jobs": [job, {**job, "name": "b", "train": [3]}], "faults": faults, "limits": limits}
+    scenario = {
+        "pool": {"gpus_per_node": 4},
+        "jobs": [job, {**job, "name": "b", "train": [3]}],
+        "faults": faults,
+        "limits": limits,
+    }
     (folder / "s.yaml").write_text(json.dumps(scenario))
     assert main(["simulate", str(folder / "s.yaml"), "--log", str(folder / "faults.jsonl"), "--only-ours"]) == 0
     return folder / "faults.jsonl"
@@ -224,19 +278,27 @@ def test_the_report_draws_what_is_out_of_service_and_tells_each_fault(faulty_log
         assert words in told
 
 
-def test_queue_depths_of_the_trace_are_never_negative_and_slices_say_what_they_are_for(faulty_log: Path, tmp_path: Path) -> None:
+def test_queue_depths_of_the_trace_are_never_negative_and_slices_say_what_they_are_for(
+    faulty_log: Path, tmp_path: Path
+) -> None:
     assert main(["trace", str(faulty_log), "-o", str(tmp_path / "t.json")]) == 0
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     depths = [event["args"]["waiting"] for event in events if event["name"].endswith(" depth")]
     assert depths and min(depths) == 0
-    assert not any("gets 1 GPUs" in event["name"] for event in events) and any("gets 1 GPU" in event["name"] for event in events)
+    assert not any("gets 1 GPUs" in event["name"] for event in events) and any(
+        "gets 1 GPU" in event["name"] for event in events
+    )
     about = [event["args"] for event in events if event["ph"] == "X" and event["pid"] == 2]
     assert all(slice_["pipeline"] and slice_["cluster"] and slice_["plan"] >= 1 for slice_ in about)
     assert {slice_["kind"] for slice_ in about} >= {"request", "initial", "proactive"}
-    assert any(slice_["cluster"] == "actor_train" and slice_.get("step") == 3 for slice_ in about) and any(slice_.get("rank") == 1 for slice_ in about)
+    assert any(slice_["cluster"] == "actor_train" and slice_.get("step") == 3 for slice_ in about) and any(
+        slice_.get("rank") == 1 for slice_ in about
+    )
 
 
-def test_a_record_that_was_cut_off_is_judged_and_drawn_up_to_there(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_was_cut_off_is_judged_and_drawn_up_to_there(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torn = tmp_path / "torn.jsonl"
     torn.write_bytes(log.read_bytes()[: log.stat().st_size // 2])
     for command in ("check", "trace", "report"):
@@ -249,7 +311,9 @@ def test_a_record_that_was_cut_off_is_judged_and_drawn_up_to_there(log: Path, tm
 
 @pytest.mark.parametrize("text", [b"name: two jobs\npool: {nodes: 1}\n", b"\x89PNG\r\n\x1a\n", b"no line end"])
 @pytest.mark.parametrize("more", [[], ["--recover"]])
-def test_a_file_that_is_no_record_is_told_so(text: bytes, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_record_is_told_so(
+    text: bytes, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "x").write_bytes(text)
     assert main(["check", str(tmp_path / "x"), *more]) == 2
     assert "is not a record of nemo_rl" in capsys.readouterr().err

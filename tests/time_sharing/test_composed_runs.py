@@ -1,4 +1,6 @@
-"""What is put together from each job alone is what a simulation of all jobs says, where no two jobs use a GPU at the same time."""
+"""What is put together from each job alone is what a simulation of all jobs says, where no two jobs use a GPU at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 
 
 def four_jobs(**more: Any) -> Scenario:
-    job = {"steps": 2, "groups": 4, "samples_per_group": 4, "staleness": 0, "train_s": 5.0, "tokens": {"median": 200}, "engine": {"half_batch": 16}}
+    job = {
+        "steps": 2,
+        "groups": 4,
+        "samples_per_group": 4,
+        "staleness": 0,
+        "train_s": 5.0,
+        "tokens": {"median": 200},
+        "engine": {"half_batch": 16},
+    }
     mappings = ([0, 1], [1, 2, 3], [4, 5], [0, 4])
     jobs = [{"name": f"job{i}", "train": [gpus[0]], "infer": gpus, **job} for i, gpus in enumerate(mappings)]
     return parse_scenario({"pool": {"gpus_per_node": 6}, "jobs": jobs, **more})

@@ -1,4 +1,6 @@
-"""What one pipeline says can cost that pipeline, never the others: requests, numbers and messages that make no sense, and logs that hold such."""
+"""What one pipeline says can cost that pipeline, never the others: requests, numbers and messages that make no sense,
+and logs that hold such.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ NOT_A_COUNT: list[Any] = [math.nan, math.inf, -1, 1.5, "5", None, True, 10**400,
 def talk(bench: Bench, name: str, **fields: Any) -> Reply:
     """Like `Bench.status`, with the reply."""
     bench.seqs[name] = bench.seqs.get(name, 0) + 1
-    reply = bench.scheduler.status(Status(name, bench.state.pipelines[name].incarnation, bench.seqs[name], term=bench.state.term, **fields), bench.now)
+    reply = bench.scheduler.status(
+        Status(name, bench.state.pipelines[name].incarnation, bench.seqs[name], term=bench.state.term, **fields),
+        bench.now,
+    )
     bench.settle()
     return reply
 
@@ -59,7 +64,11 @@ def test_a_request_that_can_never_be_granted_is_refused_for_its_pipeline_alone(w
     bench = Bench(2)
     bench.register("odd", [0], [0, 1])
     reply = talk(bench, "odd", wants=(want,))
-    assert reply.registered and [ended.request for ended in reply.ended] == [1] and "cannot be requested" in reply.ended[0].reason
+    assert (
+        reply.registered
+        and [ended.request for ended in reply.ended] == [1]
+        and "cannot be requested" in reply.ended[0].reason
+    )
     assert not bench.state.pipelines["odd"].wants
     assert bench.serves("good")
     assert not any(isinstance(entry.event, ev.PlanRejected) for entry in bench.record.entries)
@@ -82,7 +91,9 @@ def test_an_inference_cluster_that_an_agent_says_it_holds_is_not_adopted() -> No
 # Numbers.
 
 
-@pytest.mark.parametrize("value", NOT_A_COUNT, ids=lambda value: str(value)[:8] if not isinstance(value, int) or value < 10**400 else "huge")
+@pytest.mark.parametrize(
+    "value", NOT_A_COUNT, ids=lambda value: str(value)[:8] if not isinstance(value, int) or value < 10**400 else "huge"
+)
 @pytest.mark.parametrize("field", ["target", "done", "unit"])
 def test_a_demand_that_is_no_count_is_left_out_and_nobody_else_notices(field: str, value: Any) -> None:
     bench = Bench(2)
@@ -96,7 +107,9 @@ def test_a_demand_that_is_no_count_is_left_out_and_nobody_else_notices(field: st
 
 
 @pytest.mark.parametrize("field", ["weight", "min_share", "max_share", "staleness", "rank_batch"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1, "3", None, True, [1], 10**400, 1e308, 1e-320], ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -1, "3", None, True, [1], 10**400, 1e308, 1e-320], ids=lambda value: str(value)[:8]
+)
 def test_a_registration_with_a_number_that_no_plan_could_use_is_refused(field: str, value: Any) -> None:
     mappings = {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}
     if field == "min_share" and value == 1e-320:
@@ -148,7 +161,14 @@ def test_weights_up_to_a_thousand_are_admitted(weight: float) -> None:
 )
 def test_a_registration_of_the_wrong_types_is_a_registration_error(changed: dict[str, Any], message: str) -> None:
     bench = Bench(2)
-    given: dict[str, Any] = {"pipeline": "p", "namespace": "ns", "tps": {ACTOR_INFER: 1}, "mappings": {ACTOR_INFER: [0, 1]}, "reading": 0.0, **changed}
+    given: dict[str, Any] = {
+        "pipeline": "p",
+        "namespace": "ns",
+        "tps": {ACTOR_INFER: 1},
+        "mappings": {ACTOR_INFER: [0, 1]},
+        "reading": 0.0,
+        **changed,
+    }
     with pytest.raises(RegistrationError, match=message):
         bench.scheduler.register(**given)
     assert not bench.state.pipelines
@@ -200,7 +220,17 @@ def _wake_of(bench: Bench) -> Command:
     return next(command for command in bench.sent if command.verb is Verb.WAKE)
 
 
-@pytest.mark.parametrize("changed", [{"version": math.nan}, {"version": "1"}, {"seq": None}, {"outcome": "done"}, {"command": []}, {"incarnation": None}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"version": math.nan},
+        {"version": "1"},
+        {"seq": None},
+        {"outcome": "done"},
+        {"command": []},
+        {"incarnation": None},
+    ],
+)
 def test_an_answer_of_the_wrong_shape_is_not_taken(changed: dict[str, Any]) -> None:
     bench = Bench(2)
     wake = _wake_of(bench)
@@ -210,7 +240,9 @@ def test_an_answer_of_the_wrong_shape_is_not_taken(changed: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("pipeline", "incarnation"), [("a", 1), ("b", 0)])
-def test_an_answer_of_another_pipeline_or_incarnation_is_not_taken_for_the_one_that_was_asked(pipeline: str, incarnation: int) -> None:
+def test_an_answer_of_another_pipeline_or_incarnation_is_not_taken_for_the_one_that_was_asked(
+    pipeline: str, incarnation: int
+) -> None:
     bench = Bench(2)
     wake = _wake_of(bench)
     bench.scheduler.answer(Answer(wake.command, pipeline, incarnation, Outcome.DONE), bench.now)
@@ -236,7 +268,9 @@ def _weight(record: MemoryRecord) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_demand, _request, _weight])
-def test_a_log_with_what_no_plan_can_use_is_recovered_from_and_others_are_served(spoil: Callable[[MemoryRecord], None]) -> None:
+def test_a_log_with_what_no_plan_can_use_is_recovered_from_and_others_are_served(
+    spoil: Callable[[MemoryRecord], None],
+) -> None:
     bench = Bench(2)
     bench.register("odd", [0], [0, 1])
     spoil(bench.record)

@@ -1,4 +1,6 @@
-"""The example of a job that is no RL pipeline runs as it is shown, and leaves no process (the session's end looks for those)."""
+"""The example of a job that is no RL pipeline runs as it is shown, and leaves no process (the session's end looks for
+those).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,21 @@ ROOT = Path(__file__).parents[2]
 def test_the_example_of_an_external_job_acquires_yields_and_releases(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = [sys.executable, str(ROOT / "examples/time_sharing/external_job.py"), "--log-dir", str(tmp_path)]
-    ran = subprocess.run(command, check=False, env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        command,
+        check=False,
+        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
     assert "batch asked for two GPUs and has [0, 1]" in lines
     assert "urgent released, and batch has [0, 1] again" in lines
     assert lines[-1] == f"records in {tmp_path}: every invariant held"
-    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["batch.0.jsonl", "scheduler.jsonl", "urgent.0.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        "batch.0.jsonl",
+        "scheduler.jsonl",
+        "urgent.0.jsonl",
+    ]

@@ -69,7 +69,10 @@ def test_as_many_ranks_are_given_as_were_asked_for_whatever_one_of_them_holds(ra
     bench.scheduler.close()
 
 
-@pytest.mark.parametrize(("ranks", "at_least"), [(99, None), (3, None), (0, None), (-1, None), (1.5, None), (True, None), ("2", None), (1, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "at_least"),
+    [(99, None), (3, None), (0, None), (-1, None), (1.5, None), (True, None), ("2", None), (1, 2), (2, 0)],
+)
 def test_a_number_of_ranks_that_there_cannot_be_is_refused(bench: Bench, ranks: Any, at_least: Any) -> None:
     with pytest.raises(ProtocolError, match="it is registered with 2: ask for 1 to 2"):
         bench.job.acquire(ranks, 60.0, at_least=at_least)

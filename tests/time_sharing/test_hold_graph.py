@@ -34,11 +34,15 @@ def test_the_second_of_two_that_could_block_each_other_waits() -> None:
     fleet = crossed()
     plan = fleet.plan()
     assert [grant.pipeline for grant in plan.grants] == ["a"]
-    assert any("b waits for actor_train: a holds GPUs that this pipeline may want next" in line for line in explain(plan))
+    assert any(
+        "b waits for actor_train: a holds GPUs that this pipeline may want next" in line for line in explain(plan)
+    )
     fleet.carry_out(plan, 3.0)
     fleet.want("a", Priority.CRITIC_TRAINING, cluster=CRITIC, at=4.0)
     plan = fleet.plan()
-    assert [(grant.pipeline, grant.cluster) for grant in plan.grants] == [("a", CRITIC)], "b is ahead in the queue, but waits for a"
+    assert [(grant.pipeline, grant.cluster) for grant in plan.grants] == [("a", CRITIC)], (
+        "b is ahead in the queue, but waits for a"
+    )
     fleet.carry_out(plan, 5.0)
     fleet.release("a", at=6.0)
     fleet.release("a", CRITIC, at=6.0)
@@ -69,7 +73,21 @@ def test_a_pipeline_cannot_ask_for_gpus_that_another_of_its_clusters_holds() -> 
     fleet.add_clusters("a", {ACTOR_TRAIN: [0], REFERENCE: [0]})
     agent = Agent(fleet.state.pipelines["a"].topology, 0, _Deaf(), NullRecord())
     request = agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 0, 0.0)
-    agent.command(Command("1.1", 1, "a", 0, Verb.GRANT, epoch=1, cluster=ACTOR_TRAIN, gpus=(0,), priority=Priority.ACTOR_TRAINING, step=0, request=request))
+    agent.command(
+        Command(
+            "1.1",
+            1,
+            "a",
+            0,
+            Verb.GRANT,
+            epoch=1,
+            cluster=ACTOR_TRAIN,
+            gpus=(0,),
+            priority=Priority.ACTOR_TRAINING,
+            step=0,
+            request=request,
+        )
+    )
     with pytest.raises(ProtocolError, match="release actor_train before asking"):
         agent.want(REFERENCE, Priority.REF_LOG_PROBS, 0, 0.0)
     agent.release(ACTOR_TRAIN)
@@ -83,7 +101,9 @@ class _Deaf:
 
 @st.composite
 def fleets(draw: st.DrawFn) -> tuple[Fleet, dict[str, list[list[str]]]]:
-    """Pipelines with up to three fixed clusters on random GPUs, and the clusters that each takes one after the other, holding all, per round."""
+    """Pipelines with up to three fixed clusters on random GPUs, and the clusters that each takes one after the other,
+    holding all, per round.
+    """
     fleet, scripts = Fleet(GPUS), {}
     for number in range(draw(st.integers(2, 5))):
         gpus = draw(st.permutations(range(GPUS)))
@@ -98,7 +118,9 @@ def fleets(draw: st.DrawFn) -> tuple[Fleet, dict[str, list[list[str]]]]:
 
 @given(case=fleets(), seed=st.integers(0, 1 << 20))
 @settings(max_examples=150)
-def test_whatever_is_held_while_more_is_wanted_everybody_gets_through(case: tuple[Fleet, dict[str, list[list[str]]]], seed: int) -> None:
+def test_whatever_is_held_while_more_is_wanted_everybody_gets_through(
+    case: tuple[Fleet, dict[str, list[list[str]]]], seed: int
+) -> None:
     fleet, scripts = case
     rng = random.Random(seed)
     now, idle = 0.0, 0
@@ -120,4 +142,6 @@ def test_whatever_is_held_while_more_is_wanted_everybody_gets_through(case: tupl
         plan = fleet.plan(now)
         fleet.carry_out(plan, now)
         idle = 0 if moved or plan.grants else idle + 1
-        assert idle < 20, f"everybody waits: { {n: (sorted(p.held), sorted(p.wants)) for n, p in fleet.state.pipelines.items()} }"
+        assert idle < 20, (
+            f"everybody waits: { {n: (sorted(p.held), sorted(p.wants)) for n, p in fleet.state.pipelines.items()} }"
+        )

@@ -1,4 +1,6 @@
-"""A name is registered under a larger incarnation each time, so that nothing late that concerns an earlier life is taken for the present one."""
+"""A name is registered under a larger incarnation each time, so that nothing late that concerns an earlier life is
+taken for the present one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_an_incarnation_is_used_once_also_by_a_scheduler_that_follows() -> None:
 
 
 def test_a_pipeline_whose_processes_could_not_be_ended_does_not_come_back_under_its_old_incarnation() -> None:
-    """Once the reaping of the second life was taken for that of the first one's quarantine, and the pipeline stayed fenced for ever."""
+    """Once the reaping of the second life was taken for that of the first one's quarantine, and the pipeline stayed
+    fenced for ever.
+    """
     bench = Bench(2)
     bench.state.limits = Limits(lease_s=1e6, reap_s=5.0, quarantine_s=50.0, plan_interval_s=0.0)
     bench.register("a", [0], [0, 1])
@@ -67,7 +71,9 @@ def test_a_pipeline_whose_processes_could_not_be_ended_does_not_come_back_under_
 def test_a_life_whose_registration_the_log_has_lost_is_ended_before_its_gpus_are_given_on() -> None:
     bench = Bench(2)
     bench.register("a", [0], [0, 1])
-    bench.record.entries[0] = replace(bench.record.entries[0], event=ev.PoolOpened(1, 2, {"lease_s": 10.0, "plan_interval_s": 0.0}))
+    bench.record.entries[0] = replace(
+        bench.record.entries[0], event=ev.PoolOpened(1, 2, {"lease_s": 10.0, "plan_interval_s": 0.0})
+    )
     again = Bench(2)
     again.scheduler.recover(bench.record.entries, bench.now, complete=False)
     again.scheduler.status(Status("a", 1, 1, awake=((0, 7),)), again.now)

@@ -1,7 +1,7 @@
 """Known failures of earlier time-sharing schedulers, each as a case by name.
 
-These failures were in decisions: the gap-ratio rule, kept for simulation, still shows each, and the planner does not. Those in carrying out are in
-`test_known_failures_in_execution`.
+These failures were in decisions: the gap-ratio rule, kept for simulation, still shows each, and the planner does not.
+Those in carrying out are in `test_known_failures_in_execution`.
 """
 
 from __future__ import annotations

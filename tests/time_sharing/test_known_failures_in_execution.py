@@ -1,4 +1,6 @@
-"""Known failures of earlier time-sharing schedulers in carrying decisions out, each as a case by name: the scheduler's core is driven by hand."""
+"""Known failures of earlier time-sharing schedulers in carrying decisions out, each as a case by name: the scheduler's
+core is driven by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,19 @@ from nemo_rl.time_sharing.scenario import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.state import replay
 from nemo_rl.time_sharing.topology import RegistrationError
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Answer, Demand, GivenBack, Held, Limits, Outcome, Phase, Priority, Verb, Want
+from nemo_rl.time_sharing.types import (
+    ACTOR_TRAIN,
+    Answer,
+    Demand,
+    GivenBack,
+    Held,
+    Limits,
+    Outcome,
+    Phase,
+    Priority,
+    Verb,
+    Want,
+)
 from nemo_rl.utils.record import MemoryRecord, NullRecord
 
 
@@ -40,7 +54,9 @@ def test_a_release_counts_even_if_the_request_beside_it_is_refused() -> None:
     bench.register("a", [0], [0, 1])
     bench.status("a", wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
     epoch = bench.state.pipelines["a"].held[ACTOR_TRAIN].epoch
-    bench.status("a", given_back=(GivenBack(ACTOR_TRAIN, epoch, 1),), wants=(Want("critic", Priority.CRITIC_TRAINING, 2, 0),))
+    bench.status(
+        "a", given_back=(GivenBack(ACTOR_TRAIN, epoch, 1),), wants=(Want("critic", Priority.CRITIC_TRAINING, 2, 0),)
+    )
     assert not bench.state.pipelines["a"].held and bench.state.owner[0] is None
 
 
@@ -69,8 +85,15 @@ def test_log_probs_to_training_never_frees_the_gpus_on_paper() -> None:
     bench.status("a", wants=(Want(ACTOR_TRAIN, Priority.OLD_LOG_PROBS, 1, 0),))
     bench.status("b", wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),))
     epoch = bench.state.pipelines["a"].held[ACTOR_TRAIN].epoch
-    bench.status("a", holds=(Held(ACTOR_TRAIN, epoch, Priority.OLD_LOG_PROBS),), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 2, 0),))
-    assert bench.state.owner[0].pipeline == "a" and bench.state.pipelines["a"].held[ACTOR_TRAIN].priority is Priority.ACTOR_TRAINING
+    bench.status(
+        "a",
+        holds=(Held(ACTOR_TRAIN, epoch, Priority.OLD_LOG_PROBS),),
+        wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 2, 0),),
+    )
+    assert (
+        bench.state.owner[0].pipeline == "a"
+        and bench.state.pipelines["a"].held[ACTOR_TRAIN].priority is Priority.ACTOR_TRAINING
+    )
     assert not bench.state.pipelines["b"].held
 
 
@@ -174,7 +197,9 @@ def test_a_first_demand_whose_message_is_lost_is_heard_with_the_next_heartbeat()
 
 
 def test_engines_are_built_inside_a_grant_only() -> None:
-    """Once a second pipeline built its engine beside the training memory of the first, and found no room for its KV cache."""
+    """Once a second pipeline built its engine beside the training memory of the first, and found no room for its KV
+    cache.
+    """
     bench = Bench(2)
     bench.register("leader", [0], [0, 1])
     bench.register("follower", [0], [0, 1])
@@ -190,7 +215,14 @@ def test_engines_are_built_inside_a_grant_only() -> None:
 def test_no_rank_awake_is_a_legal_state() -> None:
     """Once a refusal of the empty set blocked training on every GPU of a pipeline."""
     bench = Bench(1)
-    bench.scheduler.register("a", "ns", {"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0]}, 0.0, full_overlap=True)
+    bench.scheduler.register(
+        "a",
+        "ns",
+        {"actor_train": 1, "actor_infer": 1},
+        {"actor_train": [0], "actor_infer": [0]},
+        0.0,
+        full_overlap=True,
+    )
     bench.status("a", demand=Demand(100, 0, 1, 1))
     assert bench.phases("a") == {0: "active"}
     bench.status("a", demand=Demand(100, 9, 1, 2), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
@@ -246,7 +278,9 @@ def test_a_pipeline_that_leaves_gets_nothing_more_whatever_it_still_says() -> No
     bench.status("a", demand=Demand(100, 0, 1, 1))
     bench.silent.add("a")
     bench.status("a", leaving=True)
-    bench.status("a", demand=Demand(100, 0, 1, 7), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 5, 0),), leaving=True)
+    bench.status(
+        "a", demand=Demand(100, 0, 1, 7), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 5, 0),), leaving=True
+    )
     bench.silent.clear()
     bench.settle(20.0)
     assert "a" not in bench.state.pipelines
@@ -266,11 +300,20 @@ def test_a_drained_pipeline_finishes_the_step_it_holds_gpus_for() -> None:
 
 
 def test_a_job_that_is_lost_ends_nobody_else() -> None:
-    """Once waiting for all runs together let the crash of one end them all, and the death of a finished one killed the cluster."""
+    """Once waiting for all runs together let the crash of one end them all, and the death of a finished one killed the
+    cluster.
+    """
     job = {"steps": 3, "groups": 2, "samples_per_group": 4, "train_s": 3.0, "tokens": {"median": 200}}
-    jobs = [{"name": "lost", "train": [0], "infer": [0, 1], **job, "steps": 100}, {"name": "kept", "train": [1], "infer": [0, 1], **job}]
+    jobs = [
+        {"name": "lost", "train": [0], "infer": [0, 1], **job, "steps": 100},
+        {"name": "kept", "train": [1], "infer": [0, 1], **job},
+    ]
     limits = {"lease_s": 12.0, "heartbeat_s": 2.0}
-    world = World(parse_scenario({"pool": {"gpus_per_node": 2}, "jobs": jobs, "limits": limits, "faults": {"restarts": 0}}), 0, lambda clock: NullRecord())
+    world = World(
+        parse_scenario({"pool": {"gpus_per_node": 2}, "jobs": jobs, "limits": limits, "faults": {"restarts": 0}}),
+        0,
+        lambda clock: NullRecord(),
+    )
     world.loop.at(20.0, lambda: world.crash(world.jobs["lost"]))
     world.run()
     assert {name: run.outcome for name, run in world.jobs.items()} == {"lost": "lost: crashed", "kept": "done"}
@@ -288,13 +331,17 @@ def test_two_books_of_what_is_awake_are_squared_after_a_restart() -> None:
     # Rank 0 is as the books say, rank 1 sleeps, rank 2 was told to drain in a part of the log that is lost.
     again.status("a", demand=Demand(100, 0, 1, 1), awake=((0, epochs[0]), (2, epochs[2])), serving=(0,))
     assert again.state.pipelines["a"].awake[0].epoch == epochs[0]
-    assert {(c.verb, c.rank) for c in again.sent} >= {(Verb.DRAIN, 2), (Verb.WAKE, 1)} and (Verb.DRAIN, 0) not in {(c.verb, c.rank) for c in again.sent}
+    assert {(c.verb, c.rank) for c in again.sent} >= {(Verb.DRAIN, 2), (Verb.WAKE, 1)} and (Verb.DRAIN, 0) not in {
+        (c.verb, c.rank) for c in again.sent
+    }
     again.settle(20.0)
     assert set(again.phases("a").values()) == {Phase.ACTIVE.value}
 
 
 def test_a_request_that_expires_costs_its_pipeline_no_more_than_asking_again() -> None:
-    """Once the pipeline went on asking under the expired number, which counted for nothing, while the GPU it wanted was free."""
+    """Once the pipeline went on asking under the expired number, which counted for nothing, while the GPU it wanted was
+    free.
+    """
     job = {"steps": 3, "groups": 2, "samples_per_group": 4, "train_s": 5.0, "tokens": {"median": 200}}
     jobs = [{"name": name, "train": [0], "infer": [0, 1], **job} for name in ("a", "b")]
     records: list[MemoryRecord] = []
@@ -305,6 +352,8 @@ def test_a_request_that_expires_costs_its_pipeline_no_more_than_asking_again() -
         lambda clock: records.append(MemoryRecord(clock=clock)) or records[0],
     )
     world.run()
-    assert any(isinstance(entry.event, RequestDropped) and entry.event.reason == "expired" for entry in records[0].entries), "or this tests nothing"
+    assert any(
+        isinstance(entry.event, RequestDropped) and entry.event.reason == "expired" for entry in records[0].entries
+    ), "or this tests nothing"
     assert {name: run.outcome for name, run in world.jobs.items()} == {"a": "done", "b": "done"}
     assert list(check(records[0].entries)) == []

@@ -1,4 +1,6 @@
-"""Known failures that take a whole run to show: the same jobs under the gap-ratio rule or an old convention and under ours, judged by the checker."""
+"""Known failures that take a whole run to show: the same jobs under the gap-ratio rule or an old convention and under
+ours, judged by the checker.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ LIMITS = {"aging_s": 5.0, "min_hold_s": 2.0, "lease_s": 12.0, "heartbeat_s": 2.0
 
 
 class Run(NamedTuple):
-    """When each job ended, how often a rank was sent to sleep, the invariants that were broken, and the whole record."""
+    """When each job ended, how often a rank was sent to sleep, the invariants that were broken, and the whole
+    record.
+    """
 
     ended: dict[str, float]
     preemptions: int
@@ -41,7 +45,13 @@ class Run(NamedTuple):
     entries: list[Entry]
 
 
-def runs(gpus: int, jobs: list[dict[str, Any]], *, costs: dict[str, float] | None = None, limits: dict[str, float] | None = None) -> tuple[Run, Run]:
+def runs(
+    gpus: int,
+    jobs: list[dict[str, Any]],
+    *,
+    costs: dict[str, float] | None = None,
+    limits: dict[str, float] | None = None,
+) -> tuple[Run, Run]:
     """The jobs under our planner and under the gap-ratio rule."""
     scenario = parse_scenario(
         {
@@ -59,20 +69,49 @@ def _run(scenario: Any, name: str) -> Run:
     records: list[MemoryRecord] = []
     changed, rule = way(scenario, name)
     validator = validate if name == OURS else accept_all
-    world = World(changed, 0, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0], rule=rule, validator=validator)
+    world = World(
+        changed,
+        0,
+        lambda clock: records.append(MemoryRecord(clock=clock)) or records[0],
+        rule=rule,
+        validator=validator,
+    )
     world.run()
     entries = records[0].entries
     ended = {name: job.finished_at or float("inf") for name, job in world.jobs.items()}
-    preemptions = sum(isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.DRAINING for entry in entries)
+    preemptions = sum(
+        isinstance(entry.event, ev.RankMoved) and entry.event.phase is Phase.DRAINING for entry in entries
+    )
     return Run(ended, preemptions, {violation.invariant for violation in check(entries)}, entries)
 
 
 def test_a_stream_of_narrow_trainings_overtakes_a_wide_one() -> None:
-    """Its three GPUs are never free at the same moment, as nothing is kept for it; meanwhile generation on them is evicted in vain."""
+    """Its three GPUs are never free at the same moment, as nothing is kept for it; meanwhile generation on them is
+    evicted in vain.
+    """
     narrow = [
-        {"name": f"narrow{i}", "train": [i % 2], "infer": [0, 1, 2, 3], "steps": 15, **JOB, "train_s": 16.0, "groups": 2, "staleness": 2} for i in range(4)
+        {
+            "name": f"narrow{i}",
+            "train": [i % 2],
+            "infer": [0, 1, 2, 3],
+            "steps": 15,
+            **JOB,
+            "train_s": 16.0,
+            "groups": 2,
+            "staleness": 2,
+        }
+        for i in range(4)
     ]
-    wide = {"name": "wide", "train": [0, 1, 2], "infer": [0, 1, 2, 3], "steps": 3, **JOB, "train_s": 2.0, "groups": 2, "arrive_s": 20.0}
+    wide = {
+        "name": "wide",
+        "train": [0, 1, 2],
+        "infer": [0, 1, 2, 3],
+        "steps": 3,
+        **JOB,
+        "train_s": 2.0,
+        "groups": 2,
+        "arrive_s": 20.0,
+    }
     ours, old = runs(4, [wide, *narrow])
     assert 9 in old.broken and not ours.broken
     assert old.ended["wide"] > 1.5 * ours.ended["wide"]
@@ -81,8 +120,14 @@ def test_a_stream_of_narrow_trainings_overtakes_a_wide_one() -> None:
 
 def test_newcomers_wait_until_the_incumbents_have_finished() -> None:
     """With as many incumbents as GPUs, each keeps its last rank whatever is left to do; we have them take turns."""
-    busy = [{"name": name, "train": [i], "infer": [0, 1], "steps": 8, **JOB, "train_s": 1.0, "staleness": 4, "groups": 16} for i, name in enumerate("ab")]
-    new = [{"name": f"new{i}", "train": [i], "infer": [0, 1], "steps": 2, **JOB, "train_s": 1.0, "arrive_s": 30.0} for i in range(2)]
+    busy = [
+        {"name": name, "train": [i], "infer": [0, 1], "steps": 8, **JOB, "train_s": 1.0, "staleness": 4, "groups": 16}
+        for i, name in enumerate("ab")
+    ]
+    new = [
+        {"name": f"new{i}", "train": [i], "infer": [0, 1], "steps": 2, **JOB, "train_s": 1.0, "arrive_s": 30.0}
+        for i in range(2)
+    ]
     ours, old = runs(2, [*busy, *new])
     assert min(old.ended["new0"], old.ended["new1"]) > max(old.ended["a"], old.ended["b"])
     assert max(ours.ended["new0"], ours.ended["new1"]) < min(ours.ended["a"], ours.ended["b"])
@@ -102,7 +147,11 @@ def test_generation_is_evicted_again_and_again_for_a_training_that_cannot_begin(
 def _waits_for_training(run: Run, name: str) -> list[float]:
     asked, waits = {}, []
     for entry in run.entries:
-        if isinstance(entry.event, ev.Requested) and entry.event.pipeline == name and entry.event.priority is Priority.ACTOR_TRAINING:
+        if (
+            isinstance(entry.event, ev.Requested)
+            and entry.event.pipeline == name
+            and entry.event.priority is Priority.ACTOR_TRAINING
+        ):
             asked[entry.event.request] = entry.time
         elif isinstance(entry.event, ev.Granted) and entry.event.request in asked and entry.event.pipeline == name:
             waits.append(entry.time - asked[entry.event.request])
@@ -110,7 +159,9 @@ def _waits_for_training(run: Run, name: str) -> list[float]:
 
 
 def test_one_slow_hand_over_stalls_every_pipeline() -> None:
-    """Cycles that wait for all hand-overs of the last one make a pipeline wait for syncs on GPUs which it does not even share."""
+    """Cycles that wait for all hand-overs of the last one make a pipeline wait for syncs on GPUs which it does not even
+    share.
+    """
     slow = {"name": "slow", "train": [0], "infer": [0, 1], "steps": 8, **JOB, "staleness": 0, "train_s": 3.0}
     other = {"name": "other", "train": [2], "infer": [2, 3], "steps": 8, **JOB, "staleness": 0}
     ours, old = runs(4, [slow, other], costs={"sync_s": 6.0, "refresh_s": 0.1, "jitter": 0.0})
@@ -133,28 +184,40 @@ def _most_at_once(run: Run) -> int:
 
 
 def test_pipelines_that_start_together_exhaust_the_process_ids_of_the_machine() -> None:
-    """Each had GPUs of its own, so nothing kept them from spawning their workers in the same seconds. A place is free when one has initialised."""
+    """Each had GPUs of its own, so nothing kept them from spawning their workers in the same seconds. A place is free
+    when one has initialised.
+    """
     jobs = [{"name": f"job{i}", "train": [2 * i], "infer": [2 * i, 2 * i + 1], "steps": 2, **JOB} for i in range(4)]
     ours, old = runs(8, jobs, limits={"max_initialising": 1})
     assert _most_at_once(old) == 4 and _most_at_once(ours) == 1
     assert not ours.broken and max(ours.ended.values()) < float("inf")
 
 
-def test_base_weights_called_minus_one_by_one_side_and_zero_by_the_other_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector generates for version 0, the first published version is -1, and each waits for the other. Base weights are 0 everywhere."""
+def test_base_weights_called_minus_one_by_one_side_and_zero_by_the_other_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector generates for version 0, the first published version is -1, and each waits for the other. Base
+    weights are 0 everywhere.
+    """
     job = {"name": "a", "train": [0], "infer": [0, 1], "steps": 2, **JOB}
     assert runs(2, [job])[0].ended["a"] < 200.0
 
     class CountsFromMinusOne(Agent):
-        def __init__(self, topology: Topology, incarnation: int, host: Host, record: Record, *, version: int = 0) -> None:
+        def __init__(
+            self, topology: Topology, incarnation: int, host: Host, record: Record, *, version: int = 0
+        ) -> None:
             super().__init__(topology, incarnation, host, record, version=version - 1)
 
     monkeypatch.setattr(jobs_module, "Agent", CountsFromMinusOne)
     assert runs(2, [job])[0].ended["a"] == float("inf")
 
 
-def test_weights_published_under_the_number_of_the_step_that_made_them_pause_the_collector_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All prompts for version N are there already when N is published again. After step N the version is N + 1, and another label is refused at once."""
+def test_weights_published_under_the_number_of_the_step_that_made_them_pause_the_collector_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All prompts for version N are there already when N is published again. After step N the version is N + 1, and
+    another label is refused at once.
+    """
     job = {"name": "a", "train": [0], "infer": [0, 1], "steps": 3, **JOB}
     ours = runs(2, [job])[0]
     published = [entry.event.version for entry in ours.entries if isinstance(entry.event, rec.VersionPublished)]
@@ -165,7 +228,9 @@ def test_weights_published_under_the_number_of_the_step_that_made_them_pause_the
 
 
 def test_demand_that_is_told_only_after_the_wait_has_begun_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait needs GPUs and the GPUs need the demand. A driver that does not begin its progress first is what the second run shows."""
+    """The wait needs GPUs and the GPUs need the demand. A driver that does not begin its progress first is what the
+    second run shows.
+    """
     job = {"name": "a", "train": [0], "infer": [0, 1], "steps": 2, **JOB}
     assert runs(2, [job])[0].ended["a"] < 200.0
     monkeypatch.setattr(Agent, "begin_progress", lambda agent, target, done=0, unit=1: None)

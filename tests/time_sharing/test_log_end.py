@@ -1,4 +1,6 @@
-"""A scheduler that starts from a log knows whether the log may have lost its end: with the machine or the disk, not with the process."""
+"""A scheduler that starts from a log knows whether the log may have lost its end: with the machine or the disk, not
+with the process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,19 @@ from nemo_rl.time_sharing.events import PoolOpened
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Held, Limits, Outcome, Priority, Status, Verb, Want
+from nemo_rl.time_sharing.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    Answer,
+    Command,
+    Held,
+    Limits,
+    Outcome,
+    Priority,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.utils.record import MemoryRecord, RecordWriter, read_record
 
 LIMITS = Limits(lease_s=600.0, plan_interval_s=0.0)
@@ -41,7 +55,9 @@ def write(path: Path, boot: str, *, closed: bool = False, events: int = 3) -> No
         ("here/1", "", False, False),
     ],
 )
-def test_a_log_is_whole_under_the_boot_that_wrote_it_or_when_it_was_closed(tmp_path: Path, written: str, read: str, closed: bool, complete: bool) -> None:
+def test_a_log_is_whole_under_the_boot_that_wrote_it_or_when_it_was_closed(
+    tmp_path: Path, written: str, read: str, closed: bool, complete: bool
+) -> None:
     write(tmp_path / "log", written, closed=closed)
     assert log_end.read_log(tmp_path / "log", read).complete is complete
 
@@ -66,7 +82,9 @@ def test_the_end_of_a_log_that_was_cut_anywhere_is_not_believed_under_another_bo
         assert log_end.read_log(path, "here/2").complete
 
 
-def test_a_signature_is_on_the_disk_before_anything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_is_on_the_disk_before_anything_else_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log"
     on_disk: list[bytes] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(path.read_bytes()))
@@ -138,13 +156,17 @@ def test_a_scheduler_that_was_killed_goes_on_at_once_on_the_same_boot(start: Cal
 
 
 @pytest.mark.parametrize("boots", [("here/1", "here/2"), ("", "")])
-def test_a_scheduler_whose_machine_was_lost_waits_a_lease_for_those_its_log_may_miss(start: Callable[[str], SchedulerActor], boots: tuple[str, str]) -> None:
+def test_a_scheduler_whose_machine_was_lost_waits_a_lease_for_those_its_log_may_miss(
+    start: Callable[[str], SchedulerActor], boots: tuple[str, str]
+) -> None:
     start(boots[0])
     actor = start(boots[1])
     assert actor.describe()["recovering"], "somebody may hold GPUs that the log does not say"
 
 
-def test_a_scheduler_that_is_killed_while_it_waits_does_not_spare_the_next_one_the_wait(start: Callable[[str], SchedulerActor]) -> None:
+def test_a_scheduler_that_is_killed_while_it_waits_does_not_spare_the_next_one_the_wait(
+    start: Callable[[str], SchedulerActor],
+) -> None:
     start("here/1")
     assert start("here/2").describe()["recovering"]
     actor = start("here/2")
@@ -160,7 +182,9 @@ def test_a_scheduler_that_was_stopped_goes_on_at_once_on_any_boot(start: Callabl
     assert not start("here/2").describe()["recovering"]
 
 
-def test_a_log_of_which_nothing_can_be_read_is_a_lost_one(start: Callable[[str], SchedulerActor], tmp_path: Path) -> None:
+def test_a_log_of_which_nothing_can_be_read_is_a_lost_one(
+    start: Callable[[str], SchedulerActor], tmp_path: Path
+) -> None:
     (tmp_path / "scheduler.jsonl").write_bytes(b"\0" * 4096 + b"\n")
     assert start("here/1").describe()["recovering"]
 
@@ -183,7 +207,9 @@ def test_whoever_holds_gpus_beyond_what_is_left_of_a_log_is_ended_before_they_ar
     assert [(command.pipeline, command.incarnation) for command in reaps] == [("lost", 3)] and len(sent) == 1
     scheduler.answer(Answer(reaps[0].command, "lost", 3, Outcome.DONE), 3.0)
     for now in range(4, int(LIMITS.lease_s) + 2):
-        scheduler.status(Status("new", 0, now, wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1),), term=2), float(now))
+        scheduler.status(
+            Status("new", 0, now, wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1),), term=2), float(now)
+        )
         scheduler.tick(float(now))
         assert (len(sent) == 1) == (now < LIMITS.lease_s)
     assert [command.verb for command in sent] == [Verb.REAP, Verb.GRANT]

@@ -28,13 +28,18 @@ def outcome(**given: Any) -> Outcome:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"faults": {"agent_crashes": 2000, "restarts": 2}}, "after 3 starts (faults.restarts allows no more); the last one crashed"),
+        (
+            {"faults": {"agent_crashes": 2000, "restarts": 2}},
+            "after 3 starts (faults.restarts allows no more); the last one crashed",
+        ),
         ({"network": {"loss": 1.0}}, "0 of 3 steps trained, given up"),
         ({"limits": {"max_hold_s": 0}}, "0 of 3 steps trained, given up"),
         ({"horizon_s": 6.0}, "steps trained when the simulation ended at 6 s (horizon_s)"),
     ],
 )
-def test_a_job_that_did_not_train_all_its_steps_is_unfinished_and_has_no_slowdown(given: dict[str, Any], why: str) -> None:
+def test_a_job_that_did_not_train_all_its_steps_is_unfinished_and_has_no_slowdown(
+    given: dict[str, Any], why: str
+) -> None:
     found = outcome(**given)
     assert found.unfinished == ("a",) and found.slowdown == {} and why in found.fates["a"]
     assert way_table([(OURS, [found])])[1][2:5] == ["-", "-", "-"]
@@ -49,7 +54,9 @@ def test_unfinished_jobs_are_told_below_the_table_and_by_the_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "s.yaml"
-    path.write_text(json.dumps({"pool": {"gpus_per_node": 4}, "jobs": [JOB], "faults": {"agent_crashes": 2000, "restarts": 2}}))
+    path.write_text(
+        json.dumps({"pool": {"gpus_per_node": 4}, "jobs": [JOB], "faults": {"agent_crashes": 2000, "restarts": 2}})
+    )
     assert main(["simulate", str(path), "--only-ours"]) == 1
     told = capsys.readouterr().out
     assert "unfinished in time_sharing, seed 0: job 'a': " in told and "agent crashes" in told
@@ -63,7 +70,9 @@ def test_jobs_that_come_at_once_run_one_after_the_other_in_the_order_of_the_file
     assert found.seconds["z"] < found.seconds["a"]
 
 
-def test_the_shipped_scenario_with_faults_runs_with_every_invariant_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_scenario_with_faults_runs_with_every_invariant_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for log in logs:
         assert main(["simulate", str(EXAMPLES / "with_faults.yaml"), "--only-ours", "--log", str(log)]) == 0
@@ -84,4 +93,8 @@ def test_the_record_ends_with_the_tables_that_were_printed(tmp_path: Path, capsy
 
 
 def test_percentiles_are_interpolated() -> None:
-    assert percentile([], 50) == 0.0 and percentile([3.0, 1.0], 50) == 2.0 and percentile([1.0, 2.0, 3.0], 99) == pytest.approx(2.98)
+    assert (
+        percentile([], 50) == 0.0
+        and percentile([3.0, 1.0], 50) == 2.0
+        and percentile([1.0, 2.0, 3.0], 99) == pytest.approx(2.98)
+    )

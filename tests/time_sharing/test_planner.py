@@ -105,7 +105,10 @@ def test_requests_that_are_let_past_in_one_plan_count_together() -> None:
         fleet.state.pipelines[name].hold_estimates[Priority.ACTOR_TRAINING] = 5.0
         fleet.want(name, at=11.0 + number)
     fleet.state.pipelines["wide"].wants[ACTOR_TRAIN].passed = fleet.state.limits.max_backfills - 2
-    assert [(g.pipeline, g.passed) for g in fleet.plan(100.0).grants] == [("first", ("wide#1",)), ("second", ("wide#1",))]
+    assert [(g.pipeline, g.passed) for g in fleet.plan(100.0).grants] == [
+        ("first", ("wide#1",)),
+        ("second", ("wide#1",)),
+    ]
 
 
 def test_old_requests_of_low_priority_come_before_young_ones_of_high_priority() -> None:
@@ -373,7 +376,9 @@ def test_planner_and_validator_need_neither_ray_nor_torch() -> None:
 
     modules = "nemo_rl.time_sharing.planner, nemo_rl.time_sharing.validator, nemo_rl.time_sharing.simulation.world"
     code = f"import sys, {modules}; print([m for m in ('ray', 'torch', 'vllm') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def random_fleet(seed: int) -> Fleet:
@@ -386,7 +391,15 @@ def random_fleet(seed: int) -> Fleet:
         starts = sorted(rng.sample(range(gpus // tp), rng.randint(1, gpus // tp)))
         infer = [start * tp + i for start in starts for i in range(tp)]
         train = sorted(rng.sample(infer, rng.randint(1, len(infer))))
-        fleet.add(name, train, infer, tp=tp, weight=rng.choice((1.0, 2.0)), demand=rng.choice((0, 1, 30, 500)), at=rng.uniform(0, 50))
+        fleet.add(
+            name,
+            train,
+            infer,
+            tp=tp,
+            weight=rng.choice((1.0, 2.0)),
+            demand=rng.choice((0, 1, 30, 500)),
+            at=rng.uniform(0, 50),
+        )
         for rank in range(len(infer) // tp):
             bundle = set(infer[rank * tp : (rank + 1) * tp])
             if bundle <= free and rng.random() < 0.4:
@@ -411,7 +424,9 @@ def test_every_plan_is_valid_and_pure(seed: int) -> None:
     result = plan(snapshot, 100.0)
     assert validate(snapshot, result) == []
     assert plan(snapshot, 100.0) == result
-    assert {name: vars_of(p) for name, p in fleet.state.pipelines.items()} == {name: vars_of(p) for name, p in before["pipelines"].items()}
+    assert {name: vars_of(p) for name, p in fleet.state.pipelines.items()} == {
+        name: vars_of(p) for name, p in before["pipelines"].items()
+    }
 
 
 @given(st.integers(0, 10**9))
@@ -421,7 +436,9 @@ def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
     fleet = random_fleet(seed)
     for name, pipeline in fleet.state.pipelines.items():
         pipeline.wants.clear()
-        for rank in [rank for rank, awake in pipeline.awake.items() if awake.phase is not Phase.ACTIVE or pipeline.leaving]:
+        for rank in [
+            rank for rank, awake in pipeline.awake.items() if awake.phase is not Phase.ACTIVE or pipeline.leaving
+        ]:
             fleet.state.apply(RankMoved(name, rank, Phase.ASLEEP, pipeline.awake[rank].epoch), 100.0)
     for now in range(200, 1200, 50):
         last = fleet.plan(float(now))
@@ -431,7 +448,10 @@ def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
 
 
 def vars_of(pipeline: object) -> dict[str, object]:
-    return {name: repr(getattr(pipeline, name)) for name in ("awake", "held", "wants", "demand", "hungry_since", "claimed_ranks", "cooling")}
+    return {
+        name: repr(getattr(pipeline, name))
+        for name in ("awake", "held", "wants", "demand", "hungry_since", "claimed_ranks", "cooling")
+    }
 
 
 def test_only_so_many_pipelines_initialise_at_a_time_first_come_first_served() -> None:
@@ -441,7 +461,9 @@ def test_only_so_many_pipelines_initialise_at_a_time_first_come_first_served() -
         fleet.want(f"p{number}", Priority.INITIALIZATION, at=float(number))
     plan = fleet.plan()
     assert [grant.pipeline for grant in plan.grants] == ["p0", "p1"]
-    assert [sentence for sentence in explain(plan) if "p2" in sentence] == ["p2 waits for actor_train: p0, p1 initialise now, as many as may at the same time."]
+    assert [sentence for sentence in explain(plan) if "p2" in sentence] == [
+        "p2 waits for actor_train: p0, p1 initialise now, as many as may at the same time."
+    ]
     fleet.carry_out(plan, 100.0)
     fleet.release("p0", at=110.0)
     fleet.add("late", [1], [0, 1])

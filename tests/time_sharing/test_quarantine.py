@@ -1,4 +1,6 @@
-"""GPUs whose processes cannot be ended: kept from everybody until each quarantine is over, and no reason to end more than what is stuck."""
+"""GPUs whose processes cannot be ended: kept from everybody until each quarantine is over, and no reason to end more
+than what is stuck.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def state_after(*events: object) -> SchedulerState:
 def test_a_gpu_comes_back_when_the_last_of_its_quarantines_is_over() -> None:
     state = state_after(STUCK_RANK, CONTESTED, ev.GpusCleared((0, 1), "a", 0, -1))
     assert state.quarantined == {0} and [q.gpus for q in state.quarantines] == [(0,)]
-    assert state_after(STUCK_RANK, CONTESTED, ev.GpusCleared((0, 1), "a", 0, -1), ev.GpusCleared((0,), "a", 0, 0)).quarantined == set()
+    assert (
+        state_after(
+            STUCK_RANK, CONTESTED, ev.GpusCleared((0, 1), "a", 0, -1), ev.GpusCleared((0,), "a", 0, 0)
+        ).quarantined
+        == set()
+    )
     state = state_after(STUCK_RANK, OTHERS, ev.GpusCleared((0,), "b", 0, -1))
     assert [q.pipeline for q in state.quarantines] == ["a"], "the processes of both are to be ended"
 
@@ -61,7 +68,11 @@ def awake(bench: Bench) -> tuple[tuple[int, int], ...]:
 
 def test_a_rank_that_cannot_be_ended_costs_its_pipeline_nothing_more_when_the_scheduler_is_restarted() -> None:
     bench = stuck_rank()
-    (epoch,) = {entry.event.epoch for entry in bench.record.entries if isinstance(entry.event, ev.RankMoved) and entry.event.rank == 1}
+    (epoch,) = {
+        entry.event.epoch
+        for entry in bench.record.entries
+        if isinstance(entry.event, ev.RankMoved) and entry.event.rank == 1
+    }
     again = Bench(2)
     again.now = bench.now
     again.scheduler.recover(bench.record.entries, bench.now)
@@ -101,7 +112,10 @@ def test_what_a_later_life_occupies_is_kept_while_an_earlier_one_is_being_ended(
     # In the part that is lost the quarantine had ended, and its second life had got both.
     again.status("a", awake=((0, 1 << 40), (1, 1 << 41)))
     again.settle(5.0)
-    assert "a" not in again.state.pipelines and {q.whose for q in again.state.quarantines} == {("a", 0, -1), ("a", 1, -1)}
+    assert "a" not in again.state.pipelines and {q.whose for q in again.state.quarantines} == {
+        ("a", 0, -1),
+        ("a", 1, -1),
+    }
 
 
 def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
@@ -120,7 +134,9 @@ def judged(*events: object) -> set[int]:
     taken = [(1.0, ev.MemoryTaken("rank 0", (0,)), "a/driver")]
     lines = [(2.0, event, "a/reaper" if isinstance(event, ev.MemoryFreed) else "scheduler") for event in events]
     others = registered("b", infer=(0,))
-    entries: list[Entry] = record((0.5, registered("a")), (0.6, others), (1.0, wakes[0]), *taken, (1.5, wakes[1]), *lines)
+    entries: list[Entry] = record(
+        (0.5, registered("a")), (0.6, others), (1.0, wakes[0]), *taken, (1.5, wakes[1]), *lines
+    )
     return broken(check(entries, ended=False))
 
 
@@ -135,7 +151,9 @@ def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
     assert judged(*kept, first) == set()
 
 
-def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipeline_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipeline_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = iter([False, *[True] * 9])
     monkeypatch.setattr(actors, "_tell_agent", lambda *_: None)
     monkeypatch.setattr(actors.Reaper, "ends_single_ranks", lambda *_: False)
@@ -158,4 +176,7 @@ def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipe
     assert cleared and any(entry.event == ev.Unregistered("a", 0, "could not be ended") for entry in entries)
     assert check(entries) == []
     # Without the daemon's word the checker could not know that they are free.
-    assert {violation.invariant for violation in check([entry for entry in entries if not isinstance(entry.event, ev.MemoryFreed)])} == {10}
+    assert {
+        violation.invariant
+        for violation in check([entry for entry in entries if not isinstance(entry.event, ev.MemoryFreed)])
+    } == {10}

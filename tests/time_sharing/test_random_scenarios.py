@@ -16,7 +16,8 @@ def test_a_thousand_random_scenarios_keep_every_invariant() -> None:
     verdicts = list(run_many(0, 1000, processes=2))
     assert [verdict for verdict in verdicts if not verdict.clean] == []
     assert statistics.median(verdict.events for verdict in verdicts) >= 2000
-    # Faults strike for the first 600 s; every job comes to its end soon after. The search for planted defects takes what is later for stuck.
+    # Faults strike for the first 600 s; every job comes to its end soon after. The search for planted defects takes
+    # what is later for stuck.
     assert [verdict for verdict in verdicts if verdict.ended_s >= 3000] == []
 
 
@@ -35,6 +36,8 @@ def test_a_scenario_is_repeated_exactly_by_its_seed() -> None:
 
 @pytest.mark.parametrize("seed", [1_000_848, 1_002_171, 1_002_815, 1_007_701, 2_002_782])
 def test_scenarios_in_which_a_soak_has_found_a_defect_stay_clean(seed: int) -> None:
-    """Published before a rank that was left had the weights; GPUs in two quarantines came back with the first; requests sent again to a rank being ended;
-    a pipeline that outlived its end ended a wait; requests let past in the same plan were not counted together."""
+    """Published before a rank that was left had the weights; GPUs in two quarantines came back with the first; requests
+    sent again to a rank being ended; a pipeline that outlived its end ended a wait; requests let past in the same plan
+    were not counted together.
+    """
     assert run_scenario(seed).clean

@@ -1,4 +1,6 @@
-"""The scheduler on real Ray: eight agent processes on sixteen slots, with the scheduler and agents killed while they work; and jobs that are no pipelines."""
+"""The scheduler on real Ray: eight agent processes on sixteen slots, with the scheduler and agents killed while they
+work; and jobs that are no pipelines.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ LIMITS = Limits(
 )
 STEPS = 3
 RECOVERY_S = LIMITS.lease_s + LIMITS.reap_s + 5.0
-"""From a restart of the scheduler to its next plan, and from the fencing of a pipeline to its GPUs: at most one lease, one reaping, and the timers."""
+"""From a restart of the scheduler to its next plan, and from the fencing of a pipeline to its GPUs: at most one lease,
+one reaping, and the timers."""
 
 
 def _load_pipelines() -> Any:
@@ -81,7 +84,10 @@ def cluster(ray_session: None) -> Iterator[None]:
         ours = entry["namespace"] == CONTROL_NAMESPACE or entry["namespace"].startswith("pipeline_")
         if ours:
             ray.kill(ray.get_actor(entry["name"], namespace=entry["namespace"]), no_restart=True)
-    _until(lambda: not any(e["namespace"] == CONTROL_NAMESPACE for e in ray.util.list_named_actors(all_namespaces=True)), 60)
+    _until(
+        lambda: not any(e["namespace"] == CONTROL_NAMESPACE for e in ray.util.list_named_actors(all_namespaces=True)),
+        60,
+    )
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -109,7 +115,9 @@ def _violations(log_dir: Path) -> list[str]:
     return [str(violation) for violation in check(merge_records(sorted(log_dir.glob("*.jsonl")), recover=True))]
 
 
-def _start_pipeline(name: str, train: list[int], infer: list[int], steps: int, log_dir: Path, scheduler: Any, incarnation: int = 0) -> Any:
+def _start_pipeline(
+    name: str, train: list[int], infer: list[int], steps: int, log_dir: Path, scheduler: Any, incarnation: int = 0
+) -> Any:
     return (
         ray.remote(pipelines.PipelineActor)
         .options(name=agent_actor_name(incarnation), namespace=agent_namespace(name), num_cpus=0, max_concurrency=8)
@@ -117,7 +125,9 @@ def _start_pipeline(name: str, train: list[int], infer: list[int], steps: int, l
     )
 
 
-def _start_external(gpus: list[int], log_dir: Path, scheduler: Any, *, stubborn: bool = False, limits: Limits = LIMITS) -> Any:
+def _start_external(
+    gpus: list[int], log_dir: Path, scheduler: Any, *, stubborn: bool = False, limits: Limits = LIMITS
+) -> Any:
     return (
         ray.remote(pipelines.ExternalActor)
         .options(name=agent_actor_name(0), namespace=agent_namespace("external"), num_cpus=0, max_concurrency=8)
@@ -201,7 +211,9 @@ def test_the_orchestrator_registers_then_admits_drains_and_unregisters(cluster: 
         orchestrator.admit_pipeline(pipeline)
     with pytest.raises(RegistrationError, match="GPU 9 is outside the pool of 4"):
         orchestrator.register_pipeline(pipeline, "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [9]})
-    orchestrator.register_pipeline(pipeline, "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]})
+    orchestrator.register_pipeline(
+        pipeline, "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}
+    )
     for _ in range(2):
         orchestrator.admit_pipeline(pipeline)
         assert list(_ask(scheduler.describe)["pipelines"]) == [pipeline]
@@ -257,7 +269,9 @@ def test_an_external_job_acquires_yields_to_a_pipeline_and_releases(cluster: Non
     assert _violations(tmp_path) == []
 
 
-def test_an_external_job_that_falls_silent_loses_its_lease_and_its_gpus_go_to_others(cluster: None, tmp_path: Path) -> None:
+def test_an_external_job_that_falls_silent_loses_its_lease_and_its_gpus_go_to_others(
+    cluster: None, tmp_path: Path
+) -> None:
     limits = replace(LIMITS, lease_s=5.0)
     scheduler = start_scheduler(tmp_path, Pool(1, 2), limits)
     job = _start_external([0, 1], tmp_path, scheduler, limits=limits)
@@ -284,6 +298,8 @@ def test_an_external_job_that_does_not_yield_is_ended(cluster: None, tmp_path: P
     pipeline = _start_pipeline("pipeline", [0], [0, 1], 1, tmp_path, scheduler)
     assert _until(lambda: ray.get(pipeline.outcome.remote(), timeout=60) == "done", 120)
     assert _until(lambda: not os.path.exists(f"/proc/{pid}"), 30)
-    assert _until(lambda: not _ask(scheduler.describe)["pipelines"], RECOVERY_S), "its other GPU comes back with its lease"
+    assert _until(lambda: not _ask(scheduler.describe)["pipelines"], RECOVERY_S), (
+        "its other GPU comes back with its lease"
+    )
     stop_scheduler(scheduler)
     assert _violations(tmp_path) == []

@@ -59,12 +59,16 @@ def test_a_process_that_is_gone_already_is_gone() -> None:
     assert end_processes([(process.pid, 0.0)], timeout_s=1.0) == []
 
 
-def test_a_process_that_was_not_gone_is_known_again_by_its_number_and_its_start(worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_not_gone_is_known_again_by_its_number_and_its_start(
+    worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as stuck:
         stuck.setattr(psutil.Process, "kill", lambda process: None)
         left = end_processes([(worker.pid, 0.0)], timeout_s=0.2)
     assert worker.pid in dict(left) and len(left) == 2, "with its child"
-    assert end_processes([(worker.pid, dict(left)[worker.pid] + 1.0)], timeout_s=1.0) == [] and psutil.pid_exists(worker.pid), "another process's number"
+    assert end_processes([(worker.pid, dict(left)[worker.pid] + 1.0)], timeout_s=1.0) == [] and psutil.pid_exists(
+        worker.pid
+    ), "another process's number"
     assert end_processes(left, timeout_s=30.0) == []
     assert worker.poll() is not None
 
@@ -75,7 +79,9 @@ class _Ray(ModuleType):
     def __init__(self, *names: str) -> None:
         super().__init__("ray")
         self.named = list(names)
-        self.util = SimpleNamespace(list_named_actors=lambda all_namespaces: [{"name": n, "namespace": "pipeline_a_NS"} for n in self.named])
+        self.util = SimpleNamespace(
+            list_named_actors=lambda all_namespaces: [{"name": n, "namespace": "pipeline_a_NS"} for n in self.named]
+        )
 
     def get_actor(self, name: str, namespace: str) -> object:
         return SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: name))
@@ -84,7 +90,9 @@ class _Ray(ModuleType):
         self.named.remove(handle._actor_id.hex())
 
 
-def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", _Ray("agent.0", "rank_0.0", "rank_1.0", "agent.1"))
     stuck = {"rank_0.0"}
     ended: list[set[str]] = []
@@ -101,16 +109,28 @@ def test_what_was_not_gone_is_looked_for_again_although_ray_has_forgotten_it(mon
     ended.clear()
     assert [reaper.end("a", 0, 0, timeout_s=1.0) for _ in range(2)] == [False, False]
     assert reaper.end("a", 0, 1, timeout_s=1.0), "another rank's processes are none of it"
-    assert not reaper.end("a", 0, 0, timeout_s=1.0), "also when no rank actor is left that Ray knows, the agent is none of it"
+    assert not reaper.end("a", 0, 0, timeout_s=1.0), (
+        "also when no rank actor is left that Ray knows, the agent is none of it"
+    )
     reaper = ray_reaper.Reaper(tmp_path / "left")  # of a scheduler that was started anew
     assert not reaper.end("a", 0, -1, timeout_s=1.0)
     stuck.clear()
     assert reaper.end("a", 0, -1, timeout_s=1.0) and ray_reaper.Reaper(tmp_path / "left").end("a", 0, -1, timeout_s=1.0)
-    assert ended == [{"rank_0.0"}, {"rank_0.0"}, {"rank_1.0"}, {"rank_0.0"}, {"rank_0.0", "agent.0"}, {"rank_0.0"}, set()]
+    assert ended == [
+        {"rank_0.0"},
+        {"rank_0.0"},
+        {"rank_1.0"},
+        {"rank_0.0"},
+        {"rank_0.0", "agent.0"},
+        {"rank_0.0"},
+        set(),
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "[[", '[["a", 0]]', '[["a", 0, 0, [[1]]]]', "\0\0"])
-def test_a_memory_that_cannot_be_read_keeps_no_scheduler_from_starting(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_that_cannot_be_read_keeps_no_scheduler_from_starting(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", _Ray())
     monkeypatch.setattr(ray_reaper, "_processes_of", lambda ids: set())
     (tmp_path / "left").write_text(text)

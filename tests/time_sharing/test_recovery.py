@@ -1,4 +1,6 @@
-"""Recovery of the scheduler: from a whole log, and from a log cut at any point, without a GPU ever being on two books."""
+"""Recovery of the scheduler: from a whole log, and from a log cut at any point, without a GPU ever being on two
+books.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ def scenario() -> Scenario:
     places = {"a": ([0], [0, 1, 2]), "b": ([1], [0, 1, 2, 3]), "c": ([2], [2, 3])}
     jobs = [{"name": name, "train": train, "infer": infer, **job} for name, (train, infer) in places.items()]
     limits = {"lease_s": 12.0, "heartbeat_s": 2.0, "min_hold_s": 2.0}
-    return parse_scenario({"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": limits, "horizon_s": 600.0, "jobs": jobs})
+    return parse_scenario(
+        {"pool": {"nodes": 1, "gpus_per_node": 4}, "limits": limits, "horizon_s": 600.0, "jobs": jobs}
+    )
 
 
 class CutWorld(World):
-    """Crashes its scheduler at `crash_s`, and loses the last `lose` entries of its log; kills the next one `again_s` later, when the log loses nothing."""
+    """Crashes its scheduler at `crash_s`, and loses the last `lose` entries of its log; kills the next one `again_s`
+    later, when the log loses nothing.
+    """
 
     crash_s, lose, again_s = 0.0, 0, float("inf")
     lost: tuple[Entry, ...] = ()
@@ -59,7 +65,10 @@ def occupied_twice(entries: list[Entry]) -> list[str]:
         if isinstance(entry.event, ev.MemoryTaken):
             for gpu in entry.event.gpus:
                 if gpu in taken:
-                    found.append(f"{entry.time:.2f} s: GPU {gpu} taken by {entry.source} {entry.event.what} while {taken[gpu]} has it")
+                    found.append(
+                        f"{entry.time:.2f} s: GPU {gpu} taken by {entry.source} {entry.event.what} while "
+                        f"{taken[gpu]} has it"
+                    )
                 taken[gpu] = f"{entry.source} {entry.event.what}"
         elif isinstance(entry.event, ev.MemoryFreed):
             for gpu in entry.event.gpus:
@@ -67,10 +76,19 @@ def occupied_twice(entries: list[Entry]) -> list[str]:
     return found
 
 
-@given(crash_s=st.floats(1.0, 60.0), lose=st.integers(0, 60), seed=st.integers(0, 4), again_s=st.one_of(st.just(float("inf")), st.floats(1.0, 30.0)))
+@given(
+    crash_s=st.floats(1.0, 60.0),
+    lose=st.integers(0, 60),
+    seed=st.integers(0, 4),
+    again_s=st.one_of(st.just(float("inf")), st.floats(1.0, 30.0)),
+)
 @settings(max_examples=60, deadline=None)
-@example(crash_s=21.873688441635203, lose=20, seed=2, again_s=float("inf"))  # the order to drain was in the part that was lost
-def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float, lose: int, seed: int, again_s: float) -> None:
+@example(
+    crash_s=21.873688441635203, lose=20, seed=2, again_s=float("inf")
+)  # the order to drain was in the part that was lost
+def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(
+    crash_s: float, lose: int, seed: int, again_s: float
+) -> None:
     records: list[MemoryRecord] = []
     world = CutWorld(scenario(), seed, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
     world.crash_s, world.lose, world.again_s = crash_s, lose, again_s
@@ -84,13 +102,17 @@ def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(crash_s: float,
 def test_what_occupies_gpus_that_the_log_gave_to_others_keeps_them_until_it_is_ended() -> None:
     """Its processes cannot be ended at first, so that its registration goes and they stay."""
     records: list[MemoryRecord] = []
-    world = CutWorld(random_scenario(842708), 842708, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
+    world = CutWorld(
+        random_scenario(842708), 842708, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0]
+    )
     world.crash_s, world.lose = 41.19352491456709, 27
     world.run()
     entries = records[0].entries
     fenced = next(entry.event for entry in entries if isinstance(entry.event, ev.Fenced))
     assert "which the log has given to others" in fenced.reason
-    assert any(isinstance(entry.event, ev.Unregistered) and entry.event.reason == "could not be ended" for entry in entries)
+    assert any(
+        isinstance(entry.event, ev.Unregistered) and entry.event.reason == "could not be ended" for entry in entries
+    )
     assert occupied_twice(entries) == []
 
 
@@ -107,7 +129,11 @@ def test_a_gpu_used_twice_is_found_in_a_record_whose_log_lost_its_end(crash_s: f
     world.crash_s, world.lose = crash_s, 20
     world.run()
     entries = records[0].entries
-    restart = next(i for i, entry in enumerate(entries) if isinstance(entry.event, ev.SchedulerStarted) and not entry.event.complete)
+    restart = next(
+        i
+        for i, entry in enumerate(entries)
+        if isinstance(entry.event, ev.SchedulerStarted) and not entry.event.complete
+    )
     taken: dict[int, str] = {}
     for entry in entries[:restart]:
         if isinstance(entry.event, ev.MemoryTaken):
@@ -131,7 +157,11 @@ def test_a_log_file_cut_at_any_byte_folds_to_the_state_of_the_lines_that_are_lef
     path.write_bytes(whole[:cut])
     state = replay(read_record(path, recover=True))
     expected = replay(entries[: whole[:cut].count(b"\n")])
-    assert state.owner == expected.owner and state.epoch == expected.epoch and state.pipelines.keys() == expected.pipelines.keys()
+    assert (
+        state.owner == expected.owner
+        and state.epoch == expected.epoch
+        and state.pipelines.keys() == expected.pipelines.keys()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +185,7 @@ def test_a_log_that_contradicts_itself_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("readings", "steady"),
-    [
-        ((10.0, 11.0, 12.5), 2.5),
-        ((10.0, 5.0, 6.0), 1.0),
-        ((10.0, 90_000.0, 90_001.0), 6.0),
-    ],
+    ("readings", "steady"), [((10.0, 11.0, 12.5), 2.5), ((10.0, 5.0, 6.0), 1.0), ((10.0, 90_000.0, 90_001.0), 6.0)]
 )
 def test_the_clock_goes_forward_and_never_jumps(readings: tuple[float, ...], steady: float) -> None:
     clock = SteadyClock(max_step_s=5.0)

@@ -22,7 +22,9 @@ def scheduler() -> Iterator[LocalScheduler]:
     scheduler.close()
 
 
-def test_a_driver_whose_request_expires_is_told_so_and_gets_its_gpus_when_it_asks_again(scheduler: LocalScheduler) -> None:
+def test_a_driver_whose_request_expires_is_told_so_and_gets_its_gpus_when_it_asks_again(
+    scheduler: LocalScheduler,
+) -> None:
     holder, late = scheduler.start("holder"), scheduler.start("late")
     holder.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 60.0)
     errors: list[BaseException] = []
@@ -39,7 +41,9 @@ def test_a_driver_whose_request_expires_is_told_so_and_gets_its_gpus_when_it_ask
     scheduler.pass_time(61.0)
     waiting.join(60.0)
     assert len(errors) == 1 and isinstance(errors[0], RequestEnded)
-    assert str(errors[0]).startswith("late: actor_train for INITIALIZATION of step -1 was not granted: it waited longer than request_s=60")
+    assert str(errors[0]).startswith(
+        "late: actor_train for INITIALIZATION of step -1 was not granted: it waited longer than request_s=60"
+    )
     holder.release(ACTOR_TRAIN)
     late.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 60.0)
 

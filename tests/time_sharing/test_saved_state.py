@@ -1,4 +1,6 @@
-"""The state that a segment of the log begins with is the state that the log before it leads to, and goes on as that one would."""
+"""The state that a segment of the log begins with is the state that the log before it leads to, and goes on as that one
+would.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def everything(state: SchedulerState) -> dict[str, Any]:
     plain["order"] = [list(part) for part in (state.pipelines, state.claims, state.commands)]
     for name, pipeline in state.pipelines.items():
         plain["order"] += [list(part) for part in (pipeline.wants, pipeline.held, pipeline.awake)]
-        plain[name] = {member.name: getattr(pipeline, member.name) for member in fields(PipelineState) if member.name != "topology"}
+        plain[name] = {
+            member.name: getattr(pipeline, member.name) for member in fields(PipelineState) if member.name != "topology"
+        }
         plain[name]["spec"] = pipeline.spec
     return plain
 

@@ -1,4 +1,6 @@
-"""Scenario files as a user meets them: mistakes are told in plain words with their place, and the page of keys is current."""
+"""Scenario files as a user meets them: mistakes are told in plain words with their place, and the page of keys is
+current.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def mistakes(given: object) -> list[str]:
 
 
 def test_the_committed_page_of_keys_is_current() -> None:
-    assert (ROOT / "docs/time_sharing_scenarios.md").read_text() == scenario_page(), "run `python -m nemo_rl.time_sharing keys`"
+    assert (ROOT / "docs/time_sharing_scenarios.md").read_text() == scenario_page(), (
+        "run `python -m nemo_rl.time_sharing keys`"
+    )
 
 
 def test_every_key_and_limit_has_a_meaning() -> None:
@@ -49,12 +53,19 @@ def test_every_key_and_limit_has_a_meaning() -> None:
         ({"steps": "6"}, "jobs.0.steps: must be a whole number (given: '6')"),
         ({"train": "0-7"}, "jobs.0.train: must be a list (given: '0-7')"),
         ({"tokens": 5}, "jobs.0.tokens: must be a mapping of keys (median, sigma, max) (given: 5)"),
-        ({"arrive_s": 5.0, "leaves_s": 3.0}, "jobs.0.leaves_s: job 'a': 3 s is before it arrives (arrive_s: 5); give a later time, or null for never"),
-        ({"arrive_s": 2e6}, "jobs.0.arrive_s: job 'a': 2e+06 s is not before the end of the simulation (horizon_s: 1e+06)"),
+        (
+            {"arrive_s": 5.0, "leaves_s": 3.0},
+            "jobs.0.leaves_s: job 'a': 3 s is before it arrives (arrive_s: 5); give a later time, or null for never",
+        ),
+        (
+            {"arrive_s": 2e6},
+            "jobs.0.arrive_s: job 'a': 2e+06 s is not before the end of the simulation (horizon_s: 1e+06)",
+        ),
         ({"tokens": {"max": 3}}, "jobs.0.tokens.max: job 'a': 3 is less than the median of 256 tokens"),
         (
             {"groups": 100_000, "samples_per_group": 1000},
-            "jobs.0.groups: job 'a': 100000 groups of 1000 samples, 2 steps at a time, are more than the 1,000,000 samples that are simulated at once; "
+            "jobs.0.groups: job 'a': 100000 groups of 1000 samples, 2 steps at a time, are more than the "
+            "1,000,000 samples that are simulated at once; "
             "give fewer groups, or less staleness",
         ),
         ({"train": [9]}, "jobs.0.train: job 'a': GPU 9 is outside the pool of 4 GPUs (0..3)"),
@@ -67,17 +78,25 @@ def test_a_mistake_in_a_job_is_one_line_with_its_key_and_value(job: dict[str, An
 
 @pytest.mark.parametrize("jobs", [None, 5])
 def test_jobs_that_are_no_list_are_refused_beside_fleets_too(jobs: object) -> None:
-    assert mistakes({"pool": POOL, "jobs": jobs, "fleets": {"f": FLEET}})[0].startswith("scenario: jobs: must be a list (given: ")
+    assert mistakes({"pool": POOL, "jobs": jobs, "fleets": {"f": FLEET}})[0].startswith(
+        "scenario: jobs: must be a list (given: "
+    )
 
 
 def test_an_end_before_the_beginning_is_refused() -> None:
-    assert mistakes({"pool": POOL, "jobs": [JOB], "horizon_s": 0}) == ["scenario: horizon_s: must be more than 0 (given: 0)"]
+    assert mistakes({"pool": POOL, "jobs": [JOB], "horizon_s": 0}) == [
+        "scenario: horizon_s: must be more than 0 (given: 0)"
+    ]
 
 
 def test_a_mistake_that_all_jobs_of_a_fleet_share_is_told_once_and_at_the_fleet() -> None:
-    assert mistakes({"pool": POOL, "fleets": {"f": {**FLEET, "job": {"steps": 0}}}}) == ["scenario: fleets.f.job.steps: must be at least 1 (given: 0)"]
+    assert mistakes({"pool": POOL, "fleets": {"f": {**FLEET, "job": {"steps": 0}}}}) == [
+        "scenario: fleets.f.job.steps: must be at least 1 (given: 0)"
+    ]
     (told,) = mistakes({"pool": POOL, "fleets": {"f": {**FLEET, "train_gpus": 2}}})
-    assert told.startswith("scenario: fleets.f: job 'f0': train: training on GPUs (0, 1) touches each of the 2 inference ranks")
+    assert told.startswith(
+        "scenario: fleets.f: job 'f0': train: training on GPUs (0, 1) touches each of the 2 inference ranks"
+    )
     assert mistakes({"pool": POOL, "fleets": {"f": {**FLEET, "job": {"train": [0]}}}})[0].startswith(
         "scenario: fleets.f.job.train: each job of a fleet gets its own"
     )
@@ -85,7 +104,10 @@ def test_a_mistake_that_all_jobs_of_a_fleet_share_is_told_once_and_at_the_fleet(
 
 def test_an_unknown_key_is_answered_with_the_nearest_one_and_all_that_are_valid() -> None:
     (told,) = mistakes({"pool": POOL, "jobs": [JOB], "faults": {"agent_crash": 3}})
-    assert told.startswith("scenario: faults.agent_crash: unknown key. Did you mean 'agent_crashes'? Valid here: agent_crashes, scheduler_crashes")
+    assert told.startswith(
+        "scenario: faults.agent_crash: unknown key. Did you mean 'agent_crashes'? Valid here: agent_crashes, "
+        "scheduler_crashes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,13 +115,18 @@ def test_an_unknown_key_is_answered_with_the_nearest_one_and_all_that_are_valid(
     [
         (b"", "is empty; a scenario has at least `jobs`"),
         (b"name: \xff\n", "is not UTF-8 text (byte 6)"),
-        (b"name: a\njobs: []\nname: b\n", "mistake in line 3, column 1: the key 'name' is given twice, first in line 1"),
+        (
+            b"name: a\njobs: []\nname: b\n",
+            "mistake in line 3, column 1: the key 'name' is given twice, first in line 1",
+        ),
         (b"jobs:\n  - {name: a, steps: 1, steps: 2}\n", "the key 'steps' is given twice"),
         (b"jobs: [\n", "is not YAML in line 2"),
         (b"- 1\n", "a scenario is a mapping of keys, this is a list"),
     ],
 )
-def test_a_file_that_cannot_be_a_scenario_is_one_line_and_status_two(text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_a_scenario_is_one_line_and_status_two(
+    text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "s.yaml"
     path.write_bytes(text)
     assert main(["simulate", str(path)]) == 2
@@ -108,6 +135,8 @@ def test_a_file_that_cannot_be_a_scenario_is_one_line_and_status_two(text: bytes
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
-    (tmp_path / "s.yaml").write_text("pool: {gpus_per_node: 2}\nhorizon_s: 1e5\njobs: [{name: a, train: [0], infer: [0, 1], train_s: 2}]\n")
+    (tmp_path / "s.yaml").write_text(
+        "pool: {gpus_per_node: 2}\nhorizon_s: 1e5\njobs: [{name: a, train: [0], infer: [0, 1], train_s: 2}]\n"
+    )
     scenario = load_scenario(tmp_path / "s.yaml")
     assert scenario.horizon_s == 1e5 and scenario.jobs[0].train_s == 2.0

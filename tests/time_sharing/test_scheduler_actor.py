@@ -16,7 +16,9 @@ from nemo_rl.time_sharing.actors import SchedulerActor, start_scheduler
 from nemo_rl.time_sharing.topology import Pool
 
 
-def test_a_scheduler_whose_timer_fails_ends_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_whose_timer_fails_ends_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ended = threading.Event()
     codes: list[int] = []
 

@@ -1,4 +1,6 @@
-"""The scheduler's log in several files: only the newest is needed to go on, all of them are the history, whatever was cut or could not be written."""
+"""The scheduler's log in several files: only the newest is needed to go on, all of them are the history, whatever was
+cut or could not be written.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,19 @@ def test_older_segments_may_be_removed(folder: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
 def test_the_newest_segment_cut_anywhere_is_what_is_left_of_it_or_the_one_before(folder: Path, part: float) -> None:
-    first, newest, before = folder / "scheduler.jsonl", folder / "scheduler.000004.jsonl", folder / "scheduler.000003.jsonl"
+    first, newest, before = (
+        folder / "scheduler.jsonl",
+        folder / "scheduler.000004.jsonl",
+        folder / "scheduler.000003.jsonl",
+    )
     whole = newest.read_bytes()
     newest.write_bytes(whole[: int(part * len(whole))])
     path, is_newest = newest_segment(first)
-    kept = any(isinstance(entry.event, StateSaved) for entry in list(read_record(newest, recover=True))[:3]) if newest.exists() else False
+    kept = (
+        any(isinstance(entry.event, StateSaved) for entry in list(read_record(newest, recover=True))[:3])
+        if newest.exists()
+        else False
+    )
     assert (path, is_newest) == ((newest, True) if kept else (before, False))
     # Set aside, so that nobody takes it for the newest again and its number is free.
     assert newest.exists() is kept and (folder / "scheduler.000004.jsonl.damaged").exists() is not kept
@@ -93,7 +103,9 @@ def test_a_segment_of_a_newer_version_is_not_taken_for_damage(folder: Path) -> N
 
 
 @pytest.mark.parametrize("fails", ["draft", "sync"])
-def test_a_log_goes_on_where_no_segment_can_be_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_goes_on_where_no_segment_can_be_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if fails == "draft":
         (tmp_path / "scheduler.000001.jsonl.new").mkdir()
     else:
@@ -116,10 +128,22 @@ def test_a_log_goes_on_where_no_segment_can_be_begun(tmp_path: Path, monkeypatch
 
 
 def test_other_records_of_the_folder_are_no_segments(tmp_path: Path) -> None:
-    for name in ("scheduler.jsonl", "scheduler.000002.jsonl", "scheduler.2.jsonl", "other.000001.jsonl", "scheduler.000003.jsonl.new", "a.0.jsonl"):
+    for name in (
+        "scheduler.jsonl",
+        "scheduler.000002.jsonl",
+        "scheduler.2.jsonl",
+        "other.000001.jsonl",
+        "scheduler.000003.jsonl.new",
+        "a.0.jsonl",
+    ):
         (tmp_path / name).touch()
-    assert [path.name for path in segments_of(tmp_path / "scheduler.jsonl")] == ["scheduler.jsonl", "scheduler.000002.jsonl"]
-    assert segments_of(tmp_path / "a.0.jsonl") == [tmp_path / "a.0.jsonl"] and segments_of(tmp_path / "none.jsonl") == []
+    assert [path.name for path in segments_of(tmp_path / "scheduler.jsonl")] == [
+        "scheduler.jsonl",
+        "scheduler.000002.jsonl",
+    ]
+    assert (
+        segments_of(tmp_path / "a.0.jsonl") == [tmp_path / "a.0.jsonl"] and segments_of(tmp_path / "none.jsonl") == []
+    )
 
 
 @pytest.mark.parametrize("seed", [3, 5, 8])
@@ -138,7 +162,9 @@ def test_the_checker_says_the_same_of_a_history_in_segments(seed: int) -> None:
     assert check(in_segments) == []
 
 
-def test_the_command_line_reads_the_segments_that_belong_to_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reads_the_segments_that_belong_to_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = tmp_path / "scheduler.jsonl"
     write(tmp_path, history(3), 200)
     assert len(segments_of(first)) > 3
@@ -151,14 +177,18 @@ def test_the_command_line_reads_the_segments_that_belong_to_a_log(tmp_path: Path
 
 
 @pytest.mark.parametrize("command", ["check", "trace", "report"])
-def test_a_log_without_its_first_segment_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_log_without_its_first_segment_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     (folder / "scheduler.jsonl").unlink()
     assert main([command, str(folder / "scheduler.jsonl")]) == 2
     assert main([command, str(folder / "scheduler.000002.jsonl")]) == 2
     assert capsys.readouterr().err.count("give the scheduler's whole log") == 2
 
 
-def test_a_log_with_a_hole_is_refused_unless_that_segment_was_set_aside(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_with_a_hole_is_refused_unless_that_segment_was_set_aside(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hole = folder / "scheduler.000002.jsonl"
     aside = hole.rename(folder / "scheduler.000002.jsonl.damaged")
     assert missing_segment(segments_of(folder / "scheduler.jsonl")) is None
@@ -167,7 +197,9 @@ def test_a_log_with_a_hole_is_refused_unless_that_segment_was_set_aside(folder: 
     assert "scheduler.000002.jsonl: is missing" in capsys.readouterr().err
 
 
-def test_with_recover_nothing_is_read_behind_a_damaged_segment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_recover_nothing_is_read_behind_a_damaged_segment(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged = folder / "scheduler.000002.jsonl"
     damaged.write_bytes(damaged.read_bytes()[:-900])
     assert main(["check", str(folder / "scheduler.jsonl")]) == 2
@@ -208,7 +240,9 @@ def wait_for(condition: Any) -> None:
 def test_a_scheduler_begins_segments_while_it_runs_and_goes_on_from_the_newest(started: Any, tmp_path: Path) -> None:
     first, scheduler = tmp_path / "scheduler.jsonl", started()
     for number in range(60):
-        scheduler.register(f"p{number}", "ns", {"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0, 1]}, {})
+        scheduler.register(
+            f"p{number}", "ns", {"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0, 1]}, {}
+        )
         scheduler.unregister(f"p{number}") if number % 3 else None
     wait_for(lambda: len(segments_of(first)) > 1)
     known = set(scheduler.describe()["pipelines"])
@@ -220,10 +254,14 @@ def test_a_scheduler_begins_segments_while_it_runs_and_goes_on_from_the_newest(s
     assert not any(isinstance(entry.event, ev.PoolOpened) for entry in read_record(newest, recover=True))
 
 
-def test_a_scheduler_whose_newest_segment_is_damaged_goes_on_from_the_one_before_and_waits(started: Any, tmp_path: Path) -> None:
+def test_a_scheduler_whose_newest_segment_is_damaged_goes_on_from_the_one_before_and_waits(
+    started: Any, tmp_path: Path
+) -> None:
     first, scheduler = tmp_path / "scheduler.jsonl", started()
     for number in range(60):
-        scheduler.register(f"p{number}", "ns", {"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0, 1]}, {})
+        scheduler.register(
+            f"p{number}", "ns", {"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0, 1]}, {}
+        )
     wait_for(lambda: len(segments_of(first)) > 1)
     scheduler._stopped.set()
     scheduler._timer.join(timeout=10)
@@ -232,7 +270,9 @@ def test_a_scheduler_whose_newest_segment_is_damaged_goes_on_from_the_one_before
     assert again.describe()["recovering"] and "p0" in again.describe()["pipelines"]
     again.stop()
     begun = [entry.event for entry in merge_records(segments_of(first)) if isinstance(entry.event, ev.SchedulerStarted)]
-    assert [(event.term, event.complete) for event in begun] == [(1, True), (1001, False)], "agents may know commands of term 2"
+    assert [(event.term, event.complete) for event in begun] == [(1, True), (1001, False)], (
+        "agents may know commands of term 2"
+    )
     assert not main(["check", "--running", str(first)])
 
 
@@ -250,7 +290,9 @@ def test_that_a_segment_was_set_aside_is_known_until_there_is_a_newer_one(tmp_pa
     assert newest_segment(first) == (newest, True)
 
 
-def test_the_signature_of_a_scheduler_that_has_not_said_yet_that_its_log_lost_its_end_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signature_of_a_scheduler_that_has_not_said_yet_that_its_log_lost_its_end_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, history(3)[:100], 1000)
     monkeypatch.setattr(log_end, "this_boot", lambda: "here/2")
     monkeypatch.setattr(Scheduler, "recover", lambda *_, **__: 1 / 0)

@@ -1,4 +1,6 @@
-"""The division of GPUs: it adds up, keeps its bounds, follows the claims, and rounds to whole ranks within the budget."""
+"""The division of GPUs: it adds up, keeps its bounds, follows the claims, and rounds to whole ranks within the
+budget.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def divisions(draw: st.DrawFn) -> tuple[int, list[Claimant]]:
     claimants = []
     for number in range(draw(st.integers(1, 8))):
         rank, floor, above = draw(st.sampled_from((1, 2, 4))), draw(st.integers(0, 3)), draw(st.integers(0, 20))
-        claimants.append(Claimant(f"p{number}", draw(st.floats(0.01, 1000)), floor * rank, (floor + above) * rank, rank))
+        claimants.append(
+            Claimant(f"p{number}", draw(st.floats(0.01, 1000)), floor * rank, (floor + above) * rank, rank)
+        )
     return draw(st.integers(1, 100)), claimants
 
 

@@ -11,11 +11,18 @@ from nemo_rl.time_sharing import topology as topo
 from nemo_rl.time_sharing.topology import Pool, cluster_id, register, split_cluster_id
 
 POOL = Pool(2, 4)
-GOOD: dict[str, Any] = {"tps": {"actor_train": 1, "actor_infer": 2}, "mappings": {"actor_train": [0, 1], "actor_infer": [0, 1, 2, 3]}}
+GOOD: dict[str, Any] = {
+    "tps": {"actor_train": 1, "actor_infer": 2},
+    "mappings": {"actor_train": [0, 1], "actor_infer": [0, 1, 2, 3]},
+}
 
 
-def attempt(tps: dict[str, Any] | None = None, mappings: dict[str, Any] | None = None, name: str = "p", **options: Any) -> topo.Topology:
-    return register(POOL, name, "ns", {**GOOD["tps"], **(tps or {})}, {**GOOD["mappings"], **(mappings or {})}, **options)
+def attempt(
+    tps: dict[str, Any] | None = None, mappings: dict[str, Any] | None = None, name: str = "p", **options: Any
+) -> topo.Topology:
+    return register(
+        POOL, name, "ns", {**GOOD["tps"], **(tps or {})}, {**GOOD["mappings"], **(mappings or {})}, **options
+    )
 
 
 def test_a_good_registration_has_one_table_of_ranks() -> None:
@@ -35,7 +42,11 @@ def test_a_good_registration_has_one_table_of_ranks() -> None:
         (topo.RegistrationError, "holds '0'; GPU ids are integers", {"mappings": {"actor_train": ["0"]}}),
         (topo.BadRankSize, "tp=0 must be", {"tps": {"actor_infer": 0}}),
         (topo.BadRankSize, "cannot be divided into ranks of tp=3", {"tps": {"actor_infer": 3}}),
-        (topo.BadRankSize, "tp=3 must be 1, 2, 4, 8 or whole nodes", {"tps": {"actor_infer": 3}, "mappings": {"actor_infer": [0, 1, 2, 3, 4, 5]}}),
+        (
+            topo.BadRankSize,
+            "tp=3 must be 1, 2, 4, 8 or whole nodes",
+            {"tps": {"actor_infer": 3}, "mappings": {"actor_infer": [0, 1, 2, 3, 4, 5]}},
+        ),
         (topo.BadRankSize, "rank 0 on GPUs .* is not contiguous", {"mappings": {"actor_infer": [0, 2, 3, 4]}}),
         (topo.BadRankSize, "crosses a node border", {"mappings": {"actor_train": [3], "actor_infer": [3, 4, 5, 6]}}),
         (topo.RegistrationError, "mapping is empty", {"mappings": {"actor_train": []}}),

@@ -1,4 +1,6 @@
-"""The plan validator: every rule refuses a plan that breaks it and nothing else, and only the culprit's decisions are lost."""
+"""The plan validator: every rule refuses a plan that breaks it and nothing else, and only the culprit's decisions are
+lost.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WHY = ("free",)
 
 
 def fleet() -> Fleet:
-    """`a` trains on 0, 1 and generates on 0-3 in ranks of one; `w` generates on 4-7 in ranks of two; `b` holds its training GPU 8; `c` generates on 1, 2."""
+    """`a` trains on 0, 1 and generates on 0-3 in ranks of one; `w` generates on 4-7 in ranks of two; `b` holds its
+    training GPU 8; `c` generates on 1, 2.
+    """
     made = Fleet(10)
     made.add("a", [0, 1], [0, 1, 2, 3], demand=100)
     made.add("w", [4], [4, 5, 6, 7], tp=2, demand=100)
@@ -34,7 +38,12 @@ def fleet() -> Fleet:
 
 
 def grant(
-    gpus: tuple[int, ...] = (0, 1), *, name: str = "a", cluster: str = ACTOR_TRAIN, request: int = 1, priority: Priority = Priority.ACTOR_TRAINING
+    gpus: tuple[int, ...] = (0, 1),
+    *,
+    name: str = "a",
+    cluster: str = ACTOR_TRAIN,
+    request: int = 1,
+    priority: Priority = Priority.ACTOR_TRAINING,
 ) -> Plan:
     return Plan(grants=[Grant(name, cluster, request, priority, gpus, (), WHY)], shrinks=[shrink()])
 
@@ -62,7 +71,10 @@ def test_a_sound_plan_passes() -> None:
 
 BROKEN: dict[str, list[Plan]] = {
     "rule 1": [Plan(expands=[expand("w", 1, 6, 7)] * 2), Plan(grants=grant().grants * 2, shrinks=[shrink()])],
-    "rule 2": [grant((0, 1, 2, 3), cluster=ACTOR_INFER, priority=Priority.INITIALIZATION), grant(priority=Priority.GENERATION)],
+    "rule 2": [
+        grant((0, 1, 2, 3), cluster=ACTOR_INFER, priority=Priority.INITIALIZATION),
+        grant(priority=Priority.GENERATION),
+    ],
     "rule 3": [
         grant(request=7),
         grant(priority=Priority.CRITIC_TRAINING),
@@ -70,8 +82,16 @@ BROKEN: dict[str, list[Plan]] = {
         Plan(reprices=[Reprice("a", ACTOR_TRAIN, 1, Priority.CRITIC_TRAINING, WHY)]),
     ],
     "rule 4": [Plan(grants=grant().grants), Plan(expands=[expand("b", 0, 8)])],
-    "rule 5": [Plan(shrinks=[shrink(rank=1)]), Plan(expands=[expand("w", 0, 4, 5)]), Plan(shrinks=[shrink()], expands=[expand("a", 0, 0)])],
-    "rule 6": [grant((0,)), Plan(expands=[expand("w", 1, 6)]), Plan(grants=grant().grants, shrinks=[shrink()], expands=[expand("c", 0, 1)])],
+    "rule 5": [
+        Plan(shrinks=[shrink(rank=1)]),
+        Plan(expands=[expand("w", 0, 4, 5)]),
+        Plan(shrinks=[shrink()], expands=[expand("a", 0, 0)]),
+    ],
+    "rule 6": [
+        grant((0,)),
+        Plan(expands=[expand("w", 1, 6)]),
+        Plan(grants=grant().grants, shrinks=[shrink()], expands=[expand("c", 0, 1)]),
+    ],
     "rule 7": [Plan(expands=[expand("w", 2, 8, 9)]), Plan(shrinks=[shrink(rank=-1)])],
     "rule 11": [Plan(expands=[expand("nobody", 0, 9)]), grant(name="nobody"), grant(cluster="critic")],
     "rule 12": [Plan(expands=[expand("w", 1, 7, 6)]), Plan(expands=[expand("b", 1, 3)])],
@@ -80,7 +100,9 @@ BROKEN: dict[str, list[Plan]] = {
 }
 
 
-@pytest.mark.parametrize(("rule", "number"), [(rule, number) for rule, plans in BROKEN.items() for number in range(len(plans))])
+@pytest.mark.parametrize(
+    ("rule", "number"), [(rule, number) for rule, plans in BROKEN.items() for number in range(len(plans))]
+)
 def test_a_plan_that_breaks_a_rule_is_refused_by_it(rule: str, number: int) -> None:
     problems = validate(Snapshot.of(fleet().state), BROKEN[rule][number])
     assert any(problem.text.startswith(f"{rule}:") for problem in problems), problems
@@ -105,7 +127,10 @@ def test_rules_about_the_state_of_a_pipeline() -> None:
     cases = [(leaves, "rule 11"), (fenced, "rule 11"), (rises, "rule 14"), (claimed, "rule 4"), (quarantined, "rule 4")]
     for change, rule in cases:
         made, plan = books(change, grant())
-        assert any(problem.text.startswith(f"{rule}:") and problem.pipeline == "a" for problem in validate(Snapshot.of(made.state), plan)), rule
+        assert any(
+            problem.text.startswith(f"{rule}:") and problem.pipeline == "a"
+            for problem in validate(Snapshot.of(made.state), plan)
+        ), rule
 
 
 def test_books_that_contradict_themselves_stop_the_whole_plan() -> None:
@@ -120,10 +145,16 @@ def test_books_that_contradict_themselves_stop_the_whole_plan() -> None:
         made.state.pipelines["c"].awake[1] = made.state.pipelines["a"].awake[2]
 
     both = Plan(shrinks=[shrink(rank=2), shrink("c", 1)])
-    for change, rule, ordered in ((owned_by_another, "rule 8", grant()), (held_twice, "rule 10", grant()), (awake_twice, "rule 10", both)):
+    for change, rule, ordered in (
+        (owned_by_another, "rule 8", grant()),
+        (held_twice, "rule 10", grant()),
+        (awake_twice, "rule 10", both),
+    ):
         made, plan = books(change, ordered)
         snapshot = Snapshot.of(made.state)
-        assert any(problem.text.startswith(f"{rule}:") and problem.pipeline is None for problem in validate(snapshot, plan))
+        assert any(
+            problem.text.startswith(f"{rule}:") and problem.pipeline is None for problem in validate(snapshot, plan)
+        )
         assert sound_part(snapshot, plan, validate)[0].empty
     assert any(problem.text.startswith("rule 9: GPU 2") for problem in validate(snapshot, both))
 

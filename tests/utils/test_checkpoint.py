@@ -37,7 +37,9 @@ def steps(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.glob("step_*"))
 
 
-HISTORY = st.dictionaries(st.integers(1, 60), st.none() | st.sampled_from([0.1, 0.5, 0.9, float("nan")]), min_size=1, max_size=15)
+HISTORY = st.dictionaries(
+    st.integers(1, 60), st.none() | st.sampled_from([0.1, 0.5, 0.9, float("nan")]), min_size=1, max_size=15
+)
 
 
 @given(
@@ -49,11 +51,23 @@ HISTORY = st.dictionaries(st.integers(1, 60), st.none() | st.sampled_from([0.1, 
     metric=st.sampled_from([None, "val:accuracy"]),
 )
 def test_retention_is_the_union_of_its_rules(
-    history: dict[int, float | None], keep: int | None, period: int, latest: int | None, higher: bool, metric: str | None
+    history: dict[int, float | None],
+    keep: int | None,
+    period: int,
+    latest: int | None,
+    higher: bool,
+    metric: str | None,
 ) -> None:
-    cfg = CheckpointingConfig(keep_top_k=keep, save_period=period, ft_save_period=5, ft_keep_latest_k=latest, higher_is_better=higher, metric_name=metric)
+    cfg = CheckpointingConfig(
+        keep_top_k=keep,
+        save_period=period,
+        ft_save_period=5,
+        ft_keep_latest_k=latest,
+        higher_is_better=higher,
+        metric_name=metric,
+    )
     kept = steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg)
-    periodic = [step for step in history if step % period == 0]
+    ranked = [step for step in history if step % period == 0 or step % 5 != 0]
 
     def better(a: int, b: int) -> bool:
         """Whether a ranks before b."""
@@ -64,13 +78,19 @@ def test_retention_is_the_union_of_its_rules(
         return x > y if higher else x < y
 
     for step in history:
-        rank = sum(better(other, step) for other in periodic)
-        by_rank = step in periodic and (keep is None or rank < keep)
+        rank = sum(better(other, step) for other in ranked)
+        by_rank = step in ranked and (keep is None or rank < keep)
         by_age = sum(other > step for other in history) < max(latest or 0, 1)
         assert (step in kept) == (by_rank or by_age), step
     assert max(history) in kept
     best = best_step([SavedStep(step, value) for step, value in history.items()], cfg)
     assert not any(better(other, best) for other in history)
+
+
+def test_a_run_that_was_made_longer_keeps_its_former_last_step_by_its_rank() -> None:
+    cfg = CheckpointingConfig(keep_top_k=2, save_period=10, metric_name="val:accuracy")
+    history = {10: 0.1, 20: 0.2, 28: 0.9, 30: 0.3}
+    assert steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg) == {28, 30}
 
 
 def test_without_limits_everything_stays() -> None:
@@ -164,7 +184,11 @@ def test_a_full_disk_while_the_caller_writes_is_one_clear_error(tmp_path: Path) 
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
     path = checkpoints.init_tmp_checkpoint(2, {})
-    with pytest.raises(CheckpointError, match="step_1 is intact"), checkpoints.writing(path), open("/dev/full", "w") as full:
+    with (
+        pytest.raises(CheckpointError, match="step_1 is intact"),
+        checkpoints.writing(path),
+        open("/dev/full", "w") as full,
+    ):
         full.write("x")
         full.flush()
     assert not path.exists()
@@ -193,7 +217,9 @@ def test_a_run_that_died_while_writing_leaves_nothing_in_the_way(tmp_path: Path)
     assert not (tmp_path / "tmp_step_2").exists()
 
 
-def test_a_run_that_died_between_the_renames_keeps_the_replaced_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_died_between_the_renames_keeps_the_replaced_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(manager(tmp_path), 5)
     (tmp_path / "step_5").rename(tmp_path / "old_step_5")
     assert manager(tmp_path).get_latest_checkpoint_path() == tmp_path / "step_5"

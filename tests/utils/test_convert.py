@@ -24,7 +24,10 @@ def test_a_model_goes_into_a_checkpoint_and_out_again(tiny_model: Path, tmp_path
     before, after = weights(tiny_model), weights(out)
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert AutoTokenizer.from_pretrained(out)("1+1")["input_ids"] == AutoTokenizer.from_pretrained(tiny_model)("1+1")["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(out)("1+1")["input_ids"]
+        == AutoTokenizer.from_pretrained(tiny_model)("1+1")["input_ids"]
+    )
 
 
 def test_weights_are_written_in_the_precision_asked_for(tiny_model: Path, tmp_path: Path) -> None:

@@ -41,7 +41,14 @@ def test_matrix_products_agree_with_the_counter_of_pytorch() -> None:
 
 
 def test_a_mixture_of_experts_counts_the_experts_a_token_visits() -> None:
-    moe = Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20, decoder_sparse_step=1, mlp_only_layers=[])
+    moe = Qwen3MoeConfig(
+        **SMALL,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
     shape = TransformerShape.from_hf_config(moe)
     assert shape.mlp_operations == 3 * 32 * 2 * 20 + 32 * 8
 

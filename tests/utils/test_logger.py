@@ -19,7 +19,11 @@ from nemo_rl.utils.metrics_file import NoMetrics, read_metrics
 
 def log_two_steps(logger: Logger) -> None:
     for step in (1, 2):
-        logger.log_metrics({"loss": torch.tensor(0.5 * step), "lr": 1e-3, "histogram/gen_tokens_length": [1, 2, 2 * step]}, step, "train")
+        logger.log_metrics(
+            {"loss": torch.tensor(0.5 * step), "lr": 1e-3, "histogram/gen_tokens_length": [1, 2, 2 * step]},
+            step,
+            "train",
+        )
         logger.log_metrics({"total_step_time": 2.0 * step}, step, "timing/train", step_finished=True)
 
 
@@ -27,7 +31,12 @@ def test_every_run_writes_one_json_line_per_call(tmp_path: Path) -> None:
     with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
         log_two_steps(logger)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["prefix"]) for line in lines] == [(1, "train"), (1, "timing/train"), (2, "train"), (2, "timing/train")]
+    assert [(line["step"], line["prefix"]) for line in lines] == [
+        (1, "train"),
+        (1, "timing/train"),
+        (2, "train"),
+        (2, "timing/train"),
+    ]
     assert lines[2]["loss"] == 1.0
     assert lines[2]["histogram/gen_tokens_length"] == [1, 2, 4]
     run = read_metrics(tmp_path)
@@ -79,7 +88,9 @@ def test_tensorboard_gets_scalars_histograms_and_figures(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_missing_backend_says_which_package_and_which_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_backend_says_which_package_and_which_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendMissing, match=f"logger.{name}_enabled=true needs the package '{name}'"):
         Logger(LoggerConfig(log_dir=str(tmp_path), **{f"{name}_enabled": True}))
@@ -94,12 +105,20 @@ def test_experiment_directories_are_numbered_upwards(tmp_path: Path) -> None:
 
 
 def test_nested_configuration_becomes_flat() -> None:
-    assert flatten_dict({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}], "empty": {}}) == {"a.b.c": 1, "l.0": 1, "l.1.x": 2, "empty": {}}
+    assert flatten_dict({"a": {"b": {"c": 1}}, "l": [1, {"x": 2}], "empty": {}}) == {
+        "a.b.c": 1,
+        "l.0": 1,
+        "l.1.x": 2,
+        "empty": {},
+    }
 
 
 def test_a_batch_is_dumped_row_by_row(tmp_path: Path) -> None:
     with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
-        path = logger.log_batched_dict_as_jsonl({"reward": torch.tensor([1.0, 0.0]), "content": ["a", "b"], "ids": [torch.tensor([1, 2]), [3]]}, "rows.jsonl")
+        path = logger.log_batched_dict_as_jsonl(
+            {"reward": torch.tensor([1.0, 0.0]), "content": ["a", "b"], "ids": [torch.tensor([1, 2]), [3]]},
+            "rows.jsonl",
+        )
         with pytest.raises(ValueError, match="differ in length"):
             logger.log_batched_dict_as_jsonl({"a": [1], "b": []}, "rows.jsonl")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
@@ -109,7 +128,10 @@ def test_a_batch_is_dumped_row_by_row(tmp_path: Path) -> None:
 
 
 def test_samples_shown_span_best_to_worst(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = [[{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"[answer {i}]"}] for i in range(5)]
+    logs = [
+        [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"[answer {i}]"}]
+        for i in range(5)
+    ]
     print_message_log_samples(logs, [0.0, 1.0, 0.5, 0.2, 0.8], num_samples=2, step=7)
     shown = capsys.readouterr().err
     assert "question 1" in shown

@@ -15,12 +15,12 @@ class Clock:
         return self.now
 
 
-def run(console: Console) -> None:
+def run(console: Console, steps: int = 2, seconds: float = 20.0) -> None:
     clock = Clock()
     with RunProgress(5, console=console, clock=clock) as progress:
-        for step in (1, 2):
+        for step in range(1, steps + 1):
             progress.phase("generation")
-            clock.now += 2
+            clock.now += seconds
             progress.step_done(step, reward=0.25 * step, loss=-0.125, tokens=1000, extra={"lr": 1e-4})
             progress.validated(0.5)
 
@@ -29,11 +29,18 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     out = io.StringIO()
     run(Console(file=out, width=40))
     assert out.getvalue().splitlines() == [
-        "step 1/5 reward=0.250 accuracy=- loss=-0.1250 tokens/s=500 step_s=2.0 left=8s lr=0.0001",
-        "step 1/5 validation accuracy=0.500",
-        "step 2/5 reward=0.500 accuracy=0.500 loss=-0.1250 tokens/s=500 step_s=2.0 left=6s lr=0.0001",
-        "step 2/5 validation accuracy=0.500",
+        "step 1/5 reward=0.250 accuracy=- loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 20s lr=0.0001",
+        "validation accuracy=0.500",
+        "step 2/5 reward=0.500 accuracy=0.500 loss=-0.1250 tokens/s=50 step_s=20.0 left=1m 00s lr=0.0001",
+        "validation accuracy=0.500",
     ]
+
+
+def test_without_a_terminal_quick_steps_are_not_all_told() -> None:
+    out = io.StringIO()
+    run(Console(file=out, width=40), steps=5, seconds=4.0)
+    told = [line.split("/")[0] for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert told == ["step 1", "step 4", "step 5"], "the first, one each ten seconds, and the last"
 
 
 def test_on_a_terminal_the_last_picture_stays() -> None:
@@ -49,4 +56,7 @@ def test_a_run_without_rewards_shows_none() -> None:
     with RunProgress(2, title="SFT", console=Console(file=out, width=40), clock=Clock()) as progress:
         progress.validated(1.5, name="val_loss")
         progress.step_done(1, loss=0.5, tokens=0)
-    assert out.getvalue().splitlines() == ["step 0/2 validation val_loss=1.500", "step 1/2 val_loss=1.500 loss=+0.5000 tokens/s=0 step_s=0.0 left=0s"]
+    assert out.getvalue().splitlines() == [
+        "validation val_loss=1.500",
+        "step 1/2 val_loss=1.500 loss=+0.5000 tokens/s=0 step_s=0.0 left=0s",
+    ]

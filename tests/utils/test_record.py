@@ -24,6 +24,7 @@ from nemo_rl.utils.record import (
     merge_records,
     read_record,
 )
+from nemo_rl.utils.record_archive import archive_of, move_to_archive
 from nemo_rl.utils.record_events import (
     EventDefinitionError,
     GroupAdmitted,
@@ -114,7 +115,9 @@ def test_a_file_that_holds_a_record_is_not_overwritten(tmp_path: Path) -> None:
 
 @given(cut=st.integers(0, 2000))
 @settings(max_examples=60, deadline=None)
-def test_after_a_cut_at_any_byte_the_whole_lines_survive_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_after_a_cut_at_any_byte_the_whole_lines_survive_and_writing_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
     path = tmp_path_factory.mktemp("cut") / "r.jsonl"
     entries = write(path)
     data = path.read_bytes()
@@ -130,7 +133,9 @@ def test_after_a_cut_at_any_byte_the_whole_lines_survive_and_writing_goes_on(tmp
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
 @settings(max_examples=60, deadline=None)
-def test_a_flipped_bit_is_found_in_its_line_and_nothing_behind_it_is_believed(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+def test_a_flipped_bit_is_found_in_its_line_and_nothing_behind_it_is_believed(
+    tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
+) -> None:
     path = tmp_path_factory.mktemp("flip") / "r.jsonl"
     entries = write(path)
     data = bytearray(path.read_bytes())
@@ -168,7 +173,9 @@ def test_an_unregistered_event_is_refused_at_the_writer() -> None:
         encode_entry(Entry(0, 0.0, "p", object()))
 
 
-def test_a_room_adds_its_own_kinds_and_a_reader_without_them_still_sees_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_adds_its_own_kinds_and_a_reader_without_them_still_sees_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @event_kind("test_lease")
     @dataclass(frozen=True, slots=True)
     class Lease:
@@ -179,7 +186,9 @@ def test_a_room_adds_its_own_kinds_and_a_reader_without_them_still_sees_the_line
     write(tmp_path / "r.jsonl", [Lease((1, 2))])
     assert list(read_record(tmp_path / "r.jsonl"))[1].event == Lease((1, 2))
     monkeypatch.setattr("nemo_rl.utils.record_events._KINDS", {})
-    assert list(read_record(tmp_path / "r.jsonl"))[1].event == UnknownEvent("test_lease", {"gpus": [1, 2], "holder": None})
+    assert list(read_record(tmp_path / "r.jsonl"))[1].event == UnknownEvent(
+        "test_lease", {"gpus": [1, 2], "holder": None}
+    )
 
 
 def test_a_kind_cannot_be_taken_twice() -> None:
@@ -199,7 +208,10 @@ def test_a_field_of_the_wrong_type_is_damage() -> None:
 
 def test_records_of_one_run_merge_by_time_and_bound_sources_share_a_file(tmp_path: Path) -> None:
     now = [0.0]
-    with RecordWriter(tmp_path / "a", source="a/driver", clock=lambda: now[0]) as a, RecordWriter(tmp_path / "b", source="b/driver", clock=lambda: now[0]) as b:
+    with (
+        RecordWriter(tmp_path / "a", source="a/driver", clock=lambda: now[0]) as a,
+        RecordWriter(tmp_path / "b", source="b/driver", clock=lambda: now[0]) as b,
+    ):
         for step, writer in enumerate([a, b, b, a]):
             now[0] = float(step)
             writer.bind("x/router").emit(GroupTrained("g", step))
@@ -215,3 +227,57 @@ def test_memory_and_null_records_speak_the_same_protocol() -> None:
         record.bind("b").emit(EVENTS[1])
         record.flush()
     assert [(e.seq, e.source) for e in memory.entries] == [(0, "a"), (1, "b")]
+
+
+def archived(path: Path, events: list[object], resume: bool = False) -> None:
+    """Writes events, each of which is moved to the archive."""
+    with RecordWriter(path, source="p/driver", archive_bytes=1, resume=resume) as writer:
+        for event in events:
+            writer.emit(event)
+            writer.flush()
+
+
+def test_older_lines_are_compressed_and_read_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    archived(path, EVENTS)
+    assert path.stat().st_size == 0
+    archived(path, EVENTS, resume=True)
+    link = tmp_path / "job.run.jsonl"
+    link.symlink_to(path)
+    for name in (path, link):
+        entries = list(read_record(name))
+        assert [entry.seq for entry in entries] == list(range(2 * len(EVENTS) + 2))
+        assert [entry.event for entry in entries if not isinstance(entry.event, RecordOpened)] == EVENTS * 2
+
+
+def test_a_record_takes_a_tenth_of_the_room(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path, source="driver", archive_bytes=1 << 20) as writer:
+        for number in range(6000):
+            spans = (VersionSpan(0, 12, 40),)
+            writer.emit(TokensGenerated(f"1099511627776-{number}-0", f"g{number // 8}", spans))
+        writer.flush()
+        plain = sum(len(encode_entry(entry)) for entry in read_record(path))
+    assert archive_of(path).stat().st_size * 8 < plain
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 400))
+def test_a_move_that_was_cut_off_loses_and_repeats_nothing(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:
+    path = tmp_path_factory.mktemp("cut") / "record.jsonl"
+    archived(path, EVENTS[:3])
+    write_more = RecordWriter(path, source="p/driver", resume=True)
+    for event in EVENTS[3:]:
+        write_more.emit(event)
+    write_more.close()
+    growing, before = path.read_bytes(), archive_of(path).read_bytes()
+    expected = [entry.event for entry in read_record(path)]
+    move_to_archive(path)
+    # Killed while the archive grew, or before the growing file was emptied.
+    archive_of(path).write_bytes(archive_of(path).read_bytes()[: len(before) + kept])
+    path.write_bytes(growing)
+    assert [entry.event for entry in read_record(path)] == expected
+    archived(path, EVENTS[:1], resume=True)
+    entries = list(read_record(path))
+    assert [entry.event for entry in entries][:-2] == expected
+    assert [entry.seq for entry in entries] == list(range(len(expected) + 2))

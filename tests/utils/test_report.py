@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,36 @@ import pytest
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import read_metrics
-from nemo_rl.utils.plots import main_panels, phase_series, smoothed
-from nemo_rl.utils.report import log_report, main, write_report
+from nemo_rl.utils.plots import main_panels, more_panels, phase_series, smoothed, spanned
+from nemo_rl.utils.report import log_report, main, write_page, write_report
+from nemo_rl.utils.report_live import LiveReport
 
 
 def log_run(log_dir: Path, steps: range) -> None:
     with Logger(LoggerConfig(log_dir=str(log_dir))) as logger:
         logger.log_hyperparams({"policy": {"model_name": "models/tiny"}})
         for step in steps:
-            logger.log_metrics({"reward": step / 10, "filtered_reward": step / 10, "kl_penalty": float("nan") if step == 2 else 0.1, "lr": 1e-4}, step, "train")
-            timing = {"generation": 2.0, "policy_training": 1.0, "prepare_for_generation/total": 0.5, "prepare_for_generation/transfer_and_update_weights": 0.4}
-            logger.log_metrics({"total_step_time": 4.0, "valid_tokens_per_sec_per_gpu": 9e4, "advantage_calculation": 0.001, **timing}, step, "timing/train")
+            logger.log_metrics(
+                {
+                    "reward": step / 10,
+                    "filtered_reward": step / 10,
+                    "kl_penalty": float("nan") if step == 2 else 0.1,
+                    "lr": 1e-4,
+                },
+                step,
+                "train",
+            )
+            timing = {
+                "generation": 2.0,
+                "policy_training": 1.0,
+                "prepare_for_generation/total": 0.5,
+                "prepare_for_generation/transfer_and_update_weights": 0.4,
+            }
+            logger.log_metrics(
+                {"total_step_time": 4.0, "valid_tokens_per_sec_per_gpu": 9e4, "advantage_calculation": 0.001, **timing},
+                step,
+                "timing/train",
+            )
         logger.log_metrics({"accuracy": 0.25 * (1 + steps.start % 2)}, steps[-1], "validation")
         hostile = ["What is 1+1?", "</script><script>alert(1)</script>"]
         logger.log_batched_dict_as_jsonl({"content": [hostile], "rewards": [0.5]}, f"val_data_step{steps[-1]}.jsonl")
@@ -36,15 +56,19 @@ def data_of(html: Path) -> dict[str, Any]:
 
 
 def test_the_page_carries_its_data_and_nothing_in_it_is_markup(tmp_path: Path) -> None:
-    log_run(tmp_path, range(1, 5))
-    paths = write_report(tmp_path)
+    log_dir = tmp_path / "arithmetic" / "exp_003"
+    log_run(log_dir, range(1, 5))
+    paths = write_report(log_dir)
     page = data_of(paths.html)
-    assert page["title"] == "GRPO · tiny"
-    assert page["subtitle"].startswith("4 steps in 16s")
+    assert page["title"] == "arithmetic, exp_003"
+    assert page["subtitle"].startswith("GRPO of tiny  ·  4 steps in 16s")
     titles = [panel["title"] for panel in page["panels"]]
-    assert titles == ["Reward", "Validation accuracy", "KL divergence", "Time per step"]
+    assert titles == ["Reward", "Validation reward", "KL divergence", "Time per step"], "0.5 is a grade"
     assert page["panels"][2]["series"][0]["values"] == [0.1, None, 0.1, 0.1]
-    assert page["samples"][0]["samples"][0] == {"text": "What is 1+1?\n\n</script><script>alert(1)</script>", "reward": 0.5}
+    assert page["samples"][0]["samples"][0] == {
+        "text": "What is 1+1?\n\n</script><script>alert(1)</script>",
+        "reward": 0.5,
+    }
     assert matplotlib.image.imread(paths.png).shape[1] > 1000
 
 
@@ -69,6 +93,43 @@ def test_the_parts_of_a_resumed_run_make_one_report(tmp_path: Path, capsys: pyte
     page = data_of(tmp_path / "out" / "report.html")
     assert page["title"] == "Two parts"
     assert page["panels"][0]["series"][0]["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_run_in_the_same_directory_stays_out_of_it(tmp_path: Path) -> None:
+    log_run(tmp_path / "exp_000", range(1, 9))
+    log_run(tmp_path / "exp_001", range(1, 6))
+    log_run(tmp_path / "exp_002", range(4, 5))
+    steps = read_metrics(tmp_path).series["train/reward"]
+    assert list(steps) == [1, 2, 3, 4], "the newest run and what it goes on from, without the step that was lost"
+    assert list(read_metrics(tmp_path / "exp_001").series["train/reward"]) == [1, 2, 3, 4, 5]
+
+
+def test_a_living_run_has_a_page_that_loads_itself_anew(tmp_path: Path) -> None:
+    assert write_page(tmp_path) is None
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger, LiveReport(tmp_path, every_s=0.01):
+        logger.log_metrics({"reward": 0.5}, 1, "train")
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "report.html").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert data_of(tmp_path / "report.html")["live"] is True
+    assert data_of(write_report(tmp_path).html)["live"] is False
+
+
+def test_the_axis_of_engines_that_agree_shows_no_rounding_noise(tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        for step in (1, 2):
+            logger.log_metrics({"token_mult_prob_error": 1.0 + step * 1e-7}, step, "train")
+    (panel,) = main_panels(read_metrics(tmp_path))
+    low, high = spanned(min(panel.series[0].values), max(panel.series[0].values), panel.min_span)
+    assert high - low == pytest.approx(0.002) and low < 1.0 < high
+
+
+def test_responses_over_the_whole_step_are_slower_than_generation(tmp_path: Path) -> None:
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        logger.log_metrics({"generation_tokens_per_sec": 100.0, "tokens_per_sec": 180.0}, 1, "performance")
+        logger.log_metrics({"generation": 2.0, "total_step_time": 4.0}, 1, "timing/train")
+    panel = next(one for one in more_panels(read_metrics(tmp_path)) if one.title.startswith("Response"))
+    assert {one.label: one.values for one in panel.series} == {"generation": [100.0], "whole step": [50.0]}
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,3 +88,11 @@ def test_run_time_has_one_form() -> None:
     for text in ("10:00", "a:b:c:d", "00:00:00:-1"):
         with pytest.raises(ValueError, match="DD:HH:MM:SS"):
             parse_duration(text)
+
+
+def test_a_timer_carries_what_nemo_rls_callers_give_it() -> None:
+    timer = Timer(context={"rank": 3})
+    timer.record("step", 2.0)
+    timer.mark("token", {"step": 1})
+    assert timer.context == {"rank": 3} and timer.get_elapsed("step") == [2.0]
+    assert [(mark.label, mark.metadata) for mark in timer.marks] == [("token", {"step": 1})]

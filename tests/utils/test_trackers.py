@@ -45,10 +45,14 @@ def leveldb_records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def test_wandb_without_credentials_is_recorded_offline_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_without_credentials_is_recorded_offline_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from wandb.proto import wandb_internal_pb2
 
-    with Logger(LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True, wandb={"project": "p", "name": "n", "tags": ["x"]})) as logger:
+    with Logger(
+        LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True, wandb={"project": "p", "name": "n", "tags": ["x"]})
+    ) as logger:
         log_two_steps(logger)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history: list[dict[str, Any]] = []
@@ -56,8 +60,13 @@ def test_wandb_without_credentials_is_recorded_offline_and_says_so_once(tmp_path
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
-            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-    assert [(row["_step"], row["train/loss"], row["timing/train/total_step_time"]) for row in history] == [(1, 0.5, 2.0), (2, 1.0, 4.0)]
+            history.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+    assert [(row["_step"], row["train/loss"], row["timing/train/total_step_time"]) for row in history] == [
+        (1, 0.5, 2.0),
+        (2, 1.0, 4.0),
+    ]
     assert caplog.text.count("tracker=wandb mode=offline: there are no credentials") == 1
 
 
@@ -70,13 +79,18 @@ def test_mlflow_keeps_metrics_summaries_and_parameters(tmp_path: Path) -> None:
     experiment = client.get_experiment_by_name("grpo-dev")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == [(1, 0.5), (2, 1.0)]
+    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == [
+        (1, 0.5),
+        (2, 1.0),
+    ]
     assert run.data.metrics["train/lengths/max"] == 4.0
     assert run.data.params == {"grpo.seed": "42"}
 
 
 def test_swanlab_without_credentials_is_recorded_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Logger(LoggerConfig(log_dir=str(tmp_path), swanlab_enabled=True, swanlab={"project": "p", "name": "n"})) as logger:
+    with Logger(
+        LoggerConfig(log_dir=str(tmp_path), swanlab_enabled=True, swanlab={"project": "p", "name": "n"})
+    ) as logger:
         log_two_steps(logger)
     (file,) = tmp_path.glob("swanlab/run-*/run-*.swanlab")
     written = b"".join(leveldb_records(file))
@@ -93,7 +107,9 @@ def test_a_tracking_server_out_of_reach_does_not_stop_the_run(tmp_path: Path, ca
     assert read_metrics(tmp_path).scalars("train/loss") == ([1, 2], [0.5, 1.0])
 
 
-def test_a_tracker_that_fails_on_the_way_is_switched_off_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_on_the_way_is_switched_off_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Flaky:
         calls = 0
 

@@ -48,7 +48,9 @@ def owner() -> Iterator[Owner]:
 
 def holds(model: DictModel, version: int) -> bool:
     wanted = weights(float(version))
-    return list(model.weights) == list(wanted) and all(torch.equal(model.weights[name], tensor) for name, tensor in wanted.items())
+    return list(model.weights) == list(wanted) and all(
+        torch.equal(model.weights[name], tensor) for name, tensor in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -128,7 +130,9 @@ def test_there_are_two_segments_whatever_the_number_of_versions(owner: Owner) ->
     assert not any(os.path.exists(path) for path in paths)
 
 
-def test_two_copies_that_do_not_fit_are_refused_before_anything_is_allocated(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_copies_that_do_not_fit_are_refused_before_anything_is_allocated(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache_module, "free_memory", lambda _: 30_000)
     with pytest.raises(CacheError, match="needs 2 x 0 MiB of host memory, more than 80%"):
         owner.cache.build(1)

@@ -8,14 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.weight_sync.checksum import checksum
-from nemo_rl.weight_sync.layout import ALIGNMENT, LayoutError, TensorMeta, align, pack_tensor, plan_buckets, plan_windows, unpack
+from nemo_rl.weight_sync.layout import (
+    ALIGNMENT,
+    LayoutError,
+    TensorMeta,
+    align,
+    pack_tensor,
+    plan_buckets,
+    plan_windows,
+    unpack,
+)
 from nemo_rl.weight_sync.receiver import decode_bucket, encode_bucket
 
 DTYPES = ["float32", "bfloat16", "float16", "int8"]
 
-metas = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=12).map(
-    lambda shapes: [TensorMeta(f"layer.{index}", tuple(shape), dtype) for index, (shape, dtype) in enumerate(shapes)]
-)
+metas = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=12
+).map(lambda shapes: [TensorMeta(f"layer.{index}", tuple(shape), dtype) for index, (shape, dtype) in enumerate(shapes)])
 
 
 @given(metas, st.integers(1, 4096))
@@ -32,7 +41,9 @@ def test_buckets_hold_every_tensor_once_in_order_and_apart(tensors: list[TensorM
 
 
 @given(metas, st.integers(1, 4096), st.integers(1, 8192))
-def test_windows_hold_every_bucket_once_in_order(tensors: list[TensorMeta], bucket_bytes: int, window_bytes: int) -> None:
+def test_windows_hold_every_bucket_once_in_order(
+    tensors: list[TensorMeta], bucket_bytes: int, window_bytes: int
+) -> None:
     buckets = plan_buckets(tensors, bucket_bytes)
     windows = plan_windows(buckets, window_bytes)
     assert [bucket for window in windows for bucket in window] == buckets
@@ -45,7 +56,10 @@ def test_a_packed_bucket_gives_back_every_tensor_bit_for_bit(tensors: list[Tenso
     draw = torch.Generator().manual_seed(seed)
     for bucket in plan_buckets(tensors, 2048):
         buffer = torch.randint(0, 256, (bucket.nbytes,), dtype=torch.uint8, generator=draw)
-        originals = {meta.name: (100 * torch.randn(meta.shape, generator=draw)).to(getattr(torch, meta.dtype)) for meta in bucket.tensors}
+        originals = {
+            meta.name: (100 * torch.randn(meta.shape, generator=draw)).to(getattr(torch, meta.dtype))
+            for meta in bucket.tensors
+        }
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             pack_tensor(buffer, offset, meta, originals[meta.name])
         for name, tensor in unpack(buffer, decode_bucket(encode_bucket(bucket))):
@@ -99,7 +113,9 @@ def test_two_words_that_change_places_change_the_checksum(first: int, second: in
 
 
 def test_blocks_that_change_places_across_chunks_change_the_checksum() -> None:
-    words = torch.randint(-(2**31), 2**31 - 1, (9 << 20,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (9 << 20,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     before = checksum(words.view(torch.uint8), words.numel() * 4)
     block = 8191 * 512
     words[:block], words[block : 2 * block] = words[block : 2 * block].clone(), words[:block].clone()

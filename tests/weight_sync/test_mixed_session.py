@@ -1,7 +1,7 @@
 """One session reaches targets on the sender's GPU, beside it and on another host, each by a transport of its own.
 
-GPUs are CPU devices with numbers here, IPC is a dictionary and the group a set of queues; shared memory, senders, receivers
-and the session are the real ones.
+GPUs are CPU devices with numbers here, IPC is a dictionary and the group a set of queues; shared memory, senders,
+receivers and the session are the real ones.
 """
 
 from __future__ import annotations
@@ -89,10 +89,22 @@ class Group:
 def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
     shared = Wires()
     make_staging, make_opener = factory.make_staging, factory.make_opener
-    monkeypatch.setattr(sender_module, "make_staging", lambda name, n, device: IpcStaging(shared, n) if name != "host" else make_staging(name, n, device))
-    monkeypatch.setattr(receiver_module, "make_opener", lambda name, device: IpcOpener(shared) if name == "cuda_ipc" else make_opener(name, device))
+    monkeypatch.setattr(
+        sender_module,
+        "make_staging",
+        lambda name, n, device: IpcStaging(shared, n) if name != "host" else make_staging(name, n, device),
+    )
+    monkeypatch.setattr(
+        receiver_module,
+        "make_opener",
+        lambda name, device: IpcOpener(shared) if name == "cuda_ipc" else make_opener(name, device),
+    )
     for module in (sender_module, receiver_module):
-        monkeypatch.setattr(module, "NcclGroup", lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size))
+        monkeypatch.setattr(
+            module,
+            "NcclGroup",
+            lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size),
+        )
     monkeypatch.setattr(receiver_module, "device_uuid", lambda device: NAMES[device.index])
     yield shared
     assert not shared.mapped and not shared.groups_open
@@ -105,13 +117,19 @@ class Placed(Engines):
     def __init__(self, *numbers: int) -> None:
         super().__init__(*(DictModel() for _ in numbers))
         self._numbers = numbers
-        self.receivers = [WeightReceiver(model, torch.device("cpu", number)) for model, number in zip(self.models, numbers, strict=True)]
+        self.receivers = [
+            WeightReceiver(model, torch.device("cpu", number))
+            for model, number in zip(self.models, numbers, strict=True)
+        ]
 
     def devices(self) -> list[str]:
         return [NAMES[number] for number in self._numbers]
 
     def hold(self, tensors: dict[str, torch.Tensor]) -> bool:
-        return all(list(m.weights) == list(tensors) and all(torch.equal(m.weights[n], t) for n, t in tensors.items()) for m in self.models)
+        return all(
+            list(m.weights) == list(tensors) and all(torch.equal(m.weights[n], t) for n, t in tensors.items())
+            for m in self.models
+        )
 
 
 class TwoRanks:
@@ -136,7 +154,9 @@ class TwoRanks:
         return "a", 1
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
-        self.senders = [WeightSender(spec, iter(self.tensors.items()), torch.device("cpu", rank), source=rank) for rank in (0, 1)]
+        self.senders = [
+            WeightSender(spec, iter(self.tensors.items()), torch.device("cpu", rank), source=rank) for rank in (0, 1)
+        ]
 
     def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
         return [sender.export_window(index) for sender in self.senders]

@@ -13,7 +13,9 @@ from nemo_rl.weight_sync.transports.base import TransportError
 LIVE = ["gpu0@a", "gpu1@a"]
 CACHE = ["cpu@a", "gpu0@a"]
 gpus = st.sampled_from([f"gpu{number}@{host}" for host in "ab" for number in range(4)])
-sources = st.one_of(st.lists(gpus, min_size=1, max_size=4, unique=True), gpus.map(lambda owner: [f"cpu@{host_of(owner)}", owner]))
+sources = st.one_of(
+    st.lists(gpus, min_size=1, max_size=4, unique=True), gpus.map(lambda owner: [f"cpu@{host_of(owner)}", owner])
+)
 targets = st.lists(gpus, min_size=1, max_size=8, unique=True)
 configured = st.sampled_from(["auto", "cuda_ipc", "nccl", "host"])
 
@@ -24,7 +26,13 @@ def transports(plan: RoutePlan) -> list[str]:
 
 def test_live_weights_go_by_ipc_to_their_own_gpu_by_host_memory_beside_it_and_by_a_group_beyond() -> None:
     plan = plan_routes("auto", LIVE, ["gpu1@a", "gpu2@a", "gpu0@b", "gpu0@a", "gpu1@b"])
-    assert plan.routes == (Route("cuda_ipc", 1), Route("host", 0), Route("nccl", 0, 1), Route("cuda_ipc", 0), Route("nccl", 0, 2))
+    assert plan.routes == (
+        Route("cuda_ipc", 1),
+        Route("host", 0),
+        Route("nccl", 0, 1),
+        Route("cuda_ipc", 0),
+        Route("nccl", 0, 2),
+    )
     assert plan.lanes == {0: ("cuda_ipc", "host", "nccl"), 1: ("cuda_ipc",)}
     assert (plan.group_size, plan.summary) == (3, "cuda_ipc+host+nccl")
 
@@ -49,7 +57,9 @@ def test_cpu_slots_share_memory() -> None:
         ("auto", ["gpu7@b"], ["nccl", "nccl"]),
     ],
 )
-def test_a_configured_transport_is_used_wherever_it_can_be(transport: str, sources: list[str], chosen: list[str]) -> None:
+def test_a_configured_transport_is_used_wherever_it_can_be(
+    transport: str, sources: list[str], chosen: list[str]
+) -> None:
     assert transports(plan_routes(transport, sources, ["gpu0@a", "gpu2@a"])) == chosen
 
 
@@ -65,7 +75,9 @@ def test_a_configured_transport_is_used_wherever_it_can_be(transport: str, sourc
         ("pigeon", LIVE, ["gpu0@a"], "weight_sync.transport=pigeon is unknown"),
     ],
 )
-def test_what_cannot_reach_a_target_is_refused_by_name(transport: str, sources: list[str], targets: list[str], message: str) -> None:
+def test_what_cannot_reach_a_target_is_refused_by_name(
+    transport: str, sources: list[str], targets: list[str], message: str
+) -> None:
     with pytest.raises(TransportError, match=message):
         plan_routes(transport, sources, targets)
 

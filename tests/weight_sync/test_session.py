@@ -1,4 +1,6 @@
-"""A sync session brings a version to every target, or to none: real senders, receivers and shared memory, a model made of a dict."""
+"""A sync session brings a version to every target, or to none: real senders, receivers and shared memory, a model made
+of a dict.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,14 @@ def test_a_window_is_never_packed_over_one_that_is_being_read() -> None:
 
 def test_what_is_staged_on_the_host_is_two_buckets_however_much_memory_there_is() -> None:
     trainer, sizes = Trainer(weights(), budget=1 << 30), []
-    report = sync(trainer, Engines(DictModel(lambda: sizes.append([os.path.getsize(path) for path in glob.glob(f"/dev/shm/nemo_rl-{os.getpid()}-*")]))))
+    report = sync(
+        trainer,
+        Engines(
+            DictModel(
+                lambda: sizes.append([os.path.getsize(path) for path in glob.glob(f"/dev/shm/nemo_rl-{os.getpid()}-*")])
+            )
+        ),
+    )
     assert report.windows == len(sizes) > 3
     assert all(len(present) == 2 and max(present) <= OPTIONS.bucket_bytes for present in sizes)
 
@@ -127,10 +136,21 @@ def test_the_next_window_is_packed_while_one_is_read() -> None:
     trainer = Trainer(weights(), budget=4096)
     second_packed = threading.Event()
     trainer.tamper = lambda index, sender: second_packed.set() if index == 1 else None
-    sync(trainer, Engines(DictModel(lambda: None if second_packed.wait(10.0) else pytest.fail("window 1 was not packed while window 0 was read"))))
+    sync(
+        trainer,
+        Engines(
+            DictModel(
+                lambda: (
+                    None if second_packed.wait(10.0) else pytest.fail("window 1 was not packed while window 0 was read")
+                )
+            )
+        ),
+    )
 
 
-def test_bytes_that_a_receiver_copies_travel_while_those_before_them_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_a_receiver_copies_travel_while_those_before_them_are_taken_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
 
     class CopyingOpener(HostOpener):
@@ -152,7 +172,11 @@ def test_bytes_that_a_receiver_copies_travel_while_those_before_them_are_taken_i
         session = SyncSession(trainer, engines, version=3, options=OPTIONS, staged=staged)
         windows = session.run().windows
         loads = ["load"] * windows
-        expected = [*["open"] * windows, "finish", *loads] if staged else ["open", *["open", "load"] * (windows - 1), "load", "finish"]
+        expected = (
+            [*["open"] * windows, "finish", *loads]
+            if staged
+            else ["open", *["open", "load"] * (windows - 1), "load", "finish"]
+        )
         assert told == expected
         assert engines.receivers[0].version == 3
         assert all(torch.equal(engines.models[0].weights[name], tensor) for name, tensor in trainer.weights.items())
@@ -230,7 +254,8 @@ def test_a_receiver_refuses_messages_out_of_order() -> None:
 def test_segments_of_killed_senders_are_removed_and_those_of_living_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_rl.weight_sync.transports.host._STALE_AFTER_S", 0.0)
     make = (
-        "import os, torch; from nemo_rl.weight_sync.transports.host import HostStaging; s = HostStaging(4096, torch.device('cpu')); "
+        "import os, torch; from nemo_rl.weight_sync.transports.host import HostStaging; s = "
+        "HostStaging(4096, torch.device('cpu')); "
         "print(s.publish(1)['path'], flush=True); os.kill(os.getpid(), 9)"
     )
     path = subprocess.run([sys.executable, "-c", make], capture_output=True, text=True, check=False).stdout.strip()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms import launch
 from nemo_rl.config import ConfigError, EvalMasterConfig
+from nemo_rl.config.errors import UserError, in_one_line
 
 logger = logging.getLogger("nemo_rl")
 
@@ -37,9 +38,12 @@ def run_to_end(config: EvalMasterConfig) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: engines are ended; nothing was written\n")
         return launch.EXIT_INTERRUPTED
-    except launch.user_errors() as error:
+    except (UserError, OSError) as error:
+        message = in_one_line(error)
+        if message is None:
+            raise
         logger.debug("evaluation failed", exc_info=True)
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{message}\n")
         return launch.EXIT_USAGE if isinstance(error, ConfigError) else launch.EXIT_FAILED
     _show(config, score)
     return launch.EXIT_OK
@@ -57,7 +61,12 @@ def _show(config: EvalMasterConfig, score: object) -> None:
     for column in (score.metric, "problems", "answers each", "mean reward", "cut off", "seconds"):
         table.add_column(column, justify="right")
     table.add_row(
-        f"{score.value:.4f}", str(score.problems), str(score.answers_per_problem), f"{score.mean_reward:.4f}", f"{score.truncated:.1%}", f"{score.seconds:.1f}"
+        f"{score.value:.4f}",
+        str(score.problems),
+        str(score.answers_per_problem),
+        f"{score.mean_reward:.4f}",
+        f"{score.truncated:.1%}",
+        f"{score.seconds:.1f}",
     )
     Console().print(table)
     if config.eval.save_path is not None:

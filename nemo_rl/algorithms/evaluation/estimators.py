@@ -1,7 +1,7 @@
 """Unbiased estimates of pass@k and cons@k from n >= k answers per problem.
 
-Both are means over all choices of k answers out of the n that were drawn, computed exactly by counting. Pure; knows answers as text and
-right or wrong. Invariant: the value depends on how often each answer was given, not on its order.
+Both are means over all choices of k answers out of the n that were drawn, computed exactly by counting. Pure; knows
+answers as text and right or wrong. Invariant: the value depends on how often each answer was given, not on its order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ def pass_at_k(right: int, drawn: int, k: int) -> float:
     0.5
     """
     if not 0 < k <= drawn or not 0 <= right <= drawn:
-        raise ValueError(f"pass@{k} needs at least {k} answers of which at most all are right; there are {drawn} with {right} right")
+        raise ValueError(
+            f"pass@{k} needs at least {k} answers of which at most all are right; there are {drawn} with {right} right"
+        )
     return 1.0 - comb(drawn - right, k) / comb(drawn, k)
 
 
 def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
     """Chance that the commonest of k answers is right (self-consistency, https://arxiv.org/abs/2203.11171).
 
-    Answers that could not be read (None) count as one wrong answer. A tie counts by the share of right answers among the commonest. Two texts are
-    the same vote when they are equal; an answer is right when every answer with its text was judged right.
+    Answers that could not be read (None) count as one wrong answer. A tie counts by the share of right answers among
+    the commonest. Two texts are the same vote when they are equal; an answer is right when every answer with its text
+    was judged right.
 
     Args:
         answers: what was read from each of n responses.
@@ -48,7 +51,9 @@ def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int)
     1.0
     """
     if len(answers) != len(right) or not 0 < k <= len(answers):
-        raise ValueError(f"cons@{k} needs at least {k} answers, each judged; there are {len(answers)} with {len(right)} verdicts")
+        raise ValueError(
+            f"cons@{k} needs at least {k} answers, each judged; there are {len(answers)} with {len(right)} verdicts"
+        )
     counts = Counter(answers)
     judged_wrong = {answer for answer, is_right in zip(answers, right, strict=True) if not is_right}
     winners = [answer for answer in counts if answer is not None and answer not in judged_wrong]
@@ -57,7 +62,9 @@ def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int)
 
 
 def _wins(counts: Counter[str | None], winner: str, k: int) -> float:
-    """Choices of k answers in which `winner` is the commonest; one in which it shares that place with t others counts 1 / (t + 1)."""
+    """Choices of k answers in which `winner` is the commonest; one in which it shares that place with t others counts 1
+    / (t + 1).
+    """
     others = [count for answer, count in counts.items() if answer != winner]
     total = 0.0
     for votes in range(1, min(counts[winner], k) + 1):

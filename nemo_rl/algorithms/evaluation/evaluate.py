@@ -1,7 +1,9 @@
-"""One evaluation: engines answer every problem several times, environments judge, estimators turn verdicts into one number.
+"""One evaluation: engines answer every problem several times, environments judge, estimators turn verdicts into one
+number.
 
-Uses the rollouts of training with a model that nobody trains. Knows no policy. Invariants: a mistake in the configuration raises before Ray
-starts; problem i is answered with the same seeds whatever else is evaluated; every process is ended on every way out.
+Uses the rollouts of training with a model that nobody trains. Knows no policy. Invariants: a mistake in the
+configuration raises before Ray starts; problem i is answered with the same seeds whatever else is evaluated; every
+process is ended on every way out.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
-from nemo_rl.algorithms.utils import set_seed
+from nemo_rl.algorithms.seeds import set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
@@ -29,9 +31,10 @@ from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
-from nemo_rl.models.dtensor.model_config import model_config
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.policy.model_config import model_config
+from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
 
 logger = logging.getLogger(__name__)
@@ -64,8 +67,8 @@ def evaluate(config: EvalMasterConfig) -> Score:
     """Runs a checked configuration and writes what `eval.save_path` asks for.
 
     Raises:
-        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not there.
-        GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
+        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
+        there. GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
     """
     _find_model(config)
     save_path = _writable(config.eval.save_path)
@@ -79,14 +82,18 @@ def evaluate(config: EvalMasterConfig) -> Score:
     with ExitStack() as stack:
         accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         stack.callback(shutdown_ray)
-        cluster = RayVirtualCluster([config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=accelerator.is_cuda, name="evaluation")
+        cluster = RayVirtualCluster(
+            [config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=accelerator.is_cuda, name="evaluation"
+        )
         stack.callback(cluster.shutdown)
         generation = _start_engines(config, policy, cluster, tokenizer)
         stack.callback(generation.shutdown)
         handle = EnvironmentHandle.of(name, start_environments([name], config.env)[name], config.env)
         generation.wait_until_started()
         began = time.monotonic()
-        trajectories = _answer(config, RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle)), generation, problems)
+        trajectories = _answer(
+            config, RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle)), generation, problems
+        )
         seconds = time.monotonic() - began
     score = _score(config, trajectories, seconds)
     if save_path is not None:
@@ -104,6 +111,13 @@ class _Problems:
 def _find_model(config: EvalMasterConfig) -> None:
     named = config.generation.model_name
     found = model_directory(named)
+    if is_adapter(found):
+        raise ConfigError(
+            [
+                f"generation.model_name: {named} holds an adapter alone; make a whole model of it with "
+                f"`python -m nemo_rl.utils.convert to-hf {named} DIR`"
+            ]
+        )
     if found != named:
         logger.info("model=%s from=%s", found, named)
         if config.tokenizer.name == named:
@@ -136,10 +150,14 @@ def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
 def _problems(config: EvalMasterConfig, tokenizer: Any) -> _Problems:
     raw = load_response_dataset(config.data, "data")
     count = min(config.data.max_samples or len(raw.dataset), len(raw.dataset))
-    return _Problems(processed([(raw, raw.dataset)], tokenizer, config.data.max_input_seq_length), count, [raw.task_name])
+    return _Problems(
+        processed([(raw, raw.dataset)], tokenizer, config.data.max_input_seq_length), count, [raw.task_name]
+    )
 
 
-def _start_engines(config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any) -> VllmGeneration:
+def _start_engines(
+    config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any
+) -> VllmGeneration:
     return VllmGeneration(
         cluster,
         policy,
@@ -153,10 +171,14 @@ def _start_engines(config: EvalMasterConfig, policy: PolicyConfig, cluster: RayV
     )
 
 
-def _answer(config: EvalMasterConfig, runner: RolloutRunner, generation: VllmGeneration, problems: _Problems) -> list[list[Trajectory]]:
+def _answer(
+    config: EvalMasterConfig, runner: RolloutRunner, generation: VllmGeneration, problems: _Problems
+) -> list[list[Trajectory]]:
     """Trajectories by problem; at most `num_prompts_per_step` problems are in flight."""
     draws, at_once = config.eval.num_tests_per_prompt, config.generation.num_prompts_per_step
-    limits = RolloutLimits(config.generation.vllm_cfg.max_model_len, config.generation.max_new_tokens, config.data.max_rollout_turns)
+    limits = RolloutLimits(
+        config.generation.vllm_cfg.max_model_len, config.generation.max_new_tokens, config.data.max_rollout_turns
+    )
     sampling = generation.default_sampling(greedy=config.generation.temperature == 0)
     plan = RolloutPlan(config.eval.seed, 0, sampling, limits, tuple(config.generation.stop_strings or ()))
     size = problems.count if at_once in (-1, 0) else at_once
@@ -173,7 +195,11 @@ def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], secon
     values = []
     for answers in trajectories:
         right = [trajectory.reward >= 1.0 for trajectory in answers]
-        values.append(consensus_at_k([trajectory.answer for trajectory in answers], right, k) if consensus else pass_at_k(sum(right), len(right), k))
+        values.append(
+            consensus_at_k([trajectory.answer for trajectory in answers], right, k)
+            if consensus
+            else pass_at_k(sum(right), len(right), k)
+        )
     flat = [trajectory for answers in trajectories for trajectory in answers]
     return Score(
         metric=f"{'cons' if consensus else 'pass'}@{k}",
@@ -187,10 +213,20 @@ def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], secon
 
 
 def _save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
-    (directory / "summary.json").write_text(json.dumps(asdict(score) | {"config": config.to_dict()}, indent=2, default=str), encoding="utf-8")
+    (directory / "summary.json").write_text(
+        json.dumps(asdict(score) | {"config": config.to_dict()}, indent=2, default=str), encoding="utf-8"
+    )
     with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
         for problem, answers in enumerate(trajectories):
             for number, trajectory in enumerate(answers):
-                messages = [{"role": message["role"], "content": message["content"]} for message in trajectory.message_log]
-                row = {"problem": problem, "sample": number, "reward": trajectory.reward, "answer": trajectory.answer, "truncated": trajectory.truncated}
+                messages = [
+                    {"role": message["role"], "content": message["content"]} for message in trajectory.message_log
+                ]
+                row = {
+                    "problem": problem,
+                    "sample": number,
+                    "reward": trajectory.reward,
+                    "answer": trajectory.answer,
+                    "truncated": trajectory.truncated,
+                }
                 file.write(json.dumps(row | {"messages": messages}) + "\n")

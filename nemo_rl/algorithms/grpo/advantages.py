@@ -1,36 +1,139 @@
-"""From rewards to per-token advantages, in row arithmetic and token stages.
+"""From rewards to per-token advantages: group baselines, row arithmetic, token stages.
 
-`row_advantages` is what a sample is worth; `compute_advantages` spreads it over tokens, running stages through whatever store holds them.
-Knows nothing of rollouts or losses. Invariant: a stage sees only its own rows; what needs all rows (whitening) is reduced by the driver in between.
+`group_statistics` compares a sample with its group, `row_advantages` says what it is worth, `compute_advantages`
+spreads that over tokens, running stages through whatever store holds them. Knows nothing of rollouts or losses.
+Invariants: a stage sees only its own rows, and what needs all rows (whitening) is reduced by the driver in between; the
+spread of rewards that are all equal is exactly 0, because dynamic sampling drops groups by that test.
 
-Shapes: B samples, S tokens of a padded row.
+Shapes: B samples, S tokens of a padded row, P prompts, G samples of the largest group.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.grpo.baselines import GroupStatistics, group_statistics
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.loss.kl import KLType, calculate_kl
 
-ApplyStage = Callable[[TokenStage], Mapping[str, torch.Tensor]]  # runs a stage where the rows are and returns its `rows`
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Per sample [B]: the baseline its reward is compared with, and the standard deviation of the rewards behind that
+    baseline.
+    """
+
+    baseline_B: torch.Tensor
+    std_B: torch.Tensor
+
+
+def group_ids(prompts: torch.Tensor) -> torch.Tensor:
+    """Group of each sample: rows with equal prompts form one.
+
+    Args:
+        prompts: [B, L] padded prompt tokens, or [B] any id that samples of one prompt share.
+
+    Returns:
+        [B] in `0 .. P-1`. Two equal prompts in one step share a group, as in NeMo-RL.
+    """
+    return torch.unique(prompts, dim=0, return_inverse=True)[1]
+
+
+def group_statistics(
+    rewards_B: torch.Tensor, group_ids_B: torch.Tensor, valid_B: torch.Tensor, *, leave_one_out: bool
+) -> GroupStatistics:
+    """Baseline and spread of each sample's group.
+
+    The baseline is the mean of the group's valid rewards, or, leaving one out, of those of the other samples; the
+    standard deviation is the unbiased one of the same set, and 0 where that set has fewer than two rewards. A sample
+    with at most one valid reward in its group is its own baseline.
+
+    Leaving one out makes the deviation a sample's own: the one odd sample of a group has deviation 0 (the others are
+    equal), so its advantage is not normalised and dynamic sampling drops it alone; with two samples per prompt every
+    deviation is 0. This is NeMo-RL's behaviour.
+
+    Args:
+        rewards_B: rewards.
+        group_ids_B: group of each sample, from 0.
+        valid_B: 0 for samples that take no part.
+        leave_one_out: leave each sample out of its own baseline.
+    """
+    if not len(rewards_B):
+        return GroupStatistics(rewards_B.float(), rewards_B.float())
+    slots = _slots(group_ids_B)
+    groups, width = int(group_ids_B.max()) + 1, int(slots.max()) + 1
+    rewards_PG = torch.zeros(groups, width, dtype=torch.float64)
+    valid_PG = torch.zeros(groups, width, dtype=torch.bool)
+    rewards_PG[group_ids_B, slots] = rewards_B.double()
+    valid_PG[group_ids_B, slots] = valid_B.bool()
+
+    behind_PGG = valid_PG[:, None, :].expand(groups, width, width)
+    if leave_one_out:
+        behind_PGG = behind_PGG & ~torch.eye(width, dtype=torch.bool)
+    count_PG = behind_PGG.sum(-1)
+    rewards_PGG = rewards_PG[:, None, :].expand(groups, width, width)
+    mean_PG = torch.where(behind_PGG, rewards_PGG, 0).sum(-1) / count_PG
+    squares_PG = torch.where(behind_PGG, (rewards_PGG - mean_PG[..., None]).square(), 0).sum(-1)
+    spread_PG = torch.where(behind_PGG, rewards_PGG, -torch.inf).amax(-1) - torch.where(
+        behind_PGG, rewards_PGG, torch.inf
+    ).amin(-1)
+    # Rounding of the mean gives equal rewards a tiny variance; their range is exactly 0.
+    std_PG = torch.where((count_PG > 1) & (spread_PG > 0), (squares_PG / (count_PG - 1)).sqrt(), 0)
+    alone_PG = (valid_PG.sum(-1) <= 1)[:, None] | (count_PG == 0)
+    baseline_PG = torch.where(alone_PG, rewards_PG, mean_PG)
+    std_PG = torch.where(alone_PG, 0, std_PG)
+    dtype = rewards_B.dtype if rewards_B.dtype.is_floating_point else torch.float32
+    return GroupStatistics(baseline_PG[group_ids_B, slots].to(dtype), std_PG[group_ids_B, slots].to(dtype))
+
+
+def calculate_baseline_and_std_per_prompt(
+    prompts: torch.Tensor, rewards: torch.Tensor, valid_mask: torch.Tensor, leave_one_out_baseline: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NeMo-RL's signature of `group_statistics`: `prompts` [B, L] tokens, `rewards` [B], `valid_mask` [B]; returns
+    baseline [B] and standard deviation [B].
+    """
+    statistics = group_statistics(
+        rewards.cpu(), group_ids(prompts).cpu(), valid_mask.cpu(), leave_one_out=leave_one_out_baseline
+    )
+    return statistics.baseline_B.to(rewards.device), statistics.std_B.to(rewards.device)
+
+
+def _slots(group_ids_B: torch.Tensor) -> torch.Tensor:
+    """Position of each sample within its group."""
+    order = torch.argsort(group_ids_B, stable=True)
+    counts = torch.bincount(group_ids_B)
+    starts = torch.cumsum(counts, 0) - counts
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(len(order)) - starts[group_ids_B[order]]
+    return slots
+
+
+ApplyStage = Callable[
+    [TokenStage], Mapping[str, torch.Tensor]
+]  # runs a stage where the rows are and returns its `rows`
 
 STD_EPSILON = 1e-6
 WHITENING_VARIANCE_FLOOR = 1e-8
 
 
 def row_advantages(
-    cfg: AdvEstimatorConfig, rewards_B: torch.Tensor, components: Mapping[str, torch.Tensor], group_ids_B: torch.Tensor, valid_B: torch.Tensor
+    cfg: AdvEstimatorConfig,
+    rewards_B: torch.Tensor,
+    components: Mapping[str, torch.Tensor],
+    group_ids_B: torch.Tensor,
+    valid_B: torch.Tensor,
 ) -> torch.Tensor:
     """What each sample is worth against its group [B]; zeros for `opd`, whose advantages come from tokens alone.
 
     - `grpo` (https://arxiv.org/abs/2402.03300): reward minus baseline, over the deviation where that is not 0.
-    - `gdpo` (https://arxiv.org/abs/2601.05242): the same per `reward/<name>` component, weighted and summed, then standardised over the batch.
+    - `gdpo` (https://arxiv.org/abs/2601.05242): the same per `reward/<name>` component, weighted and summed, then
+      standardised over the batch.
     - `reinforce_plus_plus` (https://arxiv.org/abs/2501.03262): reward minus the plain group mean, or the reward.
 
     Args:
@@ -49,7 +152,10 @@ def row_advantages(
         return _gdpo(cfg, components, group_ids_B, valid_B)
     if cfg.name == "reinforce_plus_plus":
         return (
-            rewards_B - group_statistics(rewards_B, group_ids_B, torch.ones_like(valid_B), leave_one_out=False).baseline_B if cfg.minus_baseline else rewards_B
+            rewards_B
+            - group_statistics(rewards_B, group_ids_B, torch.ones_like(valid_B), leave_one_out=False).baseline_B
+            if cfg.minus_baseline
+            else rewards_B
         )
     statistics = group_statistics(rewards_B, group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline)
     return normalized_advantages(rewards_B, statistics, normalize=cfg.normalize_rewards)
@@ -58,17 +164,30 @@ def row_advantages(
 def normalized_advantages(rewards_B: torch.Tensor, statistics: GroupStatistics, *, normalize: bool) -> torch.Tensor:
     """Reward minus baseline, divided by the deviation plus 1e-6 where that deviation is not 0."""
     advantages_B = rewards_B - statistics.baseline_B
-    return torch.where(statistics.std_B > 0, advantages_B / (statistics.std_B + STD_EPSILON), advantages_B) if normalize else advantages_B
+    return (
+        torch.where(statistics.std_B > 0, advantages_B / (statistics.std_B + STD_EPSILON), advantages_B)
+        if normalize
+        else advantages_B
+    )
 
 
-def _gdpo(cfg: AdvEstimatorConfig, components: Mapping[str, torch.Tensor], group_ids_B: torch.Tensor, valid_B: torch.Tensor) -> torch.Tensor:
+def _gdpo(
+    cfg: AdvEstimatorConfig, components: Mapping[str, torch.Tensor], group_ids_B: torch.Tensor, valid_B: torch.Tensor
+) -> torch.Tensor:
     names = sorted(name for name in components if name.startswith(COMPONENT_PREFIX))
     if len(names) < 2:
-        raise ValueError(f"grpo.adv_estimator.name=gdpo needs at least two reward/<name> components from the environment, got {names}")
+        raise ValueError(
+            "grpo.adv_estimator.name=gdpo needs at least two reward/<name> components from the environment, "
+            f"got {names}"
+        )
     total_B = torch.zeros(len(group_ids_B))
     for name, weight in zip(names, _component_weights(cfg, names), strict=True):
-        statistics = group_statistics(components[name], group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline)
-        total_B = total_B + weight * normalized_advantages(components[name], statistics, normalize=cfg.normalize_rewards)
+        statistics = group_statistics(
+            components[name], group_ids_B, valid_B, leave_one_out=cfg.use_leave_one_out_baseline
+        )
+        total_B = total_B + weight * normalized_advantages(
+            components[name], statistics, normalize=cfg.normalize_rewards
+        )
     centred_B = total_B - total_B.mean()
     std = total_B.std() if len(total_B) > 1 else total_B.new_zeros(())
     return centred_B / std if std > 0 else centred_B
@@ -79,12 +198,19 @@ def _component_weights(cfg: AdvEstimatorConfig, names: Sequence[str]) -> list[fl
     if weights is None:
         return [1.0] * len(names)
     if isinstance(weights, dict):
-        by_name = {name if name.startswith(COMPONENT_PREFIX) else COMPONENT_PREFIX + name: weight for name, weight in weights.items()}
+        by_name = {
+            name if name.startswith(COMPONENT_PREFIX) else COMPONENT_PREFIX + name: weight
+            for name, weight in weights.items()
+        }
         if set(by_name) != set(names):
-            raise ValueError(f"grpo.adv_estimator.reward_weights names {sorted(by_name)}, the environment gives {list(names)}")
+            raise ValueError(
+                f"grpo.adv_estimator.reward_weights names {sorted(by_name)}, the environment gives {list(names)}"
+            )
         return [by_name[name] for name in names]
     if len(weights) != len(names):
-        raise ValueError(f"grpo.adv_estimator.reward_weights has {len(weights)} weights for the components {list(names)}")
+        raise ValueError(
+            f"grpo.adv_estimator.reward_weights has {len(weights)} weights for the components {list(names)}"
+        )
     return weights
 
 
@@ -92,8 +218,8 @@ def compute_advantages(apply: ApplyStage, cfg: GRPOConfig, loss_cfg: ClippedPGLo
     """Write the column `advantages` [B, S] and return its metrics.
 
     Args:
-        apply: runs a stage on the batch and returns its rows; the batch holds `row_advantages` [B], `token_mask` [B, S] and `sample_mask` [B], and the
-            log-probabilities the estimator needs.
+        apply: runs a stage on the batch and returns its rows; the batch holds `row_advantages` [B], `token_mask` [B, S]
+            and `sample_mask` [B], and the log-probabilities the estimator needs.
         cfg: `adv_estimator` and the clamps are read.
         loss_cfg: the KL switches are read, for `use_kl_in_reward`.
     """
@@ -101,23 +227,36 @@ def compute_advantages(apply: ApplyStage, cfg: GRPOConfig, loss_cfg: ClippedPGLo
     always = ("token_mask", "sample_mask")
     name = cfg.adv_estimator.name
     if name == "opd":
-        rows = apply(TokenStage(distillation_advantages, ("teacher_logprobs", "prev_logprobs", *always), ("advantages",), clip))
+        rows = apply(
+            TokenStage(distillation_advantages, ("teacher_logprobs", "prev_logprobs", *always), ("advantages",), clip)
+        )
     elif name == "reinforce_plus_plus":
         unwhitened = apply(penalized_advantages_stage(loss_cfg))
         mean, variance = whitening_statistics(unwhitened)
-        rows = apply(TokenStage(whitened_advantages, ("unwhitened_advantages", *always), ("advantages",), {"mean": mean, "variance": variance, **clip}))
+        rows = apply(
+            TokenStage(
+                whitened_advantages,
+                ("unwhitened_advantages", *always),
+                ("advantages",),
+                {"mean": mean, "variance": variance, **clip},
+            )
+        )
     else:
         rows = apply(TokenStage(broadcast_advantages, ("row_advantages", *always), ("advantages",), clip))
     return advantage_metrics(rows)
 
 
-def broadcast_advantages(columns: BatchedDataDict, *, clip_low: float | None = None, clip_high: float | None = None) -> StageOutput:
+def broadcast_advantages(
+    columns: BatchedDataDict, *, clip_low: float | None = None, clip_high: float | None = None
+) -> StageOutput:
     """Every token of a row gets the row's advantage."""
     advantages_BS = columns["row_advantages"][:, None].expand(columns["token_mask"].shape)
     return _finish(columns, advantages_BS, clip_low, clip_high)
 
 
-def distillation_advantages(columns: BatchedDataDict, *, clip_low: float | None = None, clip_high: float | None = None) -> StageOutput:
+def distillation_advantages(
+    columns: BatchedDataDict, *, clip_low: float | None = None, clip_high: float | None = None
+) -> StageOutput:
     """On-policy distillation: teacher minus student log-probability of each trained token."""
     gap_BS = columns["teacher_logprobs"] - columns["prev_logprobs"]
     return _finish(columns, torch.where(_trained(columns) != 0, gap_BS, 0).detach(), clip_low, clip_high)
@@ -126,7 +265,9 @@ def distillation_advantages(columns: BatchedDataDict, *, clip_low: float | None 
 def penalized_advantages_stage(loss_cfg: ClippedPGLossConfig) -> TokenStage:
     """The first of REINFORCE++'s two stages, with the KL penalty in it when `use_kl_in_reward`."""
     if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
-        return TokenStage(penalized_advantages, ("row_advantages", "token_mask", "sample_mask"), ("unwhitened_advantages",))
+        return TokenStage(
+            penalized_advantages, ("row_advantages", "token_mask", "sample_mask"), ("unwhitened_advantages",)
+        )
     params = {
         "kl_penalty": loss_cfg.reference_policy_kl_penalty,
         "kl_type": loss_cfg.reference_policy_kl_type,
@@ -138,16 +279,31 @@ def penalized_advantages_stage(loss_cfg: ClippedPGLossConfig) -> TokenStage:
 
 
 def penalized_advantages(
-    columns: BatchedDataDict, *, kl_penalty: float = 0.0, kl_type: KLType = "k3", input_clamp: float | None = None, output_clamp: float | None = None
+    columns: BatchedDataDict,
+    *,
+    kl_penalty: float = 0.0,
+    kl_type: KLType = "k3",
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
 ) -> StageOutput:
-    """Row advantages per token, minus the penalty times KL(training policy || reference); with the sums that whitening needs."""
+    """Row advantages per token, minus the penalty times KL(training policy || reference); with the sums that whitening
+    needs.
+    """
     mask_BS = _trained(columns)
     advantages_BS = columns["row_advantages"][:, None].expand(mask_BS.shape)
     if kl_penalty:
-        policy_BS, reference_BS = (torch.where(mask_BS != 0, columns[name], 0) for name in ("prev_logprobs", "reference_policy_logprobs"))
-        advantages_BS = advantages_BS - kl_penalty * calculate_kl(policy_BS, reference_BS, kl_type, input_clamp, output_clamp)
+        policy_BS, reference_BS = (
+            torch.where(mask_BS != 0, columns[name], 0) for name in ("prev_logprobs", "reference_policy_logprobs")
+        )
+        advantages_BS = advantages_BS - kl_penalty * calculate_kl(
+            policy_BS, reference_BS, kl_type, input_clamp, output_clamp
+        )
     weighted_BS = (advantages_BS * mask_BS).double()
-    rows = {"sum": weighted_BS.sum(-1), "sum_of_squares": (weighted_BS * advantages_BS.double()).sum(-1), "count": mask_BS.double().sum(-1)}
+    rows = {
+        "sum": weighted_BS.sum(-1),
+        "sum_of_squares": (weighted_BS * advantages_BS.double()).sum(-1),
+        "count": mask_BS.double().sum(-1),
+    }
     return StageOutput({"unwhitened_advantages": advantages_BS.contiguous()}, rows)
 
 
@@ -161,9 +317,16 @@ def whitening_statistics(rows: Mapping[str, torch.Tensor]) -> tuple[float, float
 
 
 def whitened_advantages(
-    columns: BatchedDataDict, *, mean: float, variance: float, clip_low: float | None = None, clip_high: float | None = None
+    columns: BatchedDataDict,
+    *,
+    mean: float,
+    variance: float,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
 ) -> StageOutput:
-    """Advantages with the batch's mean taken off and divided by its deviation (variance at least 1e-8); 0 where nothing is trained."""
+    """Advantages with the batch's mean taken off and divided by its deviation (variance at least 1e-8); 0 where nothing
+    is trained.
+    """
     white_BS = (columns["unwhitened_advantages"] - mean) / math.sqrt(max(variance, WHITENING_VARIANCE_FLOOR))
     return _finish(columns, torch.where(_trained(columns) != 0, white_BS, 0), clip_low, clip_high)
 
@@ -172,7 +335,9 @@ def _trained(columns: BatchedDataDict) -> torch.Tensor:
     return columns["token_mask"] * columns["sample_mask"][:, None]
 
 
-def _finish(columns: BatchedDataDict, advantages_BS: torch.Tensor, clip_low: float | None, clip_high: float | None) -> StageOutput:
+def _finish(
+    columns: BatchedDataDict, advantages_BS: torch.Tensor, clip_low: float | None, clip_high: float | None
+) -> StageOutput:
     if clip_low is not None or clip_high is not None:
         advantages_BS = advantages_BS.clamp(clip_low, clip_high)
     trained_BS = _trained(columns) != 0

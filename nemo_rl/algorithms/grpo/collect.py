@@ -1,26 +1,96 @@
 """Collects the experience of one step: rollouts, rewards, and with dynamic sampling as many batches as it takes.
 
-Draws prompts, rolls them out, scores rewards and keeps what teaches something. Knows no training. Invariants: a step's
-batch has exactly prompts x generations rows; every admitted prompt group is recorded as committed, and rows that are
-dropped are cleared from the store.
+Draws prompts, rolls them out, scores rewards and, with dynamic sampling (DAPO), keeps the samples whose group's rewards
+differ until a step is full. Knows no training. Invariants: a step's batch has exactly prompts x generations rows; every
+new row is either kept or named as dropped, exactly once; every admitted prompt group is recorded as committed, and rows
+that are dropped are cleared from the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.dynamic_sampling import Selection, sampling_metrics, select_rows
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards
+from nemo_rl.config import GRPOConfig
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 from nemo_rl.models.generation.seeds import VALIDATION_STEP_OFFSET
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
+
+
+class DynamicSamplingError(UserError, ValueError):
+    """Too many generation batches had too few groups to learn from."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What becomes of a generation batch.
+
+    Attributes:
+        keep: rows of the new batch that join the kept ones, in order.
+        drop: its other rows; nothing will read them again.
+        complete: the step is full; otherwise another generation batch is needed.
+        surplus: dropped rows that were good, for which there was no place.
+    """
+
+    keep: list[int]
+    drop: list[int]
+    complete: bool
+    surplus: int
+
+
+def select_rows(std_B: torch.Tensor, *, kept_before: int, num_gen_batches: int, cfg: GRPOConfig) -> Selection:
+    """Choose among the rows of a new generation batch.
+
+    Args:
+        std_B: deviation of each row's group rewards, before shaping; rows where it is 0 teach nothing.
+        kept_before: rows kept from earlier generation batches of this step.
+        num_gen_batches: generation batches of this step, this one included.
+        cfg: `num_prompts_per_step` times `num_generations_per_prompt` rows make a step.
+
+    Raises:
+        DynamicSamplingError: the step is still not full after more than `dynamic_sampling_max_gen_batches` batches.
+    """
+    target = cfg.num_prompts_per_step * cfg.num_generations_per_prompt
+    good = torch.nonzero(std_B != 0).flatten().tolist()
+    keep = good[: target - kept_before]
+    complete = kept_before + len(keep) == target
+    if not complete and num_gen_batches > cfg.dynamic_sampling_max_gen_batches:
+        raise DynamicSamplingError(
+            f"after {num_gen_batches} generation batches only {kept_before + len(keep)} of {target} samples "
+            "come from groups whose rewards differ; "
+            f"raise grpo.dynamic_sampling_max_gen_batches={cfg.dynamic_sampling_max_gen_batches}, or use "
+            "prompts the model solves sometimes but not always"
+        )
+    kept = set(keep)
+    return Selection(keep, [row for row in range(len(std_B)) if row not in kept], complete, len(good) - len(keep))
+
+
+def sampling_metrics(
+    selections: Sequence[Selection], generated_rewards_B: torch.Tensor, trained_rewards_B: torch.Tensor
+) -> dict[str, float]:
+    """Metrics of one step: how much was generated, and the rewards before and after the filter.
+
+    Args:
+        selections: one per generation batch of the step.
+        generated_rewards_B: rewards of all generated rows, in order; as many as were trained on are averaged.
+        trained_rewards_B: rewards of the kept rows.
+    """
+    return {
+        "dynamic_sampling_num_gen_batches": float(len(selections)),
+        "dynamic_sampling_num_discarded_valid_samples": float(sum(selection.surplus for selection in selections)),
+        "reward": generated_rewards_B[: len(trained_rewards_B)].double().mean().item(),
+        "filtered_reward": trained_rewards_B.double().mean().item(),
+    }
+
 
 NextBatch = Callable[[], BatchedDataDict[Any]]
 
@@ -29,14 +99,26 @@ def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
     """How training rollouts of a step (the current one by default) are drawn."""
     generation = run.config.policy.generation
     sampling = GenerationSamplingParams(generation.temperature, generation.top_p, generation.top_k)
-    return RolloutPlan(run.config.grpo.seed, run.state.step if step is None else step, sampling, _limits(run), tuple(generation.stop_strings or ()))
+    return RolloutPlan(
+        run.config.grpo.seed,
+        run.state.step if step is None else step,
+        sampling,
+        _limits(run),
+        tuple(generation.stop_strings or ()),
+    )
 
 
 def validation_plan(run: GRPORun, batch: int) -> RolloutPlan:
     """How validation batch `batch` is drawn; the same at every validation, so that curves compare like with like."""
     generation = run.config.policy.generation
     sampling = GenerationSamplingParams(generation.val_temperature, generation.val_top_p, generation.val_top_k)
-    return RolloutPlan(run.config.grpo.seed, VALIDATION_STEP_OFFSET + batch, sampling, _limits(run), tuple(generation.stop_strings or ()))
+    return RolloutPlan(
+        run.config.grpo.seed,
+        VALIDATION_STEP_OFFSET + batch,
+        sampling,
+        _limits(run),
+        tuple(generation.stop_strings or ()),
+    )
 
 
 def _limits(run: GRPORun) -> RolloutLimits:
@@ -97,7 +179,12 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
         with run.timer.time("dynamic_sampling"):
             generated_rewards.append(experience.rows["reward"])
             kept_rows = sum(part.rows.size for part in kept)
-            selection = select_rows(run.store.tag(experience.handle, "std"), kept_before=kept_rows, num_gen_batches=len(selections) + 1, cfg=cfg)
+            selection = select_rows(
+                run.store.tag(experience.handle, "std"),
+                kept_before=kept_rows,
+                num_gen_batches=len(selections) + 1,
+                cfg=cfg,
+            )
             selections.append(selection)
             kept.append(_keep(run, experience, selection))
         if selection.complete:
@@ -114,7 +201,9 @@ def _roll_out(run: GRPORun, batch: BatchedDataDict[Any], attempt: int) -> Experi
     for group in columns.rows["prompt_number"].unique().tolist():
         rows = columns.rows["prompt_number"] == group
         version = int(columns.rows["weight_version"][rows].max())
-        run.record.emit(GroupCommitted(group_id(run.state.step, group), version, int(columns.rows["generated_lengths"][rows].sum())))
+        run.record.emit(
+            GroupCommitted(group_id(run.state.step, group), version, int(columns.rows["generated_lengths"][rows].sum()))
+        )
     return Experience(run.store.write(columns.tokens), columns.rows, dict(rollout.metrics))
 
 
@@ -123,10 +212,14 @@ def group_id(step: int, prompt: int) -> str:
     return f"{step}-{prompt}"
 
 
-def _record_admission(run: GRPORun, batch: BatchedDataDict[Any], first_prompt: int, prompts: BatchedDataDict[Any]) -> None:
+def _record_admission(
+    run: GRPORun, batch: BatchedDataDict[Any], first_prompt: int, prompts: BatchedDataDict[Any]
+) -> None:
     for offset, index in enumerate(prompts["idx"]):
         identity = group_id(run.state.step, first_prompt + offset)
-        run.record.emit(GroupAdmitted(identity, f"{run.state.epoch}-{index}", batch.size // prompts.size, run.state.step))
+        run.record.emit(
+            GroupAdmitted(identity, f"{run.state.epoch}-{index}", batch.size // prompts.size, run.state.step)
+        )
 
 
 def _keep(run: GRPORun, experience: Experience[Any], selection: Selection) -> Experience[Any]:

@@ -1,4 +1,5 @@
-"""The command line of a GRPO run. Knows which set-up, driver and end belong to GRPO; the rest is `nemo_rl.algorithms.launch`.
+"""The command line of a GRPO run. Knows which set-up, driver and end belong to GRPO; the rest is
+`nemo_rl.algorithms.launch`.
 
 Invariant: a mistake in the configuration is reported before Ray or torch is imported.
 """
@@ -26,8 +27,7 @@ def main(arguments: Sequence[str], *, default_config: Path) -> int:
 
 def run_to_end(config: MasterConfig) -> int:
     """Runs a checked configuration; the exit code."""
-    from nemo_rl.algorithms.grpo.async_driver import async_grpo_train
+    from nemo_rl.algorithms.grpo.loop import drive
     from nemo_rl.algorithms.grpo.setup import close, setup
-    from nemo_rl.algorithms.grpo.sync_driver import grpo_train
 
-    return launch.run_to_end(config, setup, async_grpo_train if config.grpo.async_grpo.enabled else grpo_train, close)
+    return launch.run_to_end(config, setup, drive, close)

@@ -1,8 +1,11 @@
-"""The numbers of a training step: microbatch metrics joined into one per name, and what the rewards and lengths of the batch say.
+"""The numbers of a training step: how they are joined, what the batch looks like, and what is logged of a finished
+step.
 
-Knows the names metrics have in NeMo-RL's dashboards, and how each is joined; it writes to no logger.
-Invariant: joining does not depend on how the batch was cut into microbatches, since losses normalise by global counts.
+Knows the names that metrics have in NeMo-RL's dashboards. Invariants: joining does not depend on how the batch was cut
+into microbatches, since losses normalise by global counts; the logged step is the number of completed steps, from 1.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,21 +13,29 @@ from typing import Any
 
 import torch
 
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs
+from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.loss.normalization import is_extremum
+from nemo_rl.models.policy.interfaces import TrainResult
 
-_AVERAGED = frozenset({"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"})
+_AVERAGED = frozenset(
+    {"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"}
+)
 
 
 def aggregate_microbatch_metrics(metrics: Mapping[str, Sequence[Any]]) -> dict[str, float]:
     """One number per metric from its values in every microbatch (and rank).
 
-    Summed, except: values that every microbatch repeats (learning rate, weight decay, rewards, global counts, prompt length) are averaged, and
-    `*_min` and `*_max` take the extremum of the finite ones, -1 when there is none.
+    Summed, except: values that every microbatch repeats (learning rate, weight decay, rewards, global counts, prompt
+    length) are averaged, and `*_min` and `*_max` take the extremum of the finite ones, -1 when there is none.
 
     Args:
         metrics: values per name, numbers or scalar tensors.
     """
-    return {name: _aggregate(name, [float(value) for value in values]) for name, values in metrics.items() if len(values)}
+    return {
+        name: _aggregate(name, [float(value) for value in values]) for name, values in metrics.items() if len(values)
+    }
 
 
 def _aggregate(name: str, values: Sequence[float]) -> float:
@@ -44,7 +55,9 @@ def collect_microbatch_metrics(microbatches: Iterable[Mapping[str, Any]]) -> dic
     return collected
 
 
-def batch_metrics(rewards_B: torch.Tensor, baseline_B: torch.Tensor, prompt_lengths_B: torch.Tensor, total_lengths_B: torch.Tensor) -> dict[str, float]:
+def batch_metrics(
+    rewards_B: torch.Tensor, baseline_B: torch.Tensor, prompt_lengths_B: torch.Tensor, total_lengths_B: torch.Tensor
+) -> dict[str, float]:
     """What the trained batch looks like.
 
     Args:
@@ -68,14 +81,22 @@ def batch_metrics(rewards_B: torch.Tensor, baseline_B: torch.Tensor, prompt_leng
 
 
 def throughput_metrics(
-    samples: int, tokens: float, seconds: Mapping[str, float], *, num_devices: int, train_devices: int, generation_devices: int, generated_tokens: float
+    samples: int,
+    tokens: float,
+    seconds: Mapping[str, float],
+    *,
+    num_devices: int,
+    train_devices: int,
+    generation_devices: int,
+    generated_tokens: float,
 ) -> dict[str, float]:
     """The `performance/` metrics of a step that follow from its times.
 
     Args:
         samples: samples trained on.
         tokens: tokens trained on, prompts included.
-        seconds: durations by timer name (`total_step_time`, `policy_training`, `policy_and_reference_logprobs`, `generation`); absent or 0 gives no metric.
+        seconds: durations by timer name (`total_step_time`, `policy_training`, `policy_and_reference_logprobs`,
+            `generation`); absent or 0 gives no metric.
         num_devices: accelerators of the run.
         train_devices: accelerators that train.
         generation_devices: accelerators that generate; none while rollouts are replayed.
@@ -100,8 +121,11 @@ def throughput_metrics(
     return metrics
 
 
-def validation_metrics(rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, *, generations_per_prompt: int = 1) -> dict[str, float]:
-    """`accuracy` (mean reward), `avg_length`, and with several generations per prompt `pass_k`: the fraction of prompts with one that has the full reward of 1.
+def validation_metrics(
+    rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, *, generations_per_prompt: int = 1
+) -> dict[str, float]:
+    """`accuracy` (mean reward), `avg_length`, and with several generations per prompt `pass_k`: the fraction of prompts
+    with one that has the full reward of 1.
 
     Args:
         rewards_B: rewards; the generations of a prompt are next to each other.
@@ -127,3 +151,92 @@ def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str,
         return {}
     of_task = {name: torch.tensor([task == name for task in tasks]) for name in names}
     return {f"accuracy/{name}": rewards_B[rows].double().mean().item() for name, rows in of_task.items()}
+
+
+def step_metrics(run: GRPORun, experience: Experience[Any], result: TrainResult) -> dict[str, Any]:
+    """The `train/` metrics of a step."""
+    rows = experience.rows
+    metrics: dict[str, Any] = dict(experience.metrics)
+    in_batch = batch_metrics(rows["reward"], rows["baseline"], rows["prompt_lengths"], rows["total_lengths"])
+    if run.config.grpo.use_dynamic_sampling:
+        in_batch.pop("reward")
+    metrics |= in_batch
+    metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
+    # Metrics of several optimizer steps are sums over them; their mean is what one step looked like.
+    steps = max(1, len(result["loss"]))
+    if steps > 1:
+        averaged = {
+            "lr",
+            "wd",
+            "reward",
+            "filtered_reward",
+            "global_valid_seqs",
+            "global_valid_toks",
+            "mean_prompt_length",
+        }
+        metrics |= {
+            n: metrics[n] / steps
+            for n in result["all_mb_metrics"]
+            if n not in averaged and "_min" not in n and "_max" not in n
+        }
+    metrics["loss"] = float(result["loss"].mean())
+    metrics["grad_norm"] = result["grad_norm"]
+    metrics |= {key: result[key] for key in ("lr", "wd") if key in result}
+    return metrics
+
+
+def log_step(run: GRPORun, experience: Experience[Any], metrics: dict[str, Any], result: TrainResult) -> None:
+    """Writes metrics, times, rates and samples of the step that just completed."""
+    step, rows = run.state.step, experience.rows
+    run.logger.log_metrics(metrics, step, prefix="train")
+    if run.generation is not None:
+        run.logger.log_metrics(dict(run.control.metrics()), step, prefix="refit")
+    if run.generation is not None and run.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
+        run.logger.log_metrics(run.generation.engine_metrics(), step, prefix="generation_metrics")
+    seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
+    performance = throughput_metrics(
+        rows.size,
+        float(rows["total_lengths"].sum()),
+        seconds,
+        num_devices=run.device_count.total,
+        train_devices=run.device_count.training,
+        generation_devices=run.device_count.generation,
+        generated_tokens=float(rows["generated_lengths"].sum()),
+    )
+    performance |= _utilisation(result, seconds)
+    run.logger.log_metrics(performance, step, prefix="performance")
+    run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
+    run.progress.step_done(
+        step, reward=metrics["reward"], loss=metrics["loss"], tokens=float(rows["total_lengths"].sum())
+    )
+    if (said := run.reward_watch.observe(step, rows, metrics["global_valid_toks"])) is not None:
+        run.progress.say(said)
+
+
+def _utilisation(result: TrainResult, seconds: dict[str, float]) -> dict[str, float]:
+    if "total_flops" not in result or not seconds.get("policy_training"):
+        return {}
+    per_second = result["total_flops"] / seconds["policy_training"] / result["num_ranks"]
+    metrics = {"train_flops_per_gpu": per_second}
+    if "theoretical_tflops" in result:
+        metrics["train_fp_utilization"] = per_second / 1e12 / (result["theoretical_tflops"] / result["num_ranks"])
+    return metrics
+
+
+def log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
+    """Writes `samples/train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
+    columns = {
+        "content": "content",
+        "rewards": "rewards",
+        "input_lengths": "input_lengths",
+        "sample_mask": "sample_loss_mask",
+        "input_ids": "token_ids",
+        "token_mask": "token_loss_mask",
+        "advantages": "advantages",
+        "generation_logprobs": "generation_logprobs",
+    }
+    if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
+        columns["prev_logprobs"] = "prev_logprobs"
+    run.store.apply(
+        experience.handle, sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns)
+    )

@@ -61,12 +61,14 @@ class Refitter:
         self.pauses_s: list[float] = []
 
     def bring_to(self, version: int, timer: Timer | None = None, *, recompute_kv: bool = True) -> None:
-        """Makes generation serve `version`, awake; requests that run meanwhile stand still for one pause and go on with the new weights.
+        """Makes generation serve `version`, awake; requests that run meanwhile stand still for one pause and go on with
+        the new weights.
 
         Args:
             version: Of the policy's weights.
             timer: Takes the time of the transfer.
-            recompute_kv: Whether running requests compute their keys and values anew, and cached prefixes are forgotten.
+            recompute_kv: Whether running requests compute their keys and values anew, and cached prefixes are
+                forgotten.
 
         Raises:
             WorkerError: A worker failed.
@@ -99,7 +101,9 @@ class Refitter:
         # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.
         self.version = report = None
         try:
-            with timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
+            with (
+                timer.time("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext()
+            ):
                 report = session.run()
         finally:
             self._record.emit(finished_event(session, shards, report))

@@ -32,7 +32,11 @@ class ProcessedRewards:
 
 
 def process_rewards(
-    rewards_B: torch.Tensor, components: Mapping[str, torch.Tensor], response_lengths_B: torch.Tensor, truncated_B: torch.Tensor, cfg: GRPOConfig
+    rewards_B: torch.Tensor,
+    components: Mapping[str, torch.Tensor],
+    response_lengths_B: torch.Tensor,
+    truncated_B: torch.Tensor,
+    cfg: GRPOConfig,
 ) -> ProcessedRewards:
     """Scaling, then shaping, as far as switched on.
 
@@ -43,11 +47,18 @@ def process_rewards(
         truncated_B: whether the response was cut off.
         cfg: `reward_scaling` and `reward_shaping` are read.
     """
-    scaled = {"total": rewards_B, **{name: column for name, column in components.items() if name.startswith(COMPONENT_PREFIX)}}
+    scaled = {
+        "total": rewards_B,
+        **{name: column for name, column in components.items() if name.startswith(COMPONENT_PREFIX)},
+    }
     if cfg.reward_scaling.enabled:
         scaled = {name: scale_rewards(column, cfg.reward_scaling) for name, column in scaled.items()}
     unshaped_B = scaled.pop("total")
-    shaped_B = shape_rewards(unshaped_B, response_lengths_B, truncated_B, cfg.reward_shaping) if cfg.reward_shaping.enabled else unshaped_B
+    shaped_B = (
+        shape_rewards(unshaped_B, response_lengths_B, truncated_B, cfg.reward_shaping)
+        if cfg.reward_shaping.enabled
+        else unshaped_B
+    )
     return ProcessedRewards(shaped_B, unshaped_B, scaled)
 
 
@@ -62,15 +73,24 @@ def scale_rewards(rewards_B: torch.Tensor, cfg: RewardScalingConfig) -> torch.Te
         raise ValueError(f"grpo.reward_scaling.source_max={cfg.source_max} must be above source_min={cfg.source_min}")
     outside = int(((rewards_B < cfg.source_min) | (rewards_B > cfg.source_max)).sum())
     if outside:
-        logger.warning("rewards_clamped=%d of=%d source_min=%g source_max=%g", outside, len(rewards_B), cfg.source_min, cfg.source_max)
+        logger.warning(
+            "rewards_clamped=%d of=%d source_min=%g source_max=%g",
+            outside,
+            len(rewards_B),
+            cfg.source_min,
+            cfg.source_max,
+        )
     return cfg.target_min + (rewards_B.clamp(cfg.source_min, cfg.source_max) - cfg.source_min) / source * target
 
 
-def shape_rewards(rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, truncated_B: torch.Tensor, cfg: RewardShapingConfig) -> torch.Tensor:
+def shape_rewards(
+    rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, truncated_B: torch.Tensor, cfg: RewardShapingConfig
+) -> torch.Tensor:
     """Take reward from responses that come near the length limit (DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
 
-    `r + min(-(length - (max_response_length - buffer)) / buffer * penalty, 0)`: no floor, so a response beyond `max_response_length` loses more
-    than the penalty, as in NeMo-RL. With `stop_properly_penalty_coef`, truncated rewards are multiplied by it instead and the overlong keys are ignored.
+    `r + min(-(length - (max_response_length - buffer)) / buffer * penalty, 0)`: no floor, so a response beyond
+    `max_response_length` loses more than the penalty, as in NeMo-RL. With `stop_properly_penalty_coef`, truncated
+    rewards are multiplied by it instead and the overlong keys are ignored.
 
     Args:
         rewards_B: rewards.
@@ -85,6 +105,9 @@ def shape_rewards(rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, tru
         return torch.where(truncated_B.bool(), rewards_B * cfg.stop_properly_penalty_coef, rewards_B)
     buffer = cfg.overlong_buffer_length
     if not 0 < buffer <= cfg.max_response_length:
-        raise ValueError(f"grpo.reward_shaping.overlong_buffer_length={buffer} must lie in 1 .. max_response_length={cfg.max_response_length}")
+        raise ValueError(
+            f"grpo.reward_shaping.overlong_buffer_length={buffer} must lie in 1 .. "
+            f"max_response_length={cfg.max_response_length}"
+        )
     excess_B = response_lengths_B.to(rewards_B.dtype) - (cfg.max_response_length - buffer)
     return rewards_B + (-excess_B / buffer * cfg.overlong_buffer_penalty).clamp(max=0)

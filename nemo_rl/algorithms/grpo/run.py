@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.algorithms.grpo.control_plane import ControlPlane
+from nemo_rl.algorithms.grpo.placement import Placement
+from nemo_rl.algorithms.grpo.reward_watch import RewardWatch
 from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import MasterConfig
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss.interfaces import LossFunction
@@ -30,12 +33,22 @@ class GRPOState(RunState):
     def training_info(self) -> dict[str, Any]:
         """What a checkpoint carries."""
         reward = {"val_reward": self.val_metrics["accuracy"]} if "accuracy" in self.val_metrics else {}
-        return self.totals() | {"current_step": self.step_in_epoch, "current_epoch": self.epoch, "val_metrics": self.val_metrics, **reward}
+        return self.totals() | {
+            "current_step": self.step_in_epoch,
+            "current_epoch": self.epoch,
+            "val_metrics": self.val_metrics,
+            **reward,
+        }
 
     @classmethod
     def from_training_info(cls, info: dict[str, Any]) -> GRPOState:
         """The counters of a checkpoint."""
-        return cls.resumed(info, epoch=info["current_epoch"], step_in_epoch=info["current_step"], val_metrics=info.get("val_metrics", {}))
+        return cls.resumed(
+            info,
+            epoch=info["current_epoch"],
+            step_in_epoch=info["current_step"],
+            val_metrics=info.get("val_metrics", {}),
+        )
 
 
 @dataclass
@@ -47,7 +60,7 @@ class GRPORun:
         tokenizer: The policy's.
         policy: The trained policy.
         generation: The engines; None when rollouts are replayed and nothing validates.
-        refitter: Brings generation to the policy's version; None without generation, and where a control plane does it.
+        control: Owns the accelerators: refits, lends, and says what is saved when.
         rollouts: Where training rollouts come from.
         validation_rollouts: Where validation rollouts come from.
         store: Where a step's columns live.
@@ -61,17 +74,20 @@ class GRPORun:
         timer: Times of the current step.
         timeout: Watches `checkpointing.checkpoint_must_save_by`.
         progress: What a person watches.
+        total_steps: Of the whole run, as far as they can be known before it.
         environments: Environment actors, to be ended with the run.
+        placement: Gave the run its accelerators.
         clusters: Slots, to be given back.
         device_count: Slots of the run, and of training and generation.
         resumed_from: Checkpoint that the run goes on from.
+        reward_watch: Says when steps go by that teach nothing.
     """
 
     config: MasterConfig
     tokenizer: Any
     policy: Policy
     generation: Any
-    refitter: Refitter | None
+    control: ControlPlane
     rollouts: RolloutSource
     validation_rollouts: RolloutSource | None
     store: ExperienceStore[Any]
@@ -85,11 +101,14 @@ class GRPORun:
     timer: Timer
     timeout: TimeoutChecker
     progress: RunProgress
+    total_steps: int
     environments: dict[str, Any]
-    clusters: list[Any]
+    placement: Placement
+    clusters: list[RayVirtualCluster]
     device_count: DeviceCount
     setup_seconds: dict[str, float] = field(default_factory=dict)
     resumed_from: Path | None = None
+    reward_watch: RewardWatch = field(default_factory=RewardWatch)
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,140 @@
-"""The stages of a GRPO step on one batch, in the order in which they depend on each other.
+"""The stages between a rollout and the optimizer: rewards, masks, log-probabilities, advantages, training.
 
-Each stage exists here once; drivers differ only in when they call it. Row stages work on small columns in the driver,
-token stages go through the store. Knows no loader, no engine and no loop. Invariant: what a stage computes does not
-depend on which store holds the rows or on which driver calls it.
+Each stage is a plain function on an `Experience`, whose rows lie in the driver and whose tokens lie in a store. Drivers
+decide when a stage runs; `whole_batch_stages` says which stages need all groups of a step at once. Invariants: a mask
+only ever loses samples, and a masked sample keeps its place in its group's baseline; a sample of one weight version
+keeps all of its tokens under every staleness policy.
+
+Shapes: B samples, S tokens of a padded row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 import torch
 
-from nemo_rl.algorithms.grpo.advantages import compute_advantages, row_advantages
-from nemo_rl.algorithms.grpo.baselines import group_ids, group_statistics
-from nemo_rl.algorithms.grpo.masks import mask_by_sequence_error, overlong_filter, sequence_error_stage, skipped_sequence_error_metrics
-from nemo_rl.algorithms.grpo.positive_examples import positive_example_columns
+from nemo_rl.algorithms.grpo.advantages import (
+    ApplyStage,
+    compute_advantages,
+    group_ids,
+    group_statistics,
+    row_advantages,
+)
 from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data_plane.schema import columns_of_others
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import ExperienceStore, Handle
+from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.loss.normalization import masked_mean
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
 from nemo_rl.utils.timer import Timer
+
+
+def overlong_filter(sample_mask_B: torch.Tensor, truncated_B: torch.Tensor) -> torch.Tensor:
+    """`grpo.overlong_filtering`: no loss from truncated samples."""
+    return torch.where(truncated_B.bool(), 0, sample_mask_B)
+
+
+def mask_sample_filter(sample_mask_B: torch.Tensor, flagged_B: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    """No loss from samples the environment asks to mask; with the metric `num_mask_sample_filtered`."""
+    newly = flagged_B.bool() & (sample_mask_B != 0)
+    return torch.where(flagged_B.bool(), 0, sample_mask_B), {"num_mask_sample_filtered": float(newly.sum())}
+
+
+def sequence_error_stage() -> TokenStage:
+    """The stage behind `mask_by_sequence_error`; its row is `seq_mult_prob_error` [B], the mean over trained tokens of
+    exp|g - o|.
+    """
+    return TokenStage(sequence_error, reads=("prev_logprobs", "generation_logprobs", "token_mask"))
+
+
+def sequence_error(columns: BatchedDataDict) -> StageOutput:
+    """How far the probabilities of both engines lie apart on each row's own trained tokens: 1 when they agree."""
+    mask = columns["token_mask"][:, 1:]
+    gap = torch.where(mask != 0, columns["generation_logprobs"][:, 1:] - columns["prev_logprobs"][:, 1:], 0)
+    return StageOutput(columns={}, rows={"seq_mult_prob_error": masked_mean(gap.abs().exp(), mask, dim=-1)})
+
+
+def mask_by_sequence_error(
+    error_B: torch.Tensor, sample_mask_B: torch.Tensor, rewards_B: torch.Tensor, threshold: float | None
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """`grpo.seq_logprob_error_threshold`: no loss from samples above it.
+
+    Args:
+        error_B: `seq_mult_prob_error` of the stage.
+        sample_mask_B: 0 for samples that already give no loss; they do not count in the metrics.
+        rewards_B: rewards, 1 meaning correct.
+        threshold: None masks nothing but still measures.
+
+    Returns:
+        The new mask, and the metrics of the error before and after.
+    """
+    valid_B = sample_mask_B != 0
+    # An error that is not a number is no agreement either.
+    bad_B = valid_B & ~(error_B <= threshold) if threshold is not None else torch.zeros_like(valid_B)
+    masked = int(bad_B.sum())
+    return torch.where(bad_B, 0, sample_mask_B), {
+        **_extent("seq_mult_prob_error", error_B[valid_B]),
+        **_extent("seq_mult_prob_error_after_mask", error_B[valid_B & ~bad_B]),
+        "num_masked_seqs_by_logprob_error": float(masked),
+        "masked_correct_pct": float((rewards_B[bad_B] == 1).sum()) / masked if masked else 0.0,
+    }
+
+
+def skipped_sequence_error_metrics() -> dict[str, float]:
+    """Zeros under the names of `mask_by_sequence_error`, for steps that skip the pass it needs."""
+    none = torch.zeros(0)
+    return mask_by_sequence_error(none, none, none, None)[1]
+
+
+def _extent(name: str, values: torch.Tensor) -> dict[str, float]:
+    if not len(values):
+        return {f"{kind}_{name}": 0.0 for kind in ("max", "mean", "min")}
+    return {
+        f"max_{name}": values.max().item(),
+        f"mean_{name}": values.mean().item(),
+        f"min_{name}": values.min().item(),
+    }
+
+
+def positive_example_columns(
+    apply: ApplyStage,
+    rewards_B: torch.Tensor,
+    sample_mask_B: torch.Tensor,
+    loss_cfg: ClippedPGLossConfig,
+    global_batch_size: int,
+) -> Mapping[str, torch.Tensor]:
+    """The column `positive_nll_scale` [B], or none where the loss has no such term.
+
+    Args:
+        apply: runs a stage on the batch, which holds `token_mask`.
+        rewards_B: processed rewards.
+        sample_mask_B: 0 for rows without loss.
+        loss_cfg: `positive_example_nll_weight` and `token_level_loss` are read.
+        global_batch_size: rows of one optimizer step.
+    """
+    if not loss_cfg.positive_example_nll_weight:
+        return {}
+    tokens_B = apply(TokenStage(trained_tokens, reads=("token_mask",)))["trained_tokens"]
+    scale_B = positive_nll_scale(
+        rewards_B,
+        tokens_B,
+        sample_mask_B,
+        token_level_loss=loss_cfg.token_level_loss,
+        global_batch_size=global_batch_size,
+    )
+    return {"positive_nll_scale": scale_B}
+
+
+def trained_tokens(columns: BatchedDataDict) -> StageOutput:
+    """Tokens of each row that a next-token loss sees."""
+    return StageOutput(columns={}, rows={"trained_tokens": columns["token_mask"][:, 1:].sum(-1)})
 
 
 @dataclass
@@ -56,7 +167,9 @@ def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
     # Shaping makes equal answers differ by their length; groups are judged by what the environment said.
     rows["std"] = group_statistics(processed.unshaped_B, groups_B, valid_B, leave_one_out=leave_one_out).std_B
     # Advantages belong to whole groups: dynamic sampling may drop single rows of one afterwards.
-    rows["row_advantages"] = row_advantages(cfg.adv_estimator, processed.rewards_B, processed.components, groups_B, valid_B)
+    rows["row_advantages"] = row_advantages(
+        cfg.adv_estimator, processed.rewards_B, processed.components, groups_B, valid_B
+    )
 
 
 def filter_rows(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
@@ -76,37 +189,72 @@ def needs_reference_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> 
 
 
 def compute_logprobs(
-    experience: Experience[Handle], store: ExperienceStore[Handle], policy: PolicyInterface, cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig, timer: Timer
+    experience: Experience[Handle],
+    store: ExperienceStore[Handle],
+    policy: PolicyInterface,
+    cfg: GRPOConfig,
+    loss_cfg: ClippedPGLossConfig,
+    timer: Timer,
 ) -> None:
     """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read."""
     handle: Any = experience.handle
     if needs_previous_logprobs(cfg, loss_cfg):
-        experience.handle = store.commit(experience.handle, policy.get_logprobs(handle, timer=timer), prev_logprobs="logprobs")
+        experience.handle = store.commit(
+            experience.handle, policy.get_logprobs(handle, timer=timer), prev_logprobs="logprobs"
+        )
     if needs_reference_logprobs(cfg, loss_cfg):
         result = policy.get_reference_policy_logprobs(handle, timer=timer)
         experience.handle = store.commit(experience.handle, result, reference_policy_logprobs="reference_logprobs")
 
 
 def mask_and_weigh(
-    experience: Experience[Handle], store: ExperienceStore[Handle], cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig, global_batch_size: int
+    experience: Experience[Handle],
+    store: ExperienceStore[Handle],
+    cfg: GRPOConfig,
+    loss_cfg: ClippedPGLossConfig,
+    global_batch_size: int,
+    first_row: int = 0,
 ) -> None:
-    """Masks samples whose engines disagree, then writes `sample_mask`, `advantages` and the weight of correct answers, if the loss has one."""
+    """Masks samples whose engines disagree, then writes `sample_mask`, `advantages` and the weight of correct answers,
+    if the loss has one. `first_row` numbers the samples of a part within their step.
+    """
     rows = experience.rows
     if needs_previous_logprobs(cfg, loss_cfg):
         error_B = store.apply(experience.handle, sequence_error_stage())["seq_mult_prob_error"]
-        rows["sample_mask"], metrics = mask_by_sequence_error(error_B, rows["sample_mask"], rows["reward"], cfg.seq_logprob_error_threshold)
+        rows["sample_mask"], metrics = mask_by_sequence_error(
+            error_B, rows["sample_mask"], rows["reward"], cfg.seq_logprob_error_threshold
+        )
     else:
         metrics = skipped_sequence_error_metrics()
     experience.metrics.update(metrics)
-    columns = {"sample_mask": rows["sample_mask"], "row_advantages": rows["row_advantages"], "rewards": rows["reward"], "sample_index": torch.arange(rows.size)}
-    columns |= positive_example_columns(lambda stage: store.apply(experience.handle, stage), rows["reward"], rows["sample_mask"], loss_cfg, global_batch_size)
+    columns = {
+        "sample_mask": rows["sample_mask"],
+        "row_advantages": rows["row_advantages"],
+        "rewards": rows["reward"],
+        "sample_index": torch.arange(first_row, first_row + rows.size),
+    }
+    columns |= positive_example_columns(
+        lambda stage: store.apply(experience.handle, stage),
+        rows["reward"],
+        rows["sample_mask"],
+        loss_cfg,
+        global_batch_size,
+    )
     experience.handle = store.update(experience.handle, columns)
     experience.metrics.update(compute_advantages(lambda stage: store.apply(experience.handle, stage), cfg, loss_cfg))
 
 
 def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
     """The columns that training reads."""
-    columns = ["input_ids", "input_lengths", "generation_logprobs", "token_mask", "sample_mask", "advantages", "sample_index"]
+    columns = [
+        "input_ids",
+        "input_lengths",
+        "generation_logprobs",
+        "token_mask",
+        "sample_mask",
+        "advantages",
+        "sample_index",
+    ]
     if needs_previous_logprobs(cfg, loss_cfg):
         columns.append("prev_logprobs")
     if needs_reference_logprobs(cfg, loss_cfg):
@@ -126,6 +274,75 @@ def train(
     timer: Timer,
 ) -> TrainResult:
     """One `policy.train` on the batch; columns that no stage knows go along, for the model and for losses of users."""
+    return policy.train(columns_to_train(experience, store, cfg, loss_cfg), loss_fn, timer=timer)
+
+
+def columns_to_train(
+    experience: Experience[Handle], store: ExperienceStore[Handle], cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig
+) -> Any:
+    """The batch with the columns that training reads, and those that no stage knows."""
     columns = [*train_columns(cfg, loss_cfg), *columns_of_others(store.columns(experience.handle))]
-    data: Any = store.select_columns(experience.handle, columns)
-    return policy.train(data, loss_fn, timer=timer)
+    return store.select_columns(experience.handle, columns)
+
+
+StalenessPolicy = Literal["importance", "mask", "drop"]
+"""What a sample is worth that several weight versions made, or older ones than the step starts from: corrected by the
+loss, its older tokens masked, or dropped."""
+
+
+def newest_tokens_only(columns: BatchedDataDict[Any]) -> StageOutput:
+    """Masks tokens of versions older than their row's newest; `masked_tokens` per row."""
+    mask_BS, versions_BS = columns["token_mask"], columns["token_versions"]
+    trained_BS = mask_BS != 0
+    newest_B = torch.where(trained_BS, versions_BS, -1).amax(dim=1)
+    kept_BS = trained_BS & (versions_BS == newest_B[:, None])
+    return StageOutput(
+        {"token_mask": mask_BS * kept_BS.to(mask_BS.dtype)}, {"masked_tokens": (trained_BS & ~kept_BS).sum(dim=1)}
+    )
+
+
+def judge_versions(experience: Experience[Any], store: ExperienceStore[Any], rule: StalenessPolicy, step: int) -> None:
+    """Applies the rule to a step's batch, in place, and adds its metrics.
+
+    Args:
+        experience: With `weight_version`, `newest_version` and `mixed_kv` rows.
+        store: Holds its token columns.
+        rule: `grpo.async_grpo.mixed_versions`.
+        step: Version of the weights that the step starts from.
+    """
+    rows = experience.rows
+    oldest_B, newest_B = rows["weight_version"], rows["newest_version"]
+    mixed_B = oldest_B != newest_B
+    lag_B = (step - oldest_B)[oldest_B >= 0].double()
+    experience.metrics |= {
+        "lag/mean": float(lag_B.mean()) if len(lag_B) else 0.0,
+        "lag/max": float(lag_B.max()) if len(lag_B) else 0.0,
+        "mixed_share": float(mixed_B.double().mean()),
+        "mixed_kv_share": float(rows["mixed_kv"].double().mean()),
+        "dropped_share": 0.0,
+    }
+    if rule == "drop":
+        rows["sample_mask"] = rows["sample_mask"] * (~mixed_B).to(rows["sample_mask"].dtype)
+        experience.metrics["dropped_share"] = float(mixed_B.double().mean())
+    elif rule == "mask" and bool(mixed_B.any()):
+        masked_B = store.apply(
+            experience.handle, TokenStage(newest_tokens_only, ("token_mask", "token_versions"), ("token_mask",))
+        )["masked_tokens"]
+        experience.metrics["dropped_share"] = float(masked_B.sum() / rows["generated_lengths"].sum().clamp(min=1))
+
+
+def whole_batch_stages(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> dict[str, str]:
+    """Stages that need all groups of a step at once, by the key that makes them so; every other stage is group-local.
+
+    A driver that trains on groups as they finish must wait for the last group before such a stage, or refuse the key.
+    """
+    found: dict[str, str] = {}
+    if cfg.use_dynamic_sampling:
+        found["grpo.use_dynamic_sampling"] = "dynamic sampling fills a step from whole generation batches"
+    if cfg.adv_estimator.name == "reinforce_plus_plus":
+        found["grpo.adv_estimator.name"] = "reinforce_plus_plus whitens advantages over all trained tokens of the step"
+    if cfg.adv_estimator.name == "gdpo":
+        found["grpo.adv_estimator.name"] = "gdpo standardises advantages over all samples of the step"
+    if loss_cfg.positive_example_nll_weight:
+        found["loss_fn.positive_example_nll_weight"] = "the weight of correct answers counts them over the global batch"
+    return found

@@ -1,4 +1,4 @@
-"""What every driver does once a step has made new weights: count it, record it, and see what is due.
+"""What follows once a step has made new weights: count it, record it, see what is due, save it.
 
 Knows the run's counters and configuration, not how the step came about. Invariant: the version of the weights is the
 number of completed steps.
@@ -6,19 +6,78 @@ number of completed steps.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.sources import ExperienceSource
 from nemo_rl.algorithms.grpo.stages import Experience
-from nemo_rl.algorithms.grpo.validation import validate
-from nemo_rl.utils.checkpoint_retention import UnknownMetric, should_save
+from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
+from nemo_rl.utils.checkpoint_retention import UnknownMetric, ranking_metric
 from nemo_rl.utils.record_events import GroupTrained, StepFinished
 
-logger = logging.getLogger(__name__)
+
+@dataclass
+class CompletedStep:
+    """What is known of a step that has made new weights.
+
+    Attributes:
+        metrics: Of its training.
+        val_metrics: Of its validation, if it had one.
+        saved: Whether its weights are in a checkpoint.
+        stops_early: Whether validation has reached its threshold.
+        timed_out: Whether `checkpointing.checkpoint_must_save_by` has come.
+    """
+
+    metrics: dict[str, Any]
+    val_metrics: dict[str, float] | None = None
+    saved: bool = False
+    stops_early: bool = False
+    timed_out: bool = False
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether no further step follows."""
+        return self.stops_early or self.timed_out
+
+
+def save_step(run: GRPORun, source: ExperienceSource, done: CompletedStep) -> None:
+    """Snapshots the run after a completed step; files are finished in the background.
+
+    Raises:
+        CheckpointError: The directory cannot be written, or the previous checkpoint failed.
+    """
+    with run.timer.time("checkpointing"):
+        save_checkpoint(run, done.metrics, done.val_metrics, loader=source.loader(), also=source.saved())
+    done.saved = True
+
+
+def save_checkpoint(
+    run: GRPORun,
+    train_metrics: Mapping[str, float],
+    val_metrics: Mapping[str, float] | None,
+    *,
+    loader: Any,
+    also: Mapping[str, Any],
+) -> None:
+    """Snapshots the run after a completed step; files are finished in the background.
+
+    Args:
+        run: The run.
+        train_metrics: Of the step.
+        val_metrics: Of the last validation, if the step had one.
+        loader: Whose state is saved.
+        also: Further files by name.
+
+    Raises:
+        CheckpointError: The directory cannot be written, or the previous checkpoint failed.
+    """
+    info = run.state.training_info() | ranking_metric(
+        run.config.checkpointing, run.state.step, train=train_metrics, val=val_metrics
+    )
+    begin_checkpoint(run.checkpointer, run.policy, loader, run.state.step, info, run.config, also)
 
 
 def complete_step(run: GRPORun, experience: Experience[Any]) -> None:
@@ -32,40 +91,6 @@ def complete_step(run: GRPORun, experience: Experience[Any]) -> None:
     state.step_in_epoch += 1
     state.consumed_samples += run.config.grpo.num_prompts_per_step
     state.total_valid_tokens += int(rows["generated_lengths"][rows["sample_mask"] != 0].sum())
-
-
-@dataclass
-class LastStep:
-    """What is known of the newest completed step when the prompts end before the step after it is full.
-
-    Attributes:
-        metrics: Of its training.
-        val_metrics: Of its validation, if it had one.
-        saved: Whether its weights are in a checkpoint.
-        ends_run: Whether the run ends with it for another reason.
-    """
-
-    metrics: dict[str, Any]
-    val_metrics: dict[str, float] | None
-    saved: bool
-    ends_run: bool = False
-
-
-def end_with(run: GRPORun, last: LastStep | None, save: Callable[[LastStep], None]) -> None:
-    """Does for the newest step what only the last one gets: with dynamic sampling nobody knew that it would be.
-
-    Args:
-        run: The run.
-        last: Its newest step; None when it made none.
-        save: Writes its checkpoint.
-    """
-    logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
-    if last is None:
-        return
-    if last.val_metrics is None and validation_due(run, is_last=True):
-        last.val_metrics = validate(run, run.state.step)
-    if not last.saved and should_save(run.state.step, run.config.checkpointing, is_last=True):
-        save(last)
 
 
 def validation_due(run: GRPORun, *, is_last: bool) -> bool:
@@ -82,7 +107,7 @@ def early_stop(run: GRPORun, val_metrics: dict[str, float] | None) -> bool:
     Raises:
         UnknownMetric: Validation has no such metric.
     """
-    name, threshold = run.config.grpo.stop_at_validation_metric, run.config.grpo.stop_at_validation_metric_threshold
+    name, threshold = run.config.grpo.stop_at_validation_metric, run.config.grpo.stop_at_validation_threshold
     if name is None or threshold is None or val_metrics is None:
         return False
     short = name.removeprefix("val:").removeprefix("validation/")

@@ -1,12 +1,13 @@
 """Validation: rolls held-out prompts out with the validation sampling and reports accuracy.
 
-Uses the same rollouts as training and no training state. Invariant: exactly floor(max_val_samples / val_batch_size)
-batches run, each drawn with the same seeds at every validation.
+Uses the same rollouts as training and no training state. Invariant: floor(max_val_samples / val_batch_size) batches, at
+least one, run, each drawn with the same seeds at every validation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,9 +15,22 @@ import torch
 from nemo_rl.algorithms.grpo.collect import validation_plan
 from nemo_rl.algorithms.grpo.metrics import accuracy_by_task, validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.utils.logger import print_message_log_samples
+
+
+def batch_size(grpo: GRPOConfig, prompts: int) -> int:
+    """Prompts of one validation batch, of a validation set of `prompts`."""
+    return min(size for size in (grpo.val_batch_size, grpo.max_val_samples, prompts) if size is not None)
+
+
+def batches_to_run(grpo: GRPOConfig, batches: int) -> int:
+    """How many of the validation set's batches one validation runs."""
+    if grpo.max_val_samples is None:
+        return batches
+    return max(1, grpo.max_val_samples // (grpo.val_batch_size or grpo.max_val_samples))
 
 
 @dataclass(frozen=True)
@@ -33,29 +47,38 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     """Runs validation and logs it under step `step` (0: before training).
 
     Returns:
-        `accuracy`, `avg_length`, with several generations per prompt `pass_k`, and with several tasks `accuracy/<task>` of each.
+        `accuracy`, `avg_length`, with several generations per prompt `pass_k`, and with several tasks `accuracy/<task>`
+        of each.
 
     Raises:
-        ValueError: There is no validation data, or not one full batch.
+        ValueError: There is no validation data.
     """
     cfg = run.config.grpo
     if run.val_loader is None or run.validation_rollouts is None:
         raise ValueError(
-            "validation needs data.validation (or data.train.split_validation_size); set it, or switch val_period, val_at_start and val_at_end off"
+            "validation needs data.validation (or data.train.split_validation_size); set it, or switch "
+            "val_period, val_at_start and val_at_end off"
         )
     run.progress.phase("validation")
     with run.timer.time("total_validation_time"):
-        if run.refitter is not None:
-            run.refitter.bring_to(run.state.step, run.timer)
-        done = _roll_out_all(run, step)
+        run.control.serve(run.state.step)
+        size = cfg.val_batch_size or cfg.max_val_samples or 1
+        groups = batches_to_run(cfg, len(run.val_loader)) * size
+        with run.control.demand(run.state.step, groups, 0, "validation"):
+            done = _roll_out_all(run, step)
     metrics = validation_metrics(done.rewards, done.lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
     metrics |= accuracy_by_task(done.rewards, done.tasks)
     run.logger.log_metrics(metrics, step, prefix="validation")
-    run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation")
-    run.progress.validated(metrics["accuracy"])
+    run.logger.log_metrics(
+        {"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation"
+    )
+    graded = bool(((done.rewards != 0) & (done.rewards != 1)).any())
+    run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy")
     if done.texts:
         shown = [[{"role": "sample", "content": text}] for text in done.texts]
-        print_message_log_samples(shown, done.rewards.tolist(), run.config.logger.num_val_samples_to_print, step, run.progress.console)
+        print_message_log_samples(
+            shown, done.rewards.tolist(), run.config.logger.num_val_samples_to_print, step, run.progress.console
+        )
     run.state.val_metrics = metrics
     return metrics
 
@@ -83,12 +106,4 @@ def _roll_out_all(run: GRPORun, step: int) -> _Validated:
 
 
 def _batches(run: GRPORun) -> list[Any]:
-    wanted = run.config.grpo.max_val_samples // run.config.grpo.val_batch_size
-    batches: list[Any] = []
-    for batch in run.val_loader:
-        if len(batches) == wanted:
-            break
-        batches.append(batch)
-    if not batches:
-        raise ValueError(f"grpo.max_val_samples={run.config.grpo.max_val_samples} holds no batch of grpo.val_batch_size={run.config.grpo.val_batch_size}")
-    return batches
+    return list(islice(run.val_loader, batches_to_run(run.config.grpo, len(run.val_loader))))

@@ -1,8 +1,5 @@
-"""NeMo-RL's import path for the loss interface, which lives in `nemo_rl.loss.interfaces`.
+"""NeMo-RL's import path for the loss interface; see `nemo_rl.compat.names`."""
 
-Holds nothing of its own.
-"""
+from nemo_rl.lazy import names_of
 
-from nemo_rl.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
-
-__all__ = ["LossFunction", "LossInputType", "LossType", "MetricNormalizer"]
+__getattr__, __dir__ = names_of(__name__)

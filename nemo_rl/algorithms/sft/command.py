@@ -1,4 +1,5 @@
-"""The command line of an SFT run. Knows which set-up, driver and end belong to SFT; the rest is `nemo_rl.algorithms.launch`.
+"""The command line of an SFT run. Knows which set-up, driver and end belong to SFT; the rest is
+`nemo_rl.algorithms.launch`.
 
 Invariant: a mistake in the configuration is reported before Ray or torch is imported.
 """

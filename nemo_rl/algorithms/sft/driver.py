@@ -1,26 +1,22 @@
 """The SFT driver: one optimizer step per batch, validation loss, checkpoints.
 
-Decides only when things happen. Invariant: a step either completes (weights and counters agree) or raises with the weights
-of the step before.
+Decides only when things happen. Invariant: a step either completes (weights and counters agree) or raises with the
+weights of the step before.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
-from nemo_rl.algorithms.run_checkpoint import WEIGHTS, begin_checkpoint
+from nemo_rl.algorithms.run_checkpoint import begin_checkpoint, name_latest
 from nemo_rl.algorithms.sft.run import SFTRun
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.checkpoint_retention import ranking_metric, should_save
 
 logger = logging.getLogger(__name__)
-
-LATEST = "latest"
 
 
 def sft_train(run: SFTRun) -> None:
@@ -49,7 +45,7 @@ def sft_train(run: SFTRun) -> None:
             break
     run.checkpointer.finalize_pending()
     if run.config.checkpointing.enabled:
-        _name_latest(run)
+        name_latest(run.checkpointer)
 
 
 def _batches(run: SFTRun) -> Iterator[BatchedDataDict[Any]]:
@@ -93,19 +89,27 @@ def validate(run: SFTRun) -> dict[str, float]:
             if 0 < cfg.val_batches <= index:
                 break
             whole = _filled(batch, cfg.val_global_batch_size)
-            result = run.policy.train(whole, run.loss_fn, eval_mode=True, gbs=cfg.val_global_batch_size, mbs=cfg.val_micro_batch_size)
+            result = run.policy.train(
+                whole, run.loss_fn, eval_mode=True, gbs=cfg.val_global_batch_size, mbs=cfg.val_micro_batch_size
+            )
             valid = result["all_mb_metrics"]["global_valid_toks"][0]
             total += float(result["loss"].mean()) * valid
             tokens += valid
     run.state.val_metrics = {"val_loss": total / max(tokens, 1.0)}
     run.logger.log_metrics(run.state.val_metrics, run.state.step, prefix="validation")
-    run.logger.log_metrics({"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, run.state.step, prefix="timing/validation")
+    run.logger.log_metrics(
+        {"total_validation_time": run.timer.reduce("total_validation_time", "sum")},
+        run.state.step,
+        prefix="timing/validation",
+    )
     run.progress.validated(run.state.val_metrics["val_loss"], name="val_loss")
     return run.state.val_metrics
 
 
 def _filled(batch: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
-    """The batch with copies of its first row, masked out, until it has `rows` rows: the last batch is counted too, and divides over ranks."""
+    """The batch with copies of its first row, masked out, until it has `rows` rows: the last batch is counted too, and
+    divides over ranks.
+    """
     missing = rows - batch.size
     if missing <= 0:
         return batch
@@ -120,7 +124,9 @@ def _validation_due(run: SFTRun) -> bool:
 
 
 def _save(run: SFTRun, metrics: dict[str, Any], val_metrics: dict[str, float] | None) -> None:
-    info = run.state.training_info() | ranking_metric(run.config.checkpointing, run.state.step, train=metrics, val=val_metrics)
+    info = run.state.training_info() | ranking_metric(
+        run.config.checkpointing, run.state.step, train=metrics, val=val_metrics
+    )
     begin_checkpoint(run.checkpointer, run.policy, run.train_loader, run.state.step, info, run.config)
 
 
@@ -131,14 +137,3 @@ def _log_step(run: SFTRun, batch: BatchedDataDict[Any], metrics: dict[str, Any])
     run.logger.log_metrics({"tokens_per_sec": tokens / seconds["total_step_time"]}, step, prefix="performance")
     run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
     run.progress.step_done(step, loss=metrics["loss"], tokens=tokens)
-
-
-def _name_latest(run: SFTRun) -> None:
-    """Points `<checkpoint_dir>/latest` at the newest weights, in one rename, so that a later run can name them without knowing the step."""
-    newest = run.checkpointer.get_latest_checkpoint_path()
-    if newest is None:
-        return
-    link, aside = newest.parent / LATEST, newest.parent / f".{LATEST}"
-    aside.unlink(missing_ok=True)
-    os.symlink(Path(newest.name) / WEIGHTS, aside, target_is_directory=True)
-    aside.replace(link)

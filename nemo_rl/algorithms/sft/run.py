@@ -1,7 +1,7 @@
 """Everything one SFT run consists of, as one named object, and the counters that a checkpoint carries.
 
-Holds references only; what is done with them is the driver's business. Invariant: `state.step` is the number of optimizer
-steps behind the policy's weights.
+Holds references only; what is done with them is the driver's business. Invariant: `state.step` is the number of
+optimizer steps behind the policy's weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class SFTState(RunState):
     @classmethod
     def from_training_info(cls, info: dict[str, Any]) -> SFTState:
         """The counters of a checkpoint."""
-        return cls.resumed(info, epoch=info["epoch"], step_in_epoch=info["step"], val_metrics={key: info[key] for key in ("val_loss",) if key in info})
+        return cls.resumed(
+            info,
+            epoch=info["epoch"],
+            step_in_epoch=info["step"],
+            val_metrics={key: info[key] for key in ("val_loss",) if key in info},
+        )
 
 
 @dataclass

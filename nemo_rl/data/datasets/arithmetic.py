@@ -1,7 +1,8 @@
-"""Arithmetic problems made from nothing: `12+7=` with the answer `19`, distinct, seeded, and with a hold-out that training never sees.
+"""Arithmetic problems made from nothing: `12+7=` with the answer `19`, distinct, seeded, and with a hold-out that
+training never sees.
 
-Decides which problems there are; needs no file and no network. Invariant: the same parameters give the same problems in the same order,
-and no held-out problem is a training problem, not even with its operands swapped.
+Decides which problems there are; needs no file and no network. Invariant: the same parameters give the same problems in
+the same order, and no held-out problem is a training problem, not even with its operands swapped.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Problem:
         return Problem(self.right, self.sign, self.left) if self.sign in _COMMUTES else self
 
 
-def arithmetic_problems(num_problems: int, held_out: int, max_operand: int, operators: tuple[str, ...], seed: int) -> tuple[list[Problem], list[Problem]]:
+def arithmetic_problems(
+    num_problems: int, held_out: int, max_operand: int, operators: tuple[str, ...], seed: int
+) -> tuple[list[Problem], list[Problem]]:
     """Distinct training problems and distinct held-out problems.
 
     Args:
@@ -59,21 +62,29 @@ def arithmetic_problems(num_problems: int, held_out: int, max_operand: int, oper
     for sign in operators:
         if sign not in _OPERATORS:
             raise DataError(f"operators: {sign!r} is not one of {', '.join(_OPERATORS)}")
-    universe = [Problem(a, sign, b) for sign in dict.fromkeys(operators) for a in range(max_operand + 1) for b in range(max_operand + 1)]
+    universe = [
+        Problem(a, sign, b)
+        for sign in dict.fromkeys(operators)
+        for a in range(max_operand + 1)
+        for b in range(max_operand + 1)
+    ]
     random.Random(seed).shuffle(universe)
     kept = universe[:held_out]
     taken = {*kept, *(problem.mirrored for problem in kept)}
     train = [problem for problem in universe[held_out:] if problem not in taken][:num_problems]
     if len(kept) < held_out or len(train) < num_problems:
         raise DataError(
-            f"arithmetic: operands up to {max_operand} and operators {' '.join(operators)} give {len(universe)} distinct problems, "
+            f"arithmetic: operands up to {max_operand} and operators {' '.join(operators)} give "
+            f"{len(universe)} distinct problems, "
             f"too few for num_problems {num_problems} and held_out {held_out}; raise max_operand"
         )
     return train, kept
 
 
 class _Slips:
-    """Answers as a careless hand writes them: some with one more digit. A model that learns from them knows more than it shows."""
+    """Answers as a careless hand writes them: some with one more digit. A model that learns from them knows more than
+    it shows.
+    """
 
     def __init__(self, fraction: float, seed: int) -> None:
         self._fraction = fraction
@@ -93,12 +104,17 @@ class ArithmeticDataset(RawDataset):
         from datasets import Dataset
 
         split = split_of(config, key)
-        train, held_out = arithmetic_problems(config.num_problems, config.held_out, config.max_operand, tuple(config.operators), config.seed)
+        train, held_out = arithmetic_problems(
+            config.num_problems, config.held_out, config.max_operand, tuple(config.operators), config.seed
+        )
         problems = train if split == "train" else held_out
         slips = _Slips(config.slips if split == "train" else 0.0, config.seed)
         if not problems:
             raise DataError(f"arithmetic: split {split} is empty; held_out is {config.held_out}")
         self.task_name = task_name
         self.dataset = Dataset.from_dict(
-            {"messages": [conversation(problem.question, slips.written(problem.answer)) for problem in problems], "task_name": [task_name] * len(problems)}
+            {
+                "messages": [conversation(problem.question, slips.written(problem.answer)) for problem in problems],
+                "task_name": [task_name] * len(problems),
+            }
         )

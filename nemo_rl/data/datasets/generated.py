@@ -1,6 +1,8 @@
-"""What datasets that are generated, not read, have in common: two disjoint splits, their own processor, and settings that are checked.
+"""What datasets that are generated, not read, have in common: two disjoint splits, their own processor, and settings
+that are checked.
 
-Knows no task. Invariant: the same settings give the same rows in the same order, and no held-out problem is a training problem.
+Knows no task. Invariant: the same settings give the same rows in the same order, and no held-out problem is a training
+problem.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def split_of(config: DatasetConfig, key: str) -> str:
     """
     split = config.split or "train"
     if split not in SPLITS:
-        raise DataError(f"{key}.split: {config.dataset_name} has no split {split!r}.{did_you_mean(split, SPLITS)} It has {', '.join(SPLITS)}")
+        raise DataError(
+            f"{key}.split: {config.dataset_name} has no split {split!r}.{did_you_mean(split, SPLITS)} It has "
+            f"{', '.join(SPLITS)}"
+        )
     return split
 
 
@@ -80,7 +85,8 @@ def checked_settings(kind: type[Settings], config: DatasetConfig, key: str) -> S
 
 
 def distinct_split(problems: Iterable[tuple[Problem, str]], config: DatasetConfig, key: str) -> list[Problem]:
-    """The problems of the wanted split: the first `held_out` distinct ones are kept for validation, the next `num_problems` are for training.
+    """The problems of the wanted split: the first `held_out` distinct ones are kept for validation, the next
+    `num_problems` are for training.
 
     Args:
         problems: problems with their texts; equal texts are the same problem.
@@ -98,7 +104,8 @@ def distinct_split(problems: Iterable[tuple[Problem, str]], config: DatasetConfi
             break
     if len(seen) < wanted:
         raise DataError(
-            f"{key}: {config.dataset_name} gives {len(seen)} distinct problems with these settings, too few for num_problems {config.num_problems} and "
+            f"{key}: {config.dataset_name} gives {len(seen)} distinct problems with these settings, too few "
+            f"for num_problems {config.num_problems} and "
             f"held_out {config.held_out}; lower them or widen task_config"
         )
     rows = list(seen.values())

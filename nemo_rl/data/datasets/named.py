@@ -1,7 +1,7 @@
 """The datasets that are known by name: where their rows are, and which columns hold the problem and the answer.
 
-One line per dataset that is a table of questions and answers; a function for each that is not. Knows no tokenizer. Every name also reads
-rows of the same columns from `data_path`, so that a copy on disk needs no network.
+One line per dataset that is a table of questions and answers; a function for each that is not. Knows no tokenizer.
+Every name also reads rows of the same columns from `data_path`, so that a copy on disk needs no network.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.datasets.conversations import helpsteer3, open_assistant, with_messages
+from nemo_rl.data.datasets.choices import boxed_solutions, gpqa, mmlu, mmlu_pro
+from nemo_rl.data.datasets.conversations import helpsteer3, open_assistant, openai_format, with_messages
 from nemo_rl.data.datasets.raw import Messages, RawDataset, Row, as_messages, conversation, kept, with_conversations
 from nemo_rl.data.errors import DataError
+from nemo_rl.data.processors import get_processor
 from nemo_rl.data.sources import read_rows, require_column
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Convert = Callable[["Dataset", str, str], "Dataset"]  # (rows, task name, dotted key) -> rows with messages and task_name
+Convert = Callable[
+    ["Dataset", str, str], "Dataset"
+]  # (rows, task name, dotted key) -> rows with messages and task_name
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,11 @@ class Source:
 def _gsm8k(rows: Dataset, task_name: str, key: str) -> Dataset:
     _require(rows, ("question", "answer"), key)
     # GSM8K ends each solution with `#### answer`, thousands separated by commas.
-    return with_conversations(rows, task_name, lambda row: conversation(row["question"], row["answer"].rpartition("####")[2].strip().replace(",", "")))
+    return with_conversations(
+        rows,
+        task_name,
+        lambda row: conversation(row["question"], row["answer"].rpartition("####")[2].strip().replace(",", "")),
+    )
 
 
 def _dapo(rows: Dataset, task_name: str, key: str) -> Dataset:
@@ -59,7 +69,9 @@ def _dapo(rows: Dataset, task_name: str, key: str) -> Dataset:
         return new
 
     return with_conversations(
-        kept(rows, first_time), task_name, lambda row: conversation(row["prompt"][0]["content"], str(row["reward_model"]["ground_truth"]))
+        kept(rows, first_time),
+        task_name,
+        lambda row: conversation(row["prompt"][0]["content"], str(row["reward_model"]["ground_truth"])),
     )
 
 
@@ -67,7 +79,9 @@ def _squad(rows: Dataset, task_name: str, key: str) -> Dataset:
     _require(rows, ("context", "question", "answers"), key)
 
     def convert(row: Row) -> Messages:
-        return conversation(f"{row['context']}\n\nAnswer from the text above: {row['question']}", row["answers"]["text"][0])
+        return conversation(
+            f"{row['context']}\n\nAnswer from the text above: {row['question']}", row["answers"]["text"][0]
+        )
 
     return with_conversations(rows, task_name, convert)
 
@@ -89,6 +103,15 @@ def _require(rows: Dataset, columns: tuple[str, ...], key: str) -> None:
         require_column(rows, column, key)
 
 
+_MATH_SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
 SOURCES: dict[str, Source] = {
     "OpenMathInstruct-2": Source("nvidia/OpenMathInstruct-2", answer="expected_answer", split="train_1M"),
     "DeepScaler": Source("agentica-org/DeepScaleR-Preview-Dataset"),
@@ -97,6 +120,13 @@ SOURCES: dict[str, Source] = {
     "AIME2024": Source("HuggingFaceH4/aime_2024"),
     "AIME2025": Source("opencompass/AIME2025", question="question", split="test", subset=("AIME2025-I", "AIME2025-II")),
     "AIME2026": Source("MathArena/aime_2026"),
+    "math": Source("EleutherAI/hendrycks_math", split="test", subset=_MATH_SUBJECTS, convert=boxed_solutions),
+    "math500": Source("HuggingFaceH4/MATH-500", split="test"),
+    "gpqa": Source("Idavidrein/gpqa", subset=("gpqa_main",), convert=gpqa),
+    "gpqa_diamond": Source("Idavidrein/gpqa", subset=("gpqa_diamond",), convert=gpqa),
+    "gpqa_extended": Source("Idavidrein/gpqa", subset=("gpqa_extended",), convert=gpqa),
+    "mmlu": Source("cais/mmlu", split="test", subset=("all",), convert=mmlu),
+    "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", split="test", convert=mmlu_pro),
     "gsm8k": Source("openai/gsm8k", subset=("main",), convert=_gsm8k),
     "NuminaMath-1.5": Source("AI-MO/NuminaMath-1.5", convert=_numina),
     "OpenR1-Math-220k": Source("open-r1/OpenR1-Math-220k"),
@@ -108,7 +138,16 @@ SOURCES: dict[str, Source] = {
     "arrow_text": Source(None, convert=_arrow_text),
     "ResponseDataset": Source(None, question="input", answer="output"),
 }
-ALIASES = {"GSM8K": "gsm8k", "deepscaler": "DeepScaler", "response_dataset": "ResponseDataset"}
+# Datasets of questions with choices, which have a processor of their own.
+MULTIPLE_CHOICE = ("gpqa", "gpqa_diamond", "gpqa_extended", "mmlu", "mmlu_pro")
+ALIASES = {
+    "aime2024": "AIME2024",
+    "aime2025": "AIME2025",
+    "gpqa_main": "gpqa",
+    "GSM8K": "gsm8k",
+    "deepscaler": "DeepScaler",
+    "response_dataset": "ResponseDataset",
+}
 
 
 class NamedDataset(RawDataset):
@@ -122,11 +161,22 @@ class NamedDataset(RawDataset):
         if len(self.dataset) == 0:
             raise DataError(f"{key}: {config.dataset_name} has no usable row")
 
+    @override
+    def set_processor(self, config: DatasetConfig) -> None:
+        """The processor of the entry; of questions with choices, theirs in place of the default."""
+        own = ALIASES.get(config.dataset_name, config.dataset_name) in MULTIPLE_CHOICE
+        default = config.processor in ("math_hf_data_processor", "default")
+        self.processor = get_processor("multichoice_qa_processor" if own and default else config.processor)
+
     def _messages(self, rows: Dataset, config: DatasetConfig, source: Source, key: str) -> Dataset:
+        if ALIASES.get(config.dataset_name, config.dataset_name) == "openai_format":
+            return openai_format(rows, self.task_name, key, config)
         if config.input_key is not None and config.output_key is None and source.convert is with_messages:
             rows = rows.rename_column(config.input_key, "messages") if config.input_key != "messages" else rows
         elif source.convert is None or (config.input_key is not None and config.output_key is not None):
-            return as_messages(rows, config.input_key or source.question, config.output_key or source.answer, self.task_name, key)
+            return as_messages(
+                rows, config.input_key or source.question, config.output_key or source.answer, self.task_name, key
+            )
         return source.convert(rows, self.task_name, key) if source.convert is not None else rows
 
 
@@ -134,10 +184,18 @@ def _read(config: DatasetConfig, source: Source, key: str) -> Dataset:
     from datasets import concatenate_datasets
 
     if config.data_path is not None:
-        return read_rows(config.data_path, split=config.split, subset=config.subset, cache_dir=config.download_dir, key=f"{key}.data_path")
+        return read_rows(
+            config.data_path,
+            split=config.split,
+            subset=config.subset,
+            cache_dir=config.download_dir,
+            key=f"{key}.data_path",
+        )
     if source.hub is None:
         raise DataError(f"{key}.data_path: {config.dataset_name} needs to be told where its rows are")
     subsets = (config.subset,) if config.subset is not None else source.subset
     split = config.split or source.split
-    parts = [read_rows(source.hub, split=split, subset=subset, cache_dir=config.download_dir, key=key) for subset in subsets]
+    parts = [
+        read_rows(source.hub, split=split, subset=subset, cache_dir=config.download_dir, key=key) for subset in subsets
+    ]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)

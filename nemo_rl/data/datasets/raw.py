@@ -1,6 +1,7 @@
 """A dataset before tokenization: rows with `messages` and `task_name`, and how they are to be prompted and processed.
 
-This is what a user's dataset class derives from. Knows no tokenizer. Invariant: `dataset` and `val_dataset` share no row.
+This is what a user's dataset class derives from. Knows no tokenizer. Invariant: `dataset` and `val_dataset` share no
+row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class RawDataset:
     """Rows of one task. A subclass sets `dataset` and `task_name`, and may set `val_dataset` and `preprocessor`.
 
     Attributes:
-        dataset: rows with `messages` and `task_name`; a Hugging Face dataset, or anything with a length and rows by index.
+        dataset: rows with `messages` and `task_name`; a Hugging Face dataset, or anything with a length and rows by
+            index.
         val_dataset: rows kept for validation, None without.
         task_name: the name of the task in batches and metrics.
         task_spec: prompt and system prompt, once `set_task_spec` was called.
@@ -39,7 +41,9 @@ class RawDataset:
 
     def set_task_spec(self, config: DatasetConfig) -> None:
         """Reads the prompt files of the dataset's entry."""
-        self.task_spec = TaskDataSpec(task_name=self.task_name, prompt_file=config.prompt_file, system_prompt_file=config.system_prompt_file)
+        self.task_spec = TaskDataSpec(
+            task_name=self.task_name, prompt_file=config.prompt_file, system_prompt_file=config.system_prompt_file
+        )
 
     def set_processor(self, config: DatasetConfig) -> None:
         """Looks up the processor of the dataset's entry."""
@@ -60,7 +64,10 @@ class RawDataset:
         rows = len(self.dataset)
         held_out = round(size * rows) if size < 1 else int(size)
         if not 0 < held_out < rows:
-            raise DataError(f"split_validation_size {size} of {self.task_name}: takes {held_out} of {rows} rows, which leaves nothing on one side")
+            raise DataError(
+                f"split_validation_size {size} of {self.task_name}: takes {held_out} of {rows} rows, which "
+                "leaves nothing on one side"
+            )
         parts = self.dataset.train_test_split(test_size=held_out, seed=seed)
         self.dataset, self.val_dataset = parts["train"], parts["test"]
 

@@ -1,7 +1,7 @@
 """Problems of reasoning-gym (https://github.com/open-thought/reasoning-gym), any of its tasks, with its own verifiers.
 
-A problem travels as a reference (task, settings, seed, index): the environment makes the very problem again and lets the task judge, so that
-nothing is lost on the way. Invariant: a reference stands for the same problem everywhere.
+A problem travels as a reference (task, settings, seed, index): the environment makes the very problem again and lets
+the task judge, so that nothing is lost on the way. Invariant: a reference stands for the same problem everywhere.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class ReasoningGymDataset(GeneratedDataset):
     """`dataset_name: reasoning_gym` with `task` and `task_config`.
 
     Raises:
-        DataError: reasoning-gym is not installed, the task or a setting does not exist, or there are too few distinct problems.
+        DataError: reasoning-gym is not installed, the task or a setting does not exist, or there are too few distinct
+            problems.
     """
 
     def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
@@ -73,11 +74,16 @@ def _known_task(task: str | None, key: str) -> str:
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise DataError(f"{key}.dataset_name: reasoning_gym needs the package reasoning-gym ({error}); pip install 'nemo-rl[tasks]'") from error
+        raise DataError(
+            f"{key}.dataset_name: reasoning_gym needs the package reasoning-gym ({error}); pip install 'nemo-rl[tasks]'"
+        ) from error
     if task is None:
         raise DataError(f"{key}.task: reasoning_gym needs the name of a task; there are {', '.join(sorted(DATASETS))}")
     if task not in DATASETS:
-        raise DataError(f"{key}.task: reasoning_gym has no task {task!r}.{did_you_mean(task, DATASETS)} There are {', '.join(sorted(DATASETS))}")
+        raise DataError(
+            f"{key}.task: reasoning_gym has no task {task!r}.{did_you_mean(task, DATASETS)} There are "
+            f"{', '.join(sorted(DATASETS))}"
+        )
     return task
 
 

@@ -1,14 +1,16 @@
 """Finds the dataset that an entry of `data.train` or `data.validation` names.
 
-A name is in the table of named datasets, in that of generated ones, or the dotted path of a user's class. Knows no tokenizer.
+A name is in the table of named datasets, in that of generated ones, or the dotted path of a user's class. Knows no
+tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
+from nemo_rl.config.data_rules import UNBUILT_DATASETS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
@@ -18,8 +20,6 @@ from nemo_rl.data.datasets.reasoning_gym_tasks import ReasoningGymDataset
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.errors import DataError
 
-# Datasets of images, sound or NeMo-Gym agents, known by name only.
-_NOT_BUILT = ("NemoGymDataset", "clevr-cogent", "geometry3k", "refcoco", "avqa", "audiomcq")
 _GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
     "arithmetic": ArithmeticDataset,
     "reasoning_gym": ReasoningGymDataset,
@@ -27,17 +27,20 @@ _GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
 }
 
 
-def load_response_dataset(config: DatasetConfig, key: str = "data.train", task_name: str | None = None) -> RawDataset:
+def load_response_dataset(
+    config: DatasetConfig | Mapping[str, Any], key: str = "data.train", task_name: str | None = None
+) -> RawDataset:
     """Loads a dataset, with its prompt, processor and validation split.
 
     Args:
-        config: the entry.
+        config: the entry, as a section or a plain mapping.
         key: its dotted key, for messages.
         task_name: name of the task; None takes the dataset's.
 
     Raises:
         DataError: the name, its rows, a column, a prompt file or the processor does not exist, or there is no row.
     """
+    config = DatasetConfig.read(config)
     dataset = _load(config, key, task_name or config.dataset_name)
     dataset.set_task_spec(config)
     dataset.set_processor(config)
@@ -53,8 +56,8 @@ def _load(config: DatasetConfig, key: str, task_name: str) -> RawDataset:
         return _users_class(config, key)
     if name in _GENERATED:
         return _GENERATED[name](config, task_name, key)
-    if name in _NOT_BUILT:
-        raise DataError(f"{key}.dataset_name: {name!r} is not built yet")
+    if name in UNBUILT_DATASETS:
+        raise DataError(f"{key}.dataset_name: {name!r} is not built yet: {UNBUILT_DATASETS[name]}")
     if name not in SOURCES and name not in ALIASES:
         known = [*SOURCES, *ALIASES, *_GENERATED]
         raise DataError(
@@ -70,7 +73,10 @@ def _users_class(config: DatasetConfig, key: str) -> RawDataset:
     dataset = factory(**settings)
     for attribute in ("dataset", "task_name"):
         if not hasattr(dataset, attribute):
-            raise DataError(f"{key}.dataset_name: {config.dataset_name} must set `{attribute}`; see nemo_rl.data.datasets.RawDataset")
+            raise DataError(
+                f"{key}.dataset_name: {config.dataset_name} must set `{attribute}`; see "
+                "nemo_rl.data.datasets.RawDataset"
+            )
     if len(dataset.dataset) == 0:
         raise DataError(f"{key}: {config.dataset_name} is empty")
     return dataset

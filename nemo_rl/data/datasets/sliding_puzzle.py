@@ -1,7 +1,8 @@
-"""Sliding puzzles: numbered tiles and one gap on a square, shuffled by moves backwards from the solved board, so every puzzle can be solved.
+"""Sliding puzzles: numbered tiles and one gap on a square, shuffled by moves backwards from the solved board, so every
+puzzle can be solved.
 
-Also the rules of the game, which the environment plays by. Boards are lists of rows; 0 is the gap. Invariant: the same settings give the
-same puzzles, and a puzzle is never solved to begin with.
+Also the rules of the game, which the environment plays by. Boards are lists of rows; 0 is the gap. Invariant: the same
+settings give the same puzzles, and a puzzle is never solved to begin with.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ def shown(board: Board) -> str:
 def instructions(board: Board) -> str:
     """What a player is told at the start."""
     return (
-        f"Bring the tiles into order, the gap (.) last.\n{shown(board)}\nMove one tile into the gap at a time: answer with "
-        "<action>up</action>, <action>down</action>, <action>left</action> or <action>right</action>, the direction in which the tile moves.\n"
+        f"Bring the tiles into order, the gap (.) last.\n{shown(board)}\nMove one tile into the gap at a "
+        "time: answer with "
+        "<action>up</action>, <action>down</action>, <action>left</action> or <action>right</action>, the "
+        "direction in which the tile moves.\n"
     )
 
 
@@ -87,7 +90,10 @@ class SlidingPuzzleDataset(GeneratedDataset):
         settings = checked_settings(PuzzleSettings, config, key)
         puzzles = distinct_split(_puzzles(settings, config), config, key)
         rows = [
-            {"messages": conversation(instructions(board), f"<action>{first}</action>"), "state": json.dumps({"board": board, "moves": 0})}
+            {
+                "messages": conversation(instructions(board), f"<action>{first}</action>"),
+                "state": json.dumps({"board": board, "moves": 0}),
+            }
             for board, first in puzzles
         ]
         super().__init__(rows, task_name)
@@ -100,7 +106,11 @@ def _puzzles(settings: PuzzleSettings, config: DatasetConfig) -> Iterator[tuple[
     for _ in range((config.num_problems + config.held_out) * _DRAWS_PER_PROBLEM):
         board, last = solved, ""
         for _ in range(generator.randint(1, settings.shuffle_moves)):
-            choices = [(name, after) for name in DIRECTIONS if name != _BACK.get(last) and (after := moved(board, name)) is not None]
+            choices = [
+                (name, after)
+                for name in DIRECTIONS
+                if name != _BACK.get(last) and (after := moved(board, name)) is not None
+            ]
             last, board = generator.choice(choices)
         if board != solved:
             yield (board, _BACK[last]), json.dumps(board)

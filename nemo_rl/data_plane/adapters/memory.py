@@ -34,11 +34,19 @@ class MemoryStorage:
             missing = [identity for identity in sample_ids if identity not in rows]
             if missing and not create:
                 raise MissingRowsError(
-                    f"partition {partition_id!r}: {len(missing)} of {len(sample_ids)} rows do not exist (never written, or cleared): {missing[:3]}"
+                    f"partition {partition_id!r}: {len(missing)} of {len(sample_ids)} rows do not exist "
+                    f"(never written, or cleared): {missing[:3]}"
                 )
-            shared = set.intersection(*(set(rows.get(identity, {})) for identity in sample_ids)) if sample_ids else set()
+            shared = (
+                set.intersection(*(set(rows.get(identity, {})) for identity in sample_ids)) if sample_ids else set()
+            )
             tags = self._tags.get(partition_id, {})
-            return Located(partition_id, tuple(sample_ids), tuple(sorted(shared)), tuple(dict(tags.get(identity, {})) for identity in sample_ids))
+            return Located(
+                partition_id,
+                tuple(sample_ids),
+                tuple(sorted(shared)),
+                tuple(dict(tags.get(identity, {})) for identity in sample_ids),
+            )
 
     def put(self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, Any]] | None) -> None:
         """See `Storage`."""

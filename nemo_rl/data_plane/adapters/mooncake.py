@@ -35,9 +35,13 @@ _END_TIMEOUT_S = 5.0
 # In the order in which they need each other.
 _NATIVE = ("libnl-3.so.200", "libnl-route-3.so.200", "libnuma.so.1", "libibverbs.so.1", "librdmacm.so.1")
 # The launcher asks the kernel to end it with the process that started it, and then becomes the master.
-_LAUNCH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+_LAUNCH = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[1]) or "
+    "os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
 _HINT = (
-    "install the Debian packages libibverbs1, librdmacm1 and libnuma1, or let `make mooncake-libs` unpack them beside the environment; "
+    "install the Debian packages libibverbs1, librdmacm1 and libnuma1, or let `make mooncake-libs` unpack "
+    "them beside the environment; "
     "data_plane.backend=simple needs neither"
 )
 
@@ -45,6 +49,16 @@ _HINT = (
 def native_folder() -> Path:
     """Where `make mooncake-libs` unpacks the shared libraries that the system lacks."""
     return Path(os.environ.get("NRL_NATIVE_LIBS", str(Path(sys.prefix) / "native")))
+
+
+def check_mooncake() -> None:
+    """Loads Mooncake and looks for its master, without starting anything.
+
+    Raises:
+        MooncakeUnavailableError: The package, a shared library or the master is missing.
+    """
+    load_mooncake()
+    _master_binary()
 
 
 def load_mooncake() -> None:
@@ -57,12 +71,20 @@ def load_mooncake() -> None:
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
-        what = "the package mooncake-transfer-engine" if isinstance(error, ModuleNotFoundError) else "a shared library that it needs"
-        raise MooncakeUnavailableError(f"data_plane.backend=mooncake_cpu: {what} is missing: {error}; {_HINT}") from error
+        what = (
+            "the package mooncake-transfer-engine"
+            if isinstance(error, ModuleNotFoundError)
+            else "a shared library that it needs"
+        )
+        raise MooncakeUnavailableError(
+            f"data_plane.backend=mooncake_cpu: {what} is missing: {error}; {_HINT}"
+        ) from error
 
 
 def load_native_libraries() -> None:
-    """Loads what Mooncake needs, where it lies unpacked. Must come before `transfer_queue` is imported, which looks for Mooncake once and never again."""
+    """Loads what Mooncake needs, where it lies unpacked. Must come before `transfer_queue` is imported, which looks for
+    Mooncake once and never again.
+    """
     # Read when the engine's library is loaded, and it tells of every step of its start.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     for name in _NATIVE:
@@ -104,7 +126,9 @@ def announced_address(address: str) -> str:
 
 
 def segment_sizes(cfg: DataPlaneConfig, host_bytes: int) -> tuple[int, int]:
-    """Bytes of each process's shared segment and of its buffer: as configured, else a 32nd and a 128th of the host's memory, in whole MiB."""
+    """Bytes of each process's shared segment and of its buffer: as configured, else a 32nd and a 128th of the host's
+    memory, in whole MiB.
+    """
     segment = cfg.global_segment_size or max(host_bytes // 32 // _MIB, 256) * _MIB
     buffer = cfg.local_buffer_size or max(host_bytes // 128 // _MIB, 64) * _MIB
     return segment, buffer
@@ -130,13 +154,30 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
     host = ray.util.get_node_ip_address().strip("[]")
     rpc, metadata, admin = _free_ports(host, 3)
     binary = _master_binary()
-    command = [str(binary), f"--rpc_address={host}", f"--rpc_port={rpc}", f"--metrics_port={admin}", f"--metrics_host={host}"]
-    command += ["--enable_http_metadata_server=true", f"--http_metadata_server_host={host}", f"--http_metadata_server_port={metadata}"]
+    command = [
+        str(binary),
+        f"--rpc_address={host}",
+        f"--rpc_port={rpc}",
+        f"--metrics_port={admin}",
+        f"--metrics_host={host}",
+    ]
+    command += [
+        "--enable_http_metadata_server=true",
+        f"--http_metadata_server_host={host}",
+        f"--http_metadata_server_port={metadata}",
+    ]
     # Rows stay until they are cleared: nothing is evicted, and a lease outlives any step.
-    command += ["--client_ttl=30", "--default_kv_lease_ttl=999999", "--default_kv_soft_pin_ttl=999999", "--allow_evict_soft_pinned_objects=false"]
+    command += [
+        "--client_ttl=30",
+        "--default_kv_lease_ttl=999999",
+        "--default_kv_soft_pin_ttl=999999",
+        "--allow_evict_soft_pinned_objects=false",
+    ]
     command += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0", "--logtostderr=true", "--minloglevel=1"]
     environment = dict(os.environ)
-    environment["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in (str(native_folder()), environment.get("LD_LIBRARY_PATH", "")) if part)
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(
+        part for part in (str(native_folder()), environment.get("LD_LIBRARY_PATH", "")) if part
+    )
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *command],
         env=environment,
@@ -148,7 +189,14 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
     undo.callback(_end, process)
     _wait_until_serving(process, host, (rpc, metadata))
     segment, buffer = segment_sizes(cfg, psutil.virtual_memory().total)
-    logger.info("mooncake=started pid=%d rpc=%s:%d segment_bytes=%d buffer_bytes=%d per process", process.pid, host, rpc, segment, buffer)
+    logger.info(
+        "mooncake=started pid=%d rpc=%s:%d segment_bytes=%d buffer_bytes=%d per process",
+        process.pid,
+        host,
+        rpc,
+        segment,
+        buffer,
+    )
     protocol = os.environ.get("MC_MOONCAKE_PROTOCOL", "tcp")
     if protocol not in ("tcp", "rdma"):
         raise DataPlaneError(f"MC_MOONCAKE_PROTOCOL={protocol!r}: choose tcp or rdma")
@@ -168,14 +216,25 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
 def _master_binary() -> Path:
     package = importlib.import_module("mooncake").__file__
     beside = Path(package).parent / "mooncake_master" if package else Path("mooncake_master")
-    found = beside if beside.exists() else Path(shutil.which("mooncake_master", path=sysconfig.get_path("scripts")) or shutil.which("mooncake_master") or "")
+    found = (
+        beside
+        if beside.exists()
+        else Path(
+            shutil.which("mooncake_master", path=sysconfig.get_path("scripts")) or shutil.which("mooncake_master") or ""
+        )
+    )
     if not found.is_file():
-        raise MooncakeUnavailableError(f"data_plane.backend=mooncake_cpu: mooncake_master is neither beside the package ({beside}) nor on PATH; reinstall it")
+        raise MooncakeUnavailableError(
+            f"data_plane.backend=mooncake_cpu: mooncake_master is neither beside the package ({beside}) nor "
+            "on PATH; reinstall it"
+        )
     if not os.access(found, os.X_OK):
         try:
             found.chmod(found.stat().st_mode | stat.S_IXUSR)
         except OSError as error:
-            raise MooncakeUnavailableError(f"{found} is not executable and cannot be made so: {error}; run chmod +x on it") from error
+            raise MooncakeUnavailableError(
+                f"{found} is not executable and cannot be made so: {error}; run chmod +x on it"
+            ) from error
     return found
 
 
@@ -196,13 +255,18 @@ def _wait_until_serving(process: subprocess.Popen[bytes], host: str, ports: tupl
         while True:
             if process.poll() is not None:
                 said = process.stderr.read().decode(errors="replace")[-1500:] if process.stderr else ""
-                raise MooncakeUnavailableError(f"mooncake_master ended at once with exit code {process.returncode}: {said.strip()}; {_HINT}")
+                raise MooncakeUnavailableError(
+                    f"mooncake_master ended at once with exit code {process.returncode}: {said.strip()}; {_HINT}"
+                )
             try:
                 with socket.create_connection((host, port), timeout=1.0):
                     break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise DataPlaneError(f"mooncake_master (pid {process.pid}) does not serve {host}:{port} after {_START_TIMEOUT_S:.0f} s") from None
+                    raise DataPlaneError(
+                        f"mooncake_master (pid {process.pid}) does not serve {host}:{port} after "
+                        f"{_START_TIMEOUT_S:.0f} s"
+                    ) from None
                 time.sleep(0.05)
     if process.stderr is not None:
         # A full pipe would stop the master.
@@ -227,7 +291,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _first_rdma_device() -> str:
-    """The first Mellanox device whose port speaks Ethernet, as `MC_MOONCAKE_DEVICE` would name it; empty leaves the choice to Mooncake."""
+    """The first Mellanox device whose port speaks Ethernet, as `MC_MOONCAKE_DEVICE` would name it; empty leaves the
+    choice to Mooncake.
+    """
     for device in sorted(Path("/sys/class/infiniband").glob("mlx5_*")):
         link = device / "ports" / "1" / "link_layer"
         if link.exists() and link.read_text().strip() == "Ethernet":

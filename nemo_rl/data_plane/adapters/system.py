@@ -1,7 +1,9 @@
-"""Starts and ends TransferQueue for one run: its controller, its storage, and Mooncake's master where that is the storage.
+"""Starts and ends TransferQueue for one run: its controller, its storage, and Mooncake's master where that is the
+storage.
 
-Names belong to the run, so that two runs on one Ray cluster never meet; everything is started here and ended here. Knows
-no rows. Invariant: after `close` (or after the death of the process that started it) no process of the system is left.
+Names belong to the run, so that two runs on one Ray cluster never meet; everything is started here and ended here.
+Knows no rows. Invariant: after `close` (or after the death of the process that started it) no process of the system is
+left.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         from transfer_queue.controller import TransferQueueController
     except ImportError as error:
         raise DataPlaneError(
-            f"data_plane.impl=transfer_queue needs the package transferqueue ({error}), which comes with the extras cpu and vllm of nemo-rl"
+            f"data_plane.impl=transfer_queue needs the package transferqueue ({error}), which comes with the "
+            "extras cpu and vllm of nemo-rl"
         ) from error
     name = f"nemo_rl.data_plane-{uuid.uuid4().hex[:12]}"
     mooncake = cfg.backend == "mooncake_cpu"
@@ -76,7 +79,9 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
             units: dict[str, Any] = {} if mooncake else _start_units(cfg, config, name, undo)
             config.controller.zmq_info = ray.get(controller.get_zmq_server_info.remote(), timeout=_START_TIMEOUT_S)
             if units:
-                infos = ray.get([unit.get_zmq_server_info.remote() for unit in units.values()], timeout=_START_TIMEOUT_S)
+                infos = ray.get(
+                    [unit.get_zmq_server_info.remote() for unit in units.values()], timeout=_START_TIMEOUT_S
+                )
                 config.backend.SimpleStorage.zmq_info = dict(zip(units, infos, strict=True))
             endpoint = _start_metrics(cfg, controller, config) if cfg.observability.enabled else ""
             ray.get(controller.store_config.remote(config), timeout=_START_TIMEOUT_S)
@@ -113,7 +118,9 @@ def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) 
     unit_class: Any = SimpleStorageUnit
     units: dict[str, Any] = {}
     for rank, strategy in enumerate(get_node_round_robin_scheduling_strategies(cfg.num_storage_units)):
-        actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(config=plain)
+        actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(
+            config=plain
+        )
         undo.callback(_kill, actor)
         units[f"storage unit {rank}"] = actor
     return units
@@ -124,7 +131,10 @@ def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: Any) -> str:
 
     endpoint = ray.get(controller.start_metrics.remote(port=0), timeout=_START_TIMEOUT_S)
     if cfg.backend == "simple":
-        ray.get(controller.register_storage_units_for_metrics.remote(dict(config.backend.SimpleStorage.zmq_info)), timeout=_START_TIMEOUT_S)
+        ray.get(
+            controller.register_storage_units_for_metrics.remote(dict(config.backend.SimpleStorage.zmq_info)),
+            timeout=_START_TIMEOUT_S,
+        )
     return str(endpoint)
 
 

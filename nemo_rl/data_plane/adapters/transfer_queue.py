@@ -1,8 +1,8 @@
 """Rows in TransferQueue: a controller that knows which rows exist, and storage that holds their bytes.
 
-Speaks to TransferQueue's own client on one event loop per process, with a deadline on every call, and finds out what died
-when one passes. Which storage lies behind it is the system's configuration. Invariant: nothing outside `adapters` imports
-`transfer_queue`.
+Speaks to TransferQueue's own client on one event loop per process, with a deadline on every call, and finds out what
+died when one passes. Which storage lies behind it is the system's configuration. Invariant: nothing outside `adapters`
+imports `transfer_queue`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TransferQueueAddress:
-    """How a process of the run finds the data plane: its controller actor's name in this job's namespace, and the deadline of a call in seconds."""
+    """How a process of the run finds the data plane: its controller actor's name in this job's namespace, and the
+    deadline of a call in seconds.
+    """
 
     controller: str
     timeout_s: float
@@ -99,7 +101,9 @@ class TransferQueueStorage:
         self._thread.start()
         backend = config.backend.storage_backend
         name = f"nemo_rl-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._client = AsyncTransferQueueClient(client_id=name, controller_info=config.controller.zmq_info, zmq_io_threads=2)
+        self._client = AsyncTransferQueueClient(
+            client_id=name, controller_info=config.controller.zmq_info, zmq_io_threads=2
+        )
         self._client.initialize_storage_manager(manager_type=backend, config=config.backend[backend])
         self._manager = self._client.storage_manager
         self._open = True
@@ -108,12 +112,18 @@ class TransferQueueStorage:
         """See `Storage`."""
         ids = list(sample_ids)
         meta = self._run(
-            f"looking up {len(ids)} rows of partition {partition_id!r}", lambda: self._client.async_kv_retrieve_meta(ids, partition_id, create=create)
+            f"looking up {len(ids)} rows of partition {partition_id!r}",
+            lambda: self._client.async_kv_retrieve_meta(ids, partition_id, create=create),
         )
         if meta.size != len(ids):
             missing = self._absent(partition_id, ids)
-            raise MissingRowsError(f"partition {partition_id!r}: {len(missing)} of {len(ids)} rows do not exist (never written, or cleared): {missing[:3]}")
-        return Located(partition_id, tuple(ids), tuple(meta.field_names), tuple(dict(tags) for tags in meta.custom_meta), meta)
+            raise MissingRowsError(
+                f"partition {partition_id!r}: {len(missing)} of {len(ids)} rows do not exist (never written, "
+                f"or cleared): {missing[:3]}"
+            )
+        return Located(
+            partition_id, tuple(ids), tuple(meta.field_names), tuple(dict(tags) for tags in meta.custom_meta), meta
+        )
 
     def _absent(self, partition_id: str, ids: Sequence[str]) -> list[str]:
         present = self.list(partition_id)
@@ -124,8 +134,14 @@ class TransferQueueStorage:
         what = f"writing {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         try:
             if blocks:
-                # Rows as bytes lie in one message; a frame for each row, which arrays would get, costs more than the copy.
-                data = _Rows({name: _one_tensor(values) if self._mooncake else [value.tobytes() for value in values] for name, values in blocks.items()})
+                # Rows as bytes lie in one message; a frame for each row, which arrays would get, costs more than the
+                # copy.
+                data = _Rows(
+                    {
+                        name: _one_tensor(values) if self._mooncake else [value.tobytes() for value in values]
+                        for name, values in blocks.items()
+                    }
+                )
                 data.batch_size = (len(rows.sample_ids),)
                 self._run(what, lambda: self._manager.put_data(data, rows.native))
             if tags is not None:
@@ -160,7 +176,9 @@ class TransferQueueStorage:
             self._run(what, lambda: self._client.async_clear_samples(meta))
 
     async def _clear_every_block(self, meta: Any, partition_id: str) -> None:
-        """Clears rows of a key-value storage, which drops only the fields it is told, and is told only those that all rows have."""
+        """Clears rows of a key-value storage, which drops only the fields it is told, and is told only those that all
+        rows have.
+        """
         whole = await self._client._get_partition_meta(partition_id)
         wanted = set(meta.global_indexes)
         rows = whole.select_samples([index for index, row in enumerate(whole.global_indexes) if row in wanted])
@@ -204,22 +222,32 @@ class TransferQueueStorage:
                 dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
                 if dead:
                     future.cancel()
-                    raise DataPlaneError(f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the run cannot go on") from None
+                    raise DataPlaneError(
+                        f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the "
+                        "run cannot go on"
+                    ) from None
                 if time.monotonic() >= deadline:
                     future.cancel()
                     alive = ", ".join(map(str, self.endpoints))
-                    raise DataPlaneTimeout(f"{what}: no answer within {self._timeout_s:.0f} s, although these accept connections: {alive}") from None
+                    raise DataPlaneTimeout(
+                        f"{what}: no answer within {self._timeout_s:.0f} s, although these accept connections: {alive}"
+                    ) from None
             except concurrent.futures.CancelledError:
                 raise DataPlaneClosedError(f"{what} was cut off: the client was closed meanwhile") from None
             except RuntimeError as error:
                 dead = [endpoint for endpoint in self.endpoints if not endpoint.answers()]
                 if dead:
-                    raise DataPlaneError(f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the run cannot go on") from error
+                    raise DataPlaneError(
+                        f"{what} failed: {', '.join(map(str, dead))} died; the rows it held are lost and the "
+                        "run cannot go on"
+                    ) from error
                 raise
 
 
 def _settle(loop: asyncio.AbstractEventLoop) -> None:
-    """Lets calls that nobody waits for any more end on their own loop; a coroutine that is only forgotten complains when it is collected."""
+    """Lets calls that nobody waits for any more end on their own loop; a coroutine that is only forgotten complains
+    when it is collected.
+    """
     if loop.is_running():
         try:
             asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=_SETTLE_TIMEOUT_S)
@@ -252,7 +280,10 @@ def fetch_config(controller: str) -> tuple[Any, tuple[Endpoint, ...]]:
         actor = ray.get_actor(controller)
         config = ray.get(actor.get_config.remote(), timeout=_ATTACH_TIMEOUT_S)
     except (ValueError, ray.exceptions.RayError) as error:
-        raise DataPlaneError(f"the data plane's controller {controller!r} does not answer: {error}; the driver starts it before workers attach") from error
+        raise DataPlaneError(
+            f"the data plane's controller {controller!r} does not answer: {error}; the driver starts it "
+            "before workers attach"
+        ) from error
     return config, endpoints_of(config)
 
 
@@ -275,7 +306,9 @@ def _one_tensor(buffers: Sequence[Any]) -> torch.Tensor:
     whole = buffers[0].base
     # Rows of one put lie behind each other already, unless they were made one by one.
     values = whole if isinstance(whole, np.ndarray) and whole.nbytes == sum(sizes) else np.concatenate(buffers)
-    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), torch.tensor([0, *np.cumsum(sizes).tolist()]))
+    return torch.nested.nested_tensor_from_jagged(
+        torch.from_numpy(values), torch.tensor([0, *np.cumsum(sizes).tolist()])
+    )
 
 
 def _buffers(values: Any) -> list[Any]:

@@ -1,37 +1,112 @@
-"""The DTensor backend of a training step: forward, backward, gradient norm and optimizer step under FSDP2.
+"""The DTensor backend: a Hugging Face model under FSDP2 with tensor, context and expert parallelism.
 
-Knows the sharded model and the mesh; counts and normalisation belong to the step itself. Invariant: accumulated
-gradients are sums over all data-parallel ranks, once each.
+Ties loading, passes, residency, export and checkpoints of one rank together behind the policy's `Backend` protocol;
+counts and normalisation belong to the step. Invariant: accumulated gradients are sums over all data-parallel ranks,
+once each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
-from nemo_rl.distributed.devices import release_cached_memory
-from nemo_rl.loss.interfaces import LossFunction, LossInputType
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.distributed.devices import CPU, CUDA, release_cached_memory
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.dtensor.checkpoint import CheckpointWriter, load_optimizer
+from nemo_rl.models.dtensor.export import full_weights, tensor_metas
+from nemo_rl.models.dtensor.load import load_scorer
+from nemo_rl.models.dtensor.lora import AdaptedLinear
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
+from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, move_model, move_optimizer
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
-from nemo_rl.models.dtensor.scoring import LogitTransform, TokenScores
-from nemo_rl.models.policy.packed import pack
-from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
+from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.microbatch import (
+    idle_microbatch,
+    largest_logits,
+    logit_transform,
+    logprob_rows,
+    microbatch_loss,
+    wants_logits,
+)
+from nemo_rl.models.policy.model_config import compute_dtype
+from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.policy.packed import PackedBatch, pack
+from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.train_step import MicrobatchResult
+from nemo_rl.utils.adapters import AdapterInfo
+from nemo_rl.weight_sync.layout import TensorMeta
+
+
+def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> DTensorBackend:
+    """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+        CheckpointMismatchError: The checkpoint is of another model or optimizer.
+    """
+    parallel = cfg.dtensor_cfg
+    mesh = ParallelMesh(sizes, CUDA if torch.cuda.is_available() else CPU, dp_replicate=parallel.dp_replicate_size)
+    keeps, weights_path, lora = options.init_reference_model, options.weights_path, parallel.lora_cfg
+    # With adapters the reference is the policy without them, and needs no weights of its own.
+    copies = keeps and not lora.enabled
+    scorer = load_scorer(cfg, mesh, weights_path=None if copies else weights_path)
+    # The reference is the model the run started from, also when the policy resumes from a checkpoint.
+    reference = ReferenceWeights(scorer) if copies else BaseModel() if keeps else None
+    if copies and weights_path is not None:
+        scorer = load_scorer(cfg, mesh, weights_path=weights_path)
+    trains = options.init_optimizer and cfg.optimizer is not None
+    trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(cfg.optimizer, trained) if trains and cfg.optimizer is not None else None
+    scheduler = build_scheduler(cfg.scheduler, optimizer) if optimizer is not None else None
+    if optimizer is not None and options.optimizer_path is not None:
+        load_optimizer(scorer, optimizer, scheduler, options.optimizer_path)
+    generation = cfg.generation
+    return DTensorBackend(
+        scorer,
+        mesh,
+        logit_transform(generation.temperature, generation.top_p, generation.top_k, scorer.lm.config),
+        optimizer,
+        CheckpointWriter(mesh),
+        scheduler=scheduler,
+        reference=reference,
+        dtype=compute_dtype(cfg.precision),
+        stays_on_host=parallel.cpu_offload,
+        defer_gradient_sync=parallel.defer_fsdp_grad_sync,
+        clear_cache_every=parallel.clear_cache_every_n_steps,
+        adapter=_adapter_info(cfg, scorer) if lora.enabled else None,
+    )
+
+
+def _adapter_info(cfg: PolicyConfig, scorer: CausalLMScorer) -> AdapterInfo:
+    lora = cfg.dtensor_cfg.lora_cfg
+    adapted = {name.rpartition(".")[2] for name, part in scorer.named_modules() if isinstance(part, AdaptedLinear)}
+    return AdapterInfo(cfg.model_name, lora.dim, lora.alpha, sorted(adapted))
 
 
 class DTensorBackend:
-    """Runs microbatches of one rank.
+    """One rank.
 
     Args:
         scorer: The sharded model.
         mesh: This rank's groups.
         transform: Temperature and filters of generation.
         optimizer: None for a policy that only scores.
+        writer: Of checkpoints.
+        scheduler: Of the learning rate; None keeps it.
+        reference: The weights that the run started from, or None.
+        dtype: Precision in which the model is used, for the configuration of a checkpoint.
+        stays_on_host: Whether FSDP keeps parameters on the host between uses.
         defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds them whole.
         clear_cache_every: Microbatches between two times that cached device memory is given back; None never.
+        adapter: What a checkpoint says of the adapters; None where all weights are trained.
     """
 
     def __init__(
@@ -40,74 +115,108 @@ class DTensorBackend:
         mesh: ParallelMesh,
         transform: LogitTransform,
         optimizer: torch.optim.Optimizer | None,
+        writer: CheckpointWriter,
         *,
+        scheduler: LRScheduler | None = None,
+        reference: ReferenceWeights | BaseModel | None = None,
+        dtype: torch.dtype = torch.float32,
+        stays_on_host: bool = False,
         defer_gradient_sync: bool = False,
         clear_cache_every: int | None = None,
+        adapter: AdapterInfo | None = None,
     ) -> None:
         self.scorer = scorer
         self.mesh = mesh
         self.transform = transform
         self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.reference = reference
         self.device = mesh.device
-        self._last: dict[str, Any] | None = None
+        self.writer = writer
+        self._dtype = dtype
+        self._stays_on_host = stays_on_host
         self._defers = defer_gradient_sync
         self._clear_every = clear_cache_every
         self._microbatches = 0
+        self._adapter = adapter
+
+    @property
+    def rank(self) -> int:
+        """See `Backend`."""
+        return self.mesh.rank
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """See `Backend`."""
+        return self.mesh.sizes
+
+    @property
+    def model_config(self) -> Any:
+        """See `Backend`."""
+        return self.scorer.lm.config
+
+    def coordinates(self) -> dict[str, int]:
+        """See `Backend`."""
+        return self.mesh.coordinates()
+
+    def make_replica_group(self) -> dist.ProcessGroup | None:
+        """See `Backend`."""
+        return self.mesh.make_replica_group()
+
+    def kernels(self) -> str:
+        """See `Backend`."""
+        return f"transformers:{type(self.scorer.lm).__name__}"
+
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        """Training mode, zero gradients."""
-        self.scorer.train()
+        """See `StepBackend`."""
         self.discard_gradients()
         self.scorer.synchronize_gradients(not self._defers)
 
-    def evaluate(self, data: Mapping[str, Any], loss_fn: LossFunction) -> MicrobatchResult:
-        """Loss and metrics of one microbatch without a backward pass."""
-        return self._loss(data, loss_fn)[1]
-
-    def forward_backward(self, data: Mapping[str, Any], loss_fn: LossFunction) -> MicrobatchResult:
-        """Adds the gradient of the plain-sum loss of one microbatch."""
-        loss, result = self._loss(data, loss_fn)
-        loss.backward()
-        self._last = {key: data[key][:1] for key in ("input_ids", "input_lengths")}
-        self._microbatches += 1
-        if self._clear_every is not None and self._microbatches % self._clear_every == 0:
-            release_cached_memory(self.device)
-        return result
+    def forward_backward(
+        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+    ) -> list[MicrobatchResult]:
+        """See `StepBackend`."""
+        # Every time: log-probabilities may have been computed since the last chunk.
+        self.scorer.train()
+        results = []
+        for data in microbatches:
+            loss, result = self._loss(data, loss_fn)
+            loss.backward()
+            results.append(result)
+            self._microbatches += 1
+            if self._clear_every is not None and self._microbatches % self._clear_every == 0:
+                release_cached_memory(self.device)
+        for _ in range(idle):
+            self._idle_backward()
+        return results
 
     def _loss(self, data: Mapping[str, Any], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
-        wants_logits = loss_fn.input_type is LossInputType.LOGIT
-        batch = pack(data, self.device, multiple=self.scorer.row_multiple(), trained_only=not wants_logits)
-        on_device = {key: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-        if wants_logits:
-            logits_BSV = batch.unpack(self.scorer(batch, self.transform, logits=True))
-            bad_rows_B = non_finite_rows(logits_BSV, on_device)
-            loss, metrics = loss_fn(on_device, 1.0, 1.0, logits=logits_BSV)
-        else:
-            scores: TokenScores = self.scorer(batch, self.transform)
-            logprobs_BT = batch.unpack(scores.logprobs_T)[:, :-1]
-            unfiltered_BT = batch.unpack(scores.unfiltered_T)[:, :-1] if self.transform.filters else None
-            bad_rows_B = non_finite_rows(logprobs_BT, on_device)
-            loss, metrics = loss_fn(on_device, 1.0, 1.0, next_token_logprobs=logprobs_BT, next_token_logprobs_unfiltered=unfiltered_BT)
-        return loss, MicrobatchResult({name: torch.as_tensor(value).detach() for name, value in metrics.items()}, bad_rows_B)
+        logits = wants_logits(loss_fn)
+        batch = pack(data, self.device, multiple=self.scorer.row_multiple(), trained_only=not logits)
+        output = self.scorer(batch, self.transform, logits=logits)
+        return microbatch_loss(data, loss_fn, batch, output, filters=self.transform.filters, device=self.device)
 
-    def idle_backward(self) -> None:
-        """Forward and backward on one short row whose gradient is zero."""
-        data = self._last or {"input_ids": torch.zeros((1, 2), dtype=torch.long), "input_lengths": torch.tensor([2])}
-        scores: TokenScores = self.scorer(pack(data, self.device, multiple=self.scorer.row_multiple()), self.transform)
+    def _idle_backward(self) -> None:
+        scores: TokenScores = self.scorer(self._packed(idle_microbatch()), self.transform)
         (scores.unfiltered_T.sum() * 0.0).backward()
 
+    def _packed(self, data: Mapping[str, Any]) -> PackedBatch:
+        return pack(data, self.device, multiple=self.scorer.row_multiple())
+
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over data-parallel ranks."""
+        """See `StepBackend`."""
         return self.mesh.sum_over_data(values)
 
     def max_over_data(self, value: int) -> int:
-        """Maximum over data-parallel ranks."""
+        """See `StepBackend`."""
         tensor = torch.tensor([value], device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.mesh.data_mesh.get_group())
         return int(tensor)
 
     def gather_over_data(self, numbers: list[int]) -> list[int]:
-        """The numbers of all data-parallel ranks, in rank order."""
+        """See `StepBackend`."""
         group = self.mesh.data_mesh.get_group()
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, numbers, group=group)
@@ -118,14 +227,19 @@ class DTensorBackend:
         if self._defers:
             # Which microbatch is a step's last is known only now: an empty one carries the sums of all.
             self.scorer.synchronize_gradients(True)
-            self.idle_backward()
+            self._idle_backward()
         self._sum_headwise_norms()
         cut = torch.zeros((), dtype=torch.float64, device=self.device)
         whole = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self.scorer.parameters():
             if parameter.grad is None:
                 continue
-            square = torch.linalg.vector_norm(local_tensor(parameter.grad), dtype=torch.float32).double().square().to(self.device)
+            square = (
+                torch.linalg.vector_norm(local_tensor(parameter.grad), dtype=torch.float32)
+                .double()
+                .square()
+                .to(self.device)
+            )
             if is_tensor_parallel(parameter):
                 cut += square
             else:
@@ -162,22 +276,116 @@ class DTensorBackend:
             parameter.grad = None
 
     @torch.no_grad()
-    def logprobs(self, data: Mapping[str, Any], *, filtered: bool) -> torch.Tensor:
-        """[B, S] log-probabilities on the host, position 0 and padding 0."""
+    def evaluate(
+        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+    ) -> list[MicrobatchResult]:
+        """See `Backend`."""
         self.scorer.eval()
-        batch = pack(data, self.device, multiple=self.scorer.row_multiple())
-        transform = self.transform if filtered else LogitTransform(self.transform.temperature, softcap=self.transform.softcap, scale=self.transform.scale)
-        scores: TokenScores = self.scorer(batch, transform)
-        next_BS = batch.unpack(scores.logprobs_T).float()
-        logprobs_BS = torch.cat([torch.zeros_like(next_BS[:, :1]), next_BS[:, :-1]], dim=1).cpu()
-        # A sequence's last token predicts nothing of the sequence; its score would land on the first padding token.
-        padding_BS = torch.arange(logprobs_BS.shape[1]) >= data["input_lengths"].cpu()[:, None]
-        return logprobs_BS.masked_fill(padding_BS, 0.0)
+        results = [self._loss(data, loss_fn)[1] for data in microbatches]
+        self._idle_passes(idle)
+        return results
 
     @torch.no_grad()
-    def topk_logits(self, data: Mapping[str, Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and token ids [B, S, k] of the k largest logits after each position, on the host."""
+    def logprobs(self, microbatches: Sequence[Mapping[str, Any]], *, filtered: bool, idle: int) -> list[torch.Tensor]:
+        """See `Backend`."""
         self.scorer.eval()
-        batch = pack(data, self.device, multiple=self.scorer.row_multiple())
-        values_Tk, indices_Tk = self.scorer(batch, LogitTransform(), logits=True).topk(k, dim=-1)
-        return batch.unpack(values_Tk).cpu(), batch.unpack(indices_Tk).cpu()
+        transform = self.transform if filtered else self.transform.unfiltered()
+        rows = []
+        for data in microbatches:
+            batch = self._packed(data)
+            rows.append(logprob_rows(data, batch, self.scorer(batch, transform)))
+        self._idle_passes(idle)
+        return rows
+
+    @torch.no_grad()
+    def topk_logits(
+        self, microbatches: Sequence[Mapping[str, Any]], k: int, *, idle: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See `Backend`."""
+        self.scorer.eval()
+        parts = []
+        for data in microbatches:
+            batch = self._packed(data)
+            parts.append(largest_logits(batch, self.scorer(batch, LogitTransform(), logits=True), k))
+        self._idle_passes(idle)
+        return parts
+
+    def _idle_passes(self, count: int) -> None:
+        for _ in range(count):
+            self.scorer(self._packed(idle_microbatch()), LogitTransform())
+        self.scorer.reshard()
+
+    def reference_weights(self) -> AbstractContextManager[None]:
+        """See `Backend`."""
+        if self.reference is None:
+            raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
+        return self.reference.swapped_in(self.scorer)
+
+    # -- weights, optimizer and schedule ------------------------------------------------------------------------------
+
+    def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """See `Backend`."""
+        return tensor_metas(self.scorer, dtype)
+
+    def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Backend`."""
+        return full_weights(self.scorer, dtype, self.device)
+
+    def rates(self) -> dict[str, float]:
+        """See `Backend`."""
+        if self.optimizer is None:
+            return {}
+        group = self.optimizer.param_groups[0]
+        return {"lr": float(group["lr"]), "wd": float(group.get("weight_decay", 0.0))}
+
+    def step_schedule(self) -> None:
+        """See `Backend`."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    # -- residency ----------------------------------------------------------------------------------------------------
+
+    def to_device(self, *, optimizer: bool) -> None:
+        """See `Backend`."""
+        if not self._stays_on_host:
+            move_model(self.scorer, self.device)
+            if optimizer:
+                move_optimizer(self.optimizer, self.device)
+
+    def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
+        """See `Backend`. Gradients lie with their parameters and move with them."""
+        if optimizer:
+            move_optimizer(self.optimizer, torch.device("cpu"))
+        if model:
+            if not keep_gradients:
+                self.discard_gradients()
+            move_model(self.scorer, torch.device("cpu"))
+        release_cached_memory(self.device)
+
+    def drop_communicators(self) -> None:
+        """See `Backend`."""
+        self.mesh.communicators.drop()
+
+    def rebuild_communicators(self) -> None:
+        """See `Backend`."""
+        self.mesh.communicators.rebuild()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
+        """See `Backend`."""
+        self.writer.wait()
+        if self._adapter is not None:
+            self.writer.save_adapter(self.scorer, weights_path, self._adapter)
+        else:
+            self.writer.save_weights(self.scorer, weights_path, dtype_in_config=self._dtype, save_format=save_format)
+        if optimizer_path is not None and self.optimizer is not None:
+            self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
+
+    def poll_saved(self) -> bool:
+        """See `Backend`."""
+        return self.writer.poll()
+
+    def wait_saved(self) -> None:
+        """See `Backend`."""
+        self.writer.wait()

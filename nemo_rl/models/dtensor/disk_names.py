@@ -1,7 +1,8 @@
 """The names and shapes under which weights are stored and sent: those of the model's Hugging Face files.
 
-transformers 5 stacks the experts of a layer, and renames, when it loads a file; engines and other readers expect what files hold. Knows no
-mesh. Invariants: what is written here loads like the file that the model came from; a model without conversions keeps every name.
+transformers 5 stacks the experts of a layer, and renames, when it loads a file; engines and other readers expect what
+files hold. Knows no mesh. Invariants: what is written here loads like the file that the model came from; a model
+without conversions keeps every name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def hf_name(name: str) -> str:
 
 
 def remember_disk_names(model: Any) -> None:
-    """Finds the model's conversions once and leaves them where transformers itself keeps those of a model it has read."""
+    """Finds the model's conversions once and leaves them where transformers itself keeps those of a model it has
+    read.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -34,7 +37,9 @@ def remember_disk_names(model: Any) -> None:
 
 
 def on_disk(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One parameter as the files have it: itself, or its parts under their names. Works on tensors without storage too."""
+    """One parameter as the files have it: itself, or its parts under their names. Works on tensors without storage
+    too.
+    """
     if not model._weight_conversions:
         return {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion

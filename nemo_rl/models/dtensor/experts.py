@@ -1,9 +1,10 @@
-"""Expert parallelism: each rank of a group keeps some of the experts, and tokens travel to the experts they are routed to.
+"""Expert parallelism: each rank of a group keeps some of the experts, and tokens travel to the experts they are routed
+to.
 
-Every token is sent at most once to each rank that holds one of its experts, which adds up what its experts make of it and
-sends one row back: never more traffic than gathering all tokens, and less than one copy per expert. Ranks may have any
-number of tokens, none included. Knows neither FSDP nor losses. Invariants: ranks of a group exchange equally often, whatever
-their tokens are; an expert's gradient is the sum over all tokens of the group, once each.
+Every token is sent at most once to each rank that holds one of its experts, which adds up what its experts make of it
+and sends one row back: never more traffic than gathering all tokens, and less than one copy per expert. Ranks may have
+any number of tokens, none included. Knows neither FSDP nor losses. Invariants: ranks of a group exchange equally often,
+whatever their tokens are; an expert's gradient is the sum over all tokens of the group, once each.
 
 Shapes: T tokens of this rank, K experts of a token, D width, R rows sent or received, E ranks of the group.
 """
@@ -19,36 +20,47 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from nemo_rl.models.dtensor.model_config import UnsupportedModelError
+from nemo_rl.models.policy.model_config import UnsupportedModelError
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a transformers 5 model that hold all experts of a layer in stacked weights, first dimension experts."""
+    """The modules of a transformers 5 model that hold all experts of a layer in stacked weights, first dimension
+    experts.
+    """
     return [module for module in model.modules() if _holds_experts(module)]
 
 
 def _holds_experts(module: nn.Module) -> bool:
     experts = getattr(module, "num_experts", None)
     shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
-    return isinstance(experts, int) and any(len(shape) >= 3 for shape in shapes) and all(shape[0] == experts for shape in shapes)
+    return (
+        isinstance(experts, int)
+        and any(len(shape) >= 3 for shape in shapes)
+        and all(shape[0] == experts for shape in shapes)
+    )
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cuts the experts of every layer over `mesh`, in place.
 
     Raises:
-        UnsupportedModelError: The model has no experts in stacked weights, they do not divide, or they cannot skip tokens of other ranks.
+        UnsupportedModelError: The model has no experts in stacked weights, they do not divide, or they cannot skip
+            tokens of other ranks.
     """
     found = expert_modules(model)
     key = f"policy.dtensor_cfg.expert_parallel_size={mesh.size()}"
     if not found:
-        raise UnsupportedModelError(f"{key}: {type(model).__name__} has no experts in stacked weights (transformers >= 5 has them); set it to 1")
+        raise UnsupportedModelError(
+            f"{key}: {type(model).__name__} has no experts in stacked weights (transformers >= 5 has them); set it to 1"
+        )
     for module in found:
         total = int(getattr(module, "num_experts", 0))
         if total % mesh.size():
             raise UnsupportedModelError(f"{key} does not divide the {total} experts of {type(module).__name__}")
         if not hasattr(module, "_is_expert_parallel"):
-            raise UnsupportedModelError(f"{key}: {type(module).__name__} computes with all experts at once and cannot be cut; set it to 1")
+            raise UnsupportedModelError(
+                f"{key}: {type(module).__name__} computes with all experts at once and cannot be cut; set it to 1"
+            )
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
         module.__dict__["forward"] = _Exchange(module, type(module).forward, mesh)
@@ -79,11 +91,15 @@ class _Exchange:
         self._experts = int(getattr(module, "num_experts", 0)) // self._ranks
         self._local = _LocalExperts(module, self._experts)
 
-    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Outputs [T, D] of the experts for this rank's tokens, weighted and summed."""
         tokens = hidden_states.shape[0]
         owner_TK = top_k_index // self._experts
-        wanted_TE = torch.zeros((tokens, self._ranks), dtype=torch.bool, device=hidden_states.device).scatter_(1, owner_TK, True)
+        wanted_TE = torch.zeros((tokens, self._ranks), dtype=torch.bool, device=hidden_states.device).scatter_(
+            1, owner_TK, True
+        )
         # Rows in the order of the ranks they go to.
         rank_R, token_R = wanted_TE.t().nonzero(as_tuple=True)
         sent, received = self._counts(wanted_TE)
@@ -109,7 +125,8 @@ class _Exchange:
     def _compute_rows(self, hidden_RD: torch.Tensor, index_RK: torch.Tensor, weights_RK: torch.Tensor) -> torch.Tensor:
         rows = hidden_RD.shape[0]
         if rows == 0:
-            # The weights must have a gradient on every rank, for its reduction is collective: one row of zeros with weight zero.
+            # The weights must have a gradient on every rank, for its reduction is collective: one row of zeros with
+            # weight zero.
             hidden_RD = torch.cat([hidden_RD, hidden_RD.new_zeros(1, hidden_RD.shape[1])])
             index_RK = index_RK.new_zeros(1, index_RK.shape[1])
             weights_RK = torch.cat([weights_RK, weights_RK.new_zeros(1, weights_RK.shape[1])])
@@ -126,7 +143,9 @@ class _AllToAll(torch.autograd.Function):
     """Sends `sent[i]` rows to rank i and receives `received[i]` from it; gradients travel the way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
+    def forward(  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.way = (sent, received, group)
         return _all_to_all(rows, sent, received, group)
 

@@ -1,7 +1,8 @@
 """Kernels that a configuration asks for and that a machine may lack: attention on GPUs, and Liger's layers.
 
-Liger (https://github.com/linkedin/Liger-Kernel) is an optional package, imported only where a model is built. Knows no mesh. Invariants:
-what is missing is said before weights are read; the loss and the output projection stay ours, for scores need log-probabilities.
+Liger (https://github.com/linkedin/Liger-Kernel) is an optional package, imported only where a model is built. Knows no
+mesh. Invariants: what is missing is said before weights are read; the loss and the output projection stay ours, for
+scores need log-probabilities.
 """
 
 from __future__ import annotations
@@ -12,14 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl.config import DTensorConfig
-from nemo_rl.models.dtensor.model_config import UnsupportedModelError
+from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 
 _LIGER = "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"
 _ATTENTION = "policy.dtensor_cfg.automodel_kwargs.backend.attn"
-
-
-class KernelUnavailableError(ValueError):
-    """The configuration asks for a kernel that this machine cannot run or that is not installed."""
 
 
 def check_packages(cfg: DTensorConfig) -> None:
@@ -29,7 +26,10 @@ def check_packages(cfg: DTensorConfig) -> None:
         KernelUnavailableError: One is not.
     """
     if cfg.automodel_kwargs.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-        raise KernelUnavailableError(f"{_LIGER}=true needs the package liger-kernel, which is not installed; pip install liger-kernel, or set it to false")
+        raise KernelUnavailableError(
+            f"{_LIGER}=true needs the package liger-kernel, which is not installed; pip install "
+            "liger-kernel, or set it to false"
+        )
 
 
 def check_device(cfg: DTensorConfig, *, cuda: bool) -> None:
@@ -46,9 +46,13 @@ def check_device(cfg: DTensorConfig, *, cuda: bool) -> None:
     if cuda:
         return
     if cfg.automodel_kwargs.use_liger_kernel:
-        raise KernelUnavailableError(f"{_LIGER}=true, but Liger's kernels run on GPUs only and this run trains on CPU slots; set it to false")
+        raise KernelUnavailableError(
+            f"{_LIGER}=true, but Liger's kernels run on GPUs only and this run trains on CPU slots; set it to false"
+        )
     if attn in ("flash_attention_2", "flex", "flex_attention"):
-        raise KernelUnavailableError(f"{_ATTENTION}={attn} needs a GPU for training and this run trains on CPU slots; set it to sdpa or eager")
+        raise KernelUnavailableError(
+            f"{_ATTENTION}={attn} needs a GPU for training and this run trains on CPU slots; set it to sdpa or eager"
+        )
 
 
 def apply_liger(model: Any, *, keep_experts: bool) -> None:
@@ -64,7 +68,9 @@ def apply_liger(model: Any, *, keep_experts: bool) -> None:
     kind = model.config.model_type
     known = _functions()
     if kind not in known:
-        raise UnsupportedModelError(f"{_LIGER}=true, but the installed liger-kernel has no layers for {kind!r} models; set it to false")
+        raise UnsupportedModelError(
+            f"{_LIGER}=true, but the installed liger-kernel has no layers for {kind!r} models; set it to false"
+        )
     wanted = {"rope": True, "rms_norm": True, "swiglu": not keep_experts, "geglu": not keep_experts}
     # The loss must stay off in either of Liger's forms: it would replace the model's forward or torch's cross entropy.
     wanted |= {"cross_entropy": False, "fused_linear_cross_entropy": False}

@@ -14,15 +14,28 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from nemo_rl.config import PolicyConfig
-from nemo_rl.models.dtensor import attention
+from nemo_rl.config import LoraConfig, PolicyConfig
 from nemo_rl.models.dtensor.disk_names import PREFIX, remember_disk_names
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.kernels import apply_liger, check_device
+from nemo_rl.models.dtensor.lora import apply_adapters, first_factors
 from nemo_rl.models.dtensor.mesh import ParallelMesh
-from nemo_rl.models.dtensor.model_config import CheckpointMismatchError, ModelNotFoundError, compute_dtype, model_config, number_of_experts
-from nemo_rl.models.dtensor.parallelize import apply_activation_checkpointing, apply_compile, apply_fsdp, apply_tensor_parallel
+from nemo_rl.models.dtensor.parallelize import (
+    apply_activation_checkpointing,
+    apply_compile,
+    apply_fsdp,
+    apply_tensor_parallel,
+)
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
+from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.model_config import (
+    CheckpointMismatchError,
+    ModelNotFoundError,
+    compute_dtype,
+    model_config,
+    number_of_experts,
+)
+from nemo_rl.utils.adapters import AdapterError, is_adapter, read_adapter
 
 
 def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | None = None) -> CausalLMScorer:
@@ -43,18 +56,29 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     check_device(cfg.dtensor_cfg, cuda=mesh.device.type == "cuda")
     config = model_config(cfg)
     source = weights_path or cfg.model_name
+    lora = cfg.dtensor_cfg.lora_cfg
+    adapter = _read_adapter(weights_path, cfg) if lora.enabled and weights_path is not None else {}
+    if not lora.enabled and is_adapter(source):
+        raise CheckpointMismatchError(
+            f"{source}: holds an adapter alone; set policy.dtensor_cfg.lora_cfg.enabled: true"
+        )
     state: dict[str, torch.Tensor] = {}
     if mesh.rank == 0:
-        state = _read_weights(source, config, cfg.trust_remote_code)
+        state = _read_weights(cfg.model_name if lora.enabled else source, config, cfg.trust_remote_code)
     kernels: dict[str, Any] = {"attn_implementation": attention.register(cfg.dtensor_cfg.automodel_kwargs.backend.attn)}
     if cfg.dtensor_cfg.automodel_kwargs.backend.experts != "torch" and number_of_experts(config):
         kernels["experts_implementation"] = cfg.dtensor_cfg.automodel_kwargs.backend.experts
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels
+        )
     model.tie_weights()
     if cfg.dtensor_cfg.automodel_kwargs.use_liger_kernel:
         apply_liger(model, keep_experts=mesh.ep_mesh is not None)
     remember_disk_names(model)
+    if lora.enabled:
+        apply_adapters(model, lora)
+        state |= _factors(model, lora, adapter, str(weights_path)) if mesh.rank == 0 else {}
     apply_tensor_parallel(model, mesh, cfg.dtensor_cfg)
     if mesh.ep_mesh is not None:
         apply_expert_parallel(model, mesh.ep_mesh)
@@ -64,7 +88,9 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
         apply_compile(model)
     head = cfg.dtensor_cfg.moe_parallelizer.lm_head_precision
     head_dtype = compute_dtype(head) if head is not None else None
-    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, compiled=cfg.dtensor_cfg.torch_compile, head_dtype=head_dtype)
+    scorer = CausalLMScorer(
+        model, mesh, cfg.logprob_chunk_size, compiled=cfg.dtensor_cfg.torch_compile, head_dtype=head_dtype
+    )
     apply_fsdp(scorer, model, mesh, cfg.dtensor_cfg, dtype=compute_dtype(cfg.precision))
     _materialise(scorer, mesh, offloaded=cfg.dtensor_cfg.cpu_offload)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -72,21 +98,57 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     return scorer
 
 
+def _read_adapter(path: str, cfg: PolicyConfig) -> dict[str, torch.Tensor]:
+    try:
+        info, tensors = read_adapter(path)
+    except AdapterError as error:
+        raise CheckpointMismatchError(f"{error}; policy.dtensor_cfg.lora_cfg.enabled goes on from adapters") from error
+    if info.base_model_name_or_path != cfg.model_name:
+        raise CheckpointMismatchError(
+            f"{path}: is an adapter of {info.base_model_name_or_path}, not of policy.model_name {cfg.model_name}"
+        )
+    lora = cfg.dtensor_cfg.lora_cfg
+    if (info.r, info.lora_alpha) != (lora.dim, lora.alpha):
+        raise CheckpointMismatchError(
+            f"{path}: the adapter has dim {info.r} and alpha {info.lora_alpha:g}, policy.dtensor_cfg.lora_cfg has "
+            f"{lora.dim} and {lora.alpha}"
+        )
+    return tensors
+
+
+def _factors(model: Any, lora: LoraConfig, adapter: dict[str, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+    first = first_factors(model, lora)
+    if adapter and adapter.keys() != first.keys():
+        different = sorted(adapter.keys() ^ first.keys())
+        raise CheckpointMismatchError(
+            f"{path}: the adapter is of other layers than policy.dtensor_cfg.lora_cfg chooses: {different[:3]}"
+        )
+    return adapter or first
+
+
 def _read_weights(source: str, config: Any, trust_remote_code: bool) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True, attn_implementation="eager"
+            source,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            attn_implementation="eager",
         )
     except (OSError, RuntimeError, ValueError) as error:
         if os.path.isdir(source):
             raise CheckpointMismatchError(f"{source}: weights do not fit the configured model ({error})") from error
         raise ModelNotFoundError(f"policy.model_name={source!r} cannot be loaded: {error}") from error
-    missing = [name for name in report["missing_keys"] if not (config.tie_word_embeddings and name.startswith("lm_head"))]
+    missing = [
+        name for name in report["missing_keys"] if not (config.tie_word_embeddings and name.startswith("lm_head"))
+    ]
     if missing or report.get("mismatched_keys"):
         raise CheckpointMismatchError(
-            f"{source}: {len(missing)} weights missing ({missing[:3]}), {len(report.get('mismatched_keys', []))} of another shape; it holds another model"
+            f"{source}: {len(missing)} weights missing ({missing[:3]}), "
+            f"{len(report.get('mismatched_keys', []))} of another shape; it holds another model"
         )
     return model.state_dict()
 

@@ -1,56 +1,24 @@
 """The device mesh of the DTensor backend and this rank's place in it.
 
 Axes, outermost first: dp_replicate, dp_shard, cp, tp. Gradients are summed over the first three (context-parallel ranks
-hold parts of the same rows), parameters are sharded over dp_shard x cp and, layer-wise, tp. Experts have a mesh of their own
-over the same ranks, in which dp_shard x cp is cut into expert_shard x ep. Knows no model.
+hold parts of the same rows), parameters are sharded over dp_shard x cp and, layer-wise, tp. Experts have a mesh of
+their own over the same ranks, in which dp_shard x cp is cut into expert_shard x ep. Knows no model.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
+from nemo_rl.distributed.communicators import Communicators
 from nemo_rl.distributed.devices import Accelerator
 
 COLLECTIVE_TIMEOUT_S = 900.0
-
-
-@dataclass(frozen=True)
-class ParallelSizes:
-    """Number of ranks along each axis."""
-
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    ep: int = 1
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks: those that see different samples."""
-        return self.dp_replicate * self.dp_shard
-
-
-def parallel_sizes(world: int, *, tp: int, cp: int, dp_replicate: int, ep: int = 1) -> ParallelSizes:
-    """Divides the world.
-
-    Raises:
-        ValueError: It does not divide.
-    """
-    if world % (tp * cp):
-        raise ValueError(f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} does not divide {world} ranks")
-    dp = world // (tp * cp)
-    if dp % dp_replicate:
-        raise ValueError(f"policy.dtensor_cfg.dp_replicate_size {dp_replicate} does not divide the {dp} data-parallel ranks")
-    shards = dp // dp_replicate * cp
-    if shards % ep:
-        raise ValueError(f"policy.dtensor_cfg.expert_parallel_size {ep} does not divide the {shards} ranks that share one copy of the parameters")
-    return ParallelSizes(dp_replicate, dp // dp_replicate, cp, tp, ep)
 
 
 class ParallelMesh:
@@ -59,34 +27,57 @@ class ParallelMesh:
     Args:
         sizes: Ranks along each axis.
         accelerator: Kind of slot.
+        dp_replicate: Whole copies of the parameters among the data-parallel ranks (HSDP).
+
+    Raises:
+        ParallelSizesError: Copies or experts do not divide the ranks.
     """
 
-    def __init__(self, sizes: ParallelSizes, accelerator: Accelerator) -> None:
+    def __init__(self, sizes: ParallelSizes, accelerator: Accelerator, *, dp_replicate: int = 1) -> None:
+        if sizes.dp % dp_replicate:
+            raise ParallelSizesError(
+                f"policy.dtensor_cfg.dp_replicate_size {dp_replicate} does not divide the {sizes.dp} data-parallel "
+                "ranks"
+            )
+        sharing = sizes.dp // dp_replicate * sizes.cp
+        if sharing % sizes.ep:
+            raise ParallelSizesError(
+                f"policy.dtensor_cfg.expert_parallel_size {sizes.ep} does not divide the {sharing} ranks that share "
+                "one copy of the parameters"
+            )
         self.sizes = sizes
+        self.dp_replicate = dp_replicate
         self.device = accelerator.torch_device()
         if accelerator.is_cuda:
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
             dist.init_process_group(accelerator.process_group_backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self.rank = int(os.environ["RANK"])
-        shape = (sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+        self.communicators = Communicators(
+            accelerator.process_group_backend, COLLECTIVE_TIMEOUT_S, dist.new_group(backend="gloo")
+        )
+        shape = (dp_replicate, sizes.dp // dp_replicate, sizes.cp, sizes.tp)
         self.mesh = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
         self.shard_mesh = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
         self.data_mesh = self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.gradient_mesh = self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
         self._experts: DeviceMesh | None = None
         if sizes.ep > 1:
-            shape = (sizes.dp_replicate, sizes.dp_shard * sizes.cp // sizes.ep, sizes.ep, sizes.tp)
-            self._experts = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep", "expert_tp"))
+            shape = (dp_replicate, sharing // sizes.ep, sizes.ep, sizes.tp)
+            self._experts = init_device_mesh(
+                accelerator.kind, shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep", "expert_tp")
+            )
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """Mesh over which parameters are sharded: one axis, or two with replicas (HSDP)."""
-        return self.mesh["dp_replicate", "dp_shard_cp"] if self.sizes.dp_replicate > 1 else self.shard_mesh
+        return self.mesh["dp_replicate", "dp_shard_cp"] if self.dp_replicate > 1 else self.shard_mesh
 
     @property
     def ep_mesh(self) -> DeviceMesh | None:
-        """Ranks among which each layer's experts are shared out, neighbours in rank; None where every rank has all experts."""
+        """Ranks among which each layer's experts are shared out, neighbours in rank; None where every rank has all
+        experts.
+        """
         return None if self._experts is None else self._experts["ep"]
 
     @property
@@ -94,7 +85,11 @@ class ParallelMesh:
         """Mesh over which the parameters of this rank's experts are sharded."""
         if self._experts is None:
             return self.fsdp_mesh
-        return self._experts["expert_replicate", "expert_shard"] if self.sizes.dp_replicate > 1 else self._experts["expert_shard"]
+        return (
+            self._experts["expert_replicate", "expert_shard"]
+            if self.dp_replicate > 1
+            else self._experts["expert_shard"]
+        )
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -127,10 +122,13 @@ class ParallelMesh:
             "data_parallel": self.data_mesh.get_local_rank(),
             "context_parallel": self.mesh.get_local_rank("cp"),
             "tensor_parallel": self.mesh.get_local_rank("tp"),
+            "pipeline_parallel": 0,
         }
 
     def make_replica_group(self) -> dist.ProcessGroup | None:
-        """A host-side group of the ranks that see the same samples as this one, None where there is no other. Collective: called on all ranks."""
+        """A host-side group of the ranks that see the same samples as this one, None where there is no other.
+        Collective: called on all ranks.
+        """
         if self.sizes.cp * self.sizes.tp == 1:
             return None
         together = self.mesh.mesh.reshape(-1, self.sizes.cp * self.sizes.tp).tolist()

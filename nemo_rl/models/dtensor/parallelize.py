@@ -1,8 +1,8 @@
 """Cuts a Hugging Face causal language model over the mesh: tensor and sequence parallel by DTensor, then FSDP2.
 
 Holds the tensor-parallel plan of the Llama-shaped families and the way FSDP2 is applied. Knows nothing of batches or
-losses. Invariants: tied embeddings stay one parameter; gradients come out as sums over all data-parallel ranks, never as
-means, so that the step's one division by the global count is the only one.
+losses. Invariants: tied embeddings stay one parameter; gradients come out as sums over all data-parallel ranks, never
+as means, so that the step's one division by the global count is the only one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from nemo_rl.config import DTensorConfig
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
-from nemo_rl.models.dtensor.model_config import UnsupportedModelError, check_divisible
+from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible
 
-# Norms inside attention work on this rank's heads only, so their gradients are parts of a sum over tensor-parallel ranks.
+# Norms inside attention work on this rank's heads only, so their gradients are parts of a sum over tensor-parallel
+# ranks.
 HEADWISE_NORMS = (".q_norm.", ".k_norm.")
 
 
 def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Plan of a Llama-shaped model: heads and feed-forward columns are split, embeddings by vocabulary.
 
-    A layer with experts keeps its feed-forward whole: tensor-parallel ranks compute it alike, expert parallelism is what cuts it.
+    A layer with experts keeps its feed-forward whole: tensor-parallel ranks compute it alike, expert parallelism is
+    what cuts it.
 
     Raises:
         UnsupportedModelError: The model has other modules than the plan names.
@@ -57,7 +59,9 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
             "give a plan of your own in policy.dtensor_cfg.custom_parallel_plan or set tensor_parallel_size=1"
         )
     row_output = Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, ParallelStyle] = {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=row_output)}
+    plan: dict[str, ParallelStyle] = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=row_output)
+    }
     for projection in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         plan[f"layers.*.{projection}"] = ColwiseParallel()
     plan["layers.*.self_attn.o_proj"] = RowwiseParallel(output_layouts=row_output)
@@ -70,9 +74,15 @@ def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, Pa
             "layers.*.input_layernorm": SequenceParallel(),
             "layers.*.post_attention_layernorm": SequenceParallel(),
             "layers.*.self_attn": PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
             ),
-            **{f"layers.{index}.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)) for index in dense},
+            **{
+                f"layers.{index}.mlp": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                )
+                for index in dense
+            },
             **{f"layers.{index}.mlp": _whole_feed_forward() for index in routed},
         }
     return plan
@@ -108,18 +118,23 @@ def _plan(model: Any, cfg: DTensorConfig) -> dict[str, ParallelStyle]:
     plan = plan(model) if callable(plan) else plan
     if not isinstance(plan, Mapping):
         raise UnsupportedModelError(
-            f"policy.dtensor_cfg.custom_parallel_plan={cfg.custom_parallel_plan} is a {type(plan).__name__}, expected a mapping of module to ParallelStyle"
+            f"policy.dtensor_cfg.custom_parallel_plan={cfg.custom_parallel_plan} is a {type(plan).__name__}, "
+            "expected a mapping of module to ParallelStyle"
         )
     return dict(plan)
 
 
 def apply_activation_checkpointing(model: Any, *, keep_routing: bool = False) -> None:
-    """Recomputes each decoder layer in the backward pass; with `keep_routing` all of it but the router's logits, so that every choice is the same."""
+    """Recomputes each decoder layer in the backward pass; with `keep_routing` all of it but the router's logits, so
+    that every choice is the same.
+    """
     layers = model.base_model.layers
     for index, layer in enumerate(layers):
         widths = {int(getattr(module, "num_experts", 0)) for module in expert_modules(layer)} if keep_routing else set()
         context = partial(create_selective_checkpoint_contexts, _keep_routing(widths)) if widths else None
-        layers[index] = checkpoint_wrapper(layer, context_fn=context) if context is not None else checkpoint_wrapper(layer)
+        layers[index] = (
+            checkpoint_wrapper(layer, context_fn=context) if context is not None else checkpoint_wrapper(layer)
+        )
 
 
 def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
@@ -127,7 +142,11 @@ def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
     def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in products and args[-1].shape[-1] in widths else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if op in products and args[-1].shape[-1] in widths
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return policy
 
@@ -139,7 +158,8 @@ def apply_compile(model: Any) -> None:
 
 
 def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorConfig, *, dtype: torch.dtype) -> None:
-    """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient sums.
+    """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient
+    sums.
 
     Experts that are cut over expert-parallel ranks are a part of their own: fewer ranks share each of them.
     """
@@ -159,7 +179,9 @@ def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorCo
                     shard_placement_fn=partial(_expert_placement, mesh.experts_fsdp_mesh.size(-1)),
                 )
         reshard = mesh.ep_mesh is not None or not (experts and keep_experts)
-        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+        fully_shard(
+            layer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+        )
     fully_shard(scorer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
@@ -169,7 +191,8 @@ def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorCo
 
 
 def _expert_placement(ranks: int, parameter: nn.Parameter) -> Shard:
-    # Experts are shared out along the first dimension already; a second cut of it would leave ranks without any once experts are fewer than ranks.
+    # Experts are shared out along the first dimension already; a second cut of it would leave ranks without any once
+    # experts are fewer than ranks.
     return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % ranks == 0 else Shard(0)
 
 

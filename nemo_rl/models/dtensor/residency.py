@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nemo_rl.distributed.devices import release_cached_memory
+from nemo_rl.models.dtensor.lora import base_model
 from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
@@ -35,9 +35,14 @@ def move_optimizer(optimizer: torch.optim.Optimizer | None, device: torch.device
         torch.cuda.synchronize()
 
 
-def release(device: torch.device) -> None:
-    """Gives freed memory back, so that others on the device can have it."""
-    release_cached_memory(device)
+class BaseModel:
+    """The reference of a policy with adapters: the policy without them."""
+
+    @contextmanager
+    def swapped_in(self, scorer: CausalLMScorer) -> Iterator[None]:
+        """The model computes without its adapters inside the block."""
+        with base_model(scorer):
+            yield
 
 
 class ReferenceWeights:

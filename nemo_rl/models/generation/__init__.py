@@ -1,0 +1,5 @@
+"""Generation, and the names that scripts import from here; see `nemo_rl.compat.names`."""
+
+from nemo_rl.lazy import names_of
+
+__getattr__, __dir__ = names_of(__name__)

@@ -1,7 +1,8 @@
 """One request's way across shards: what it keeps when its shard is taken away, and what is still to be asked for.
 
 Pure: results of pieces in, the next piece out. Knows neither engines nor routing. Invariants: the pieces joined are the
-response, every token with the log-probability and the version it was drawn with; no draw of one piece is repeated in the next.
+response, every token with the log-probability and the version it was drawn with; no draw of one piece is repeated in
+the next.
 """
 
 from __future__ import annotations
@@ -65,11 +66,17 @@ class Continuation:
         """The whole response, once its last piece is complete."""
         if not self._cuts:
             return piece
-        # A response that fills the context between two pieces ended by its length, although the last piece found no room.
+        # A response that fills the context between two pieces ended by its length, although the last piece found no
+        # room.
         reason = "length" if piece.finish_reason == "no_room" and self._token_ids else piece.finish_reason
         self._append(piece)
         return replace(
-            piece, request_id=self._request.request_id, token_ids=self._token_ids, logprobs=self._logprobs, spans=tuple(self._spans), finish_reason=reason
+            piece,
+            request_id=self._request.request_id,
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            spans=tuple(self._spans),
+            finish_reason=reason,
         )
 
     @property
@@ -79,7 +86,9 @@ class Continuation:
 
     def as_it_is(self, shard: int) -> GenerationResult:
         """The kept tokens as a response that ended by its length."""
-        return GenerationResult(self._request.request_id, self._token_ids, self._logprobs, "length", tuple(self._spans), shard)
+        return GenerationResult(
+            self._request.request_id, self._token_ids, self._logprobs, "length", tuple(self._spans), shard
+        )
 
     def _append(self, piece: GenerationResult) -> None:
         start = self.kept
@@ -88,7 +97,11 @@ class Continuation:
         for span in piece.spans:
             moved = replace(span, start=span.start + start, end=span.end + start)
             last = self._spans[-1] if self._spans else None
-            if last is not None and (last.version, last.mixed_kv, last.end) == (moved.version, moved.mixed_kv, moved.start):
+            if last is not None and (last.version, last.mixed_kv, last.end) == (
+                moved.version,
+                moved.mixed_kv,
+                moved.start,
+            ):
                 self._spans[-1] = replace(last, end=moved.end)
             else:
                 self._spans.append(moved)
@@ -100,7 +113,8 @@ def _further_seed(seed: int, kept: int) -> int:
 
 
 def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[list[int]], str]) -> int:
-    """How many tokens can be kept so that none of `texts` (stop strings, bad words) began in them without being complete.
+    """How many tokens can be kept so that none of `texts` (stop strings, bad words) began in them without being
+    complete.
 
     The engine looks for such texts in what it generates itself: one that straddles two pieces would be missed.
 
@@ -113,7 +127,9 @@ def safe_cut(token_ids: Sequence[int], texts: Sequence[str], decode: Callable[[l
     while count and texts:
         said = decode(list(token_ids[:count]))
         # Half of a character decodes to a replacement character: it cannot be told what it begins.
-        if not said.endswith("\ufffd") and not any(said.endswith(text[:length]) for text in texts for length in range(1, len(text))):
+        if not said.endswith("\ufffd") and not any(
+            said.endswith(text[:length]) for text in texts for length in range(1, len(text))
+        ):
             break
         count -= 1
     return count

@@ -2,8 +2,8 @@
 
 The one path by which a time-shared run resizes generation. Ties the cache, the sync session and the shards together.
 Invariants: moves and refreshes take turns, while versions are built at any time; a shard comes back in the order wake
-weights, sync, finalise, wake KV, publish, route; one that cannot is put to sleep again or quarantined, and the others come
-back all the same; the version served is the cache's.
+weights, sync, finalise, wake KV, publish, route; one that cannot is put to sleep again or quarantined, and the others
+come back all the same; the version served is the cache's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class ElasticGeneration:
         record: Run record.
     """
 
-    def __init__(self, generation: Any, cache: ServedCache, options: SyncOptions, *, record: Record | None = None) -> None:
+    def __init__(
+        self, generation: Any, cache: ServedCache, options: SyncOptions, *, record: Record | None = None
+    ) -> None:
         self._generation = generation
         self._cache = cache
         self._options = options
@@ -79,7 +81,8 @@ class ElasticGeneration:
         """Puts shards to sleep; their requests go on elsewhere, or wait for a shard. All shards is legal.
 
         Raises:
-            WorkerError: A shard did not sleep, or its memory did not come back: the device must not be given to anybody.
+            WorkerError: A shard did not sleep, or its memory did not come back: the device must not be given to
+                anybody.
         """
         wanted = sorted(set(dp_ranks))
         with self._alone("shrink"):
@@ -90,7 +93,8 @@ class ElasticGeneration:
         """Wakes shards with the cache's weights and routes them.
 
         Returns:
-            Which came back. A shard that could not wake sleeps on; one with wrong weights, or that died, is quarantined.
+            Which came back. A shard that could not wake sleeps on; one with wrong weights, or that died, is
+            quarantined.
 
         Raises:
             CacheError: The cache is empty.
@@ -99,7 +103,11 @@ class ElasticGeneration:
         self._served()
         failed: dict[int, str] = {}
         with self._alone("expand"):
-            wanted = [shard for shard in sorted(set(dp_ranks)) if self._generation.shards.state(shard) is not ShardState.ACTIVE]
+            wanted = [
+                shard
+                for shard in sorted(set(dp_ranks))
+                if self._generation.shards.state(shard) is not ShardState.ACTIVE
+            ]
             self._wake(wanted, failed, "weights")
             report = self._sync_all(wanted, failed)
             self._wake(wanted, failed, "kv_cache")
@@ -109,11 +117,45 @@ class ElasticGeneration:
             logger.error("shard=%d expand=failed reason=%s", shard, reason)
         return Resize(wanted, failed, report)
 
+    def wake_weights(self, dp_ranks: Iterable[int]) -> None:
+        """Builds engines that do not stand yet and wakes the weights of the others: the first half of `expand`.
+
+        Raises:
+            WorkerError: A shard could not wake, or its engine did not start.
+        """
+        wanted = sorted(set(dp_ranks))
+        # Building takes a minute and moves no other shard: it waits for nobody's turn.
+        self._generation.shards.build(wanted)
+        with self._alone("wake"):
+            self._generation.wake_up_partial(wanted, skip_activate=True, tags=["weights"])
+
+    def load(self, dp_ranks: Iterable[int]) -> Resize:
+        """Brings the cache's version to shards that woke, in one session, and makes them ready to be routed: the second
+        half of `expand`.
+
+        Returns:
+            Which are ready; the others are quarantined.
+
+        Raises:
+            CacheError: The cache is empty.
+            TransportError, WorkerError: The session failed through no shard's fault; all of them sleep.
+        """
+        self._served()
+        failed: dict[int, str] = {}
+        wanted = sorted(set(dp_ranks))
+        with self._alone("load"):
+            report = self._sync_all(wanted, failed)
+            self._wake(wanted, failed, "kv_cache")
+            if wanted:
+                self._generation.shards.accept(wanted)
+        return Resize(wanted, failed, report)
+
     def refresh(self, dp_ranks: Iterable[int] | None = None, *, recompute_kv: bool = True) -> SyncReport | None:
         """Brings shards that serve to the cache's version; all of them by default, None when none serves.
 
         Raises:
-            WorkerError, TransportError: The session failed; targets that staged serve their old weights, others are quarantined.
+            WorkerError, TransportError: The session failed; targets that staged serve their old weights, others are
+                quarantined.
         """
         with self._alone("refresh"):
             active = self._generation.shards.having(ShardState.ACTIVE)
@@ -150,7 +192,12 @@ class ElasticGeneration:
         options = replace(self._options, verify=verify or self._options.verify)
         with self._alone("sync"):
             version = self._served()
-            return self._run(self._cache.source(version), self._generation.get_model_update_receiver(tgt_dp_ranks), version, options=options)
+            return self._run(
+                self._cache.source(version),
+                self._generation.get_model_update_receiver(tgt_dp_ranks),
+                version,
+                options=options,
+            )
 
     def pause_metrics(self) -> dict[str, float]:
         """p50 and p99 of the seconds for which a serving shard stood still per refresh."""
@@ -178,7 +225,11 @@ class ElasticGeneration:
         try:
             self._generation.wake_up_partial(wanted, skip_activate=True, tags=[tag])
         except WorkerError as error:
-            lost = [shard for shard in wanted if self._generation.shards.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)]
+            lost = [
+                shard
+                for shard in wanted
+                if self._generation.shards.state(shard) in (ShardState.ASLEEP, ShardState.FAILED)
+            ]
             if not lost:
                 raise
             failed |= dict.fromkeys(lost, f"{tag} did not wake: {error}")
@@ -202,7 +253,9 @@ class ElasticGeneration:
                 wanted[:] = [shard for shard in wanted if shard not in targets.culprits]
         return None
 
-    def _run(self, source: Any, targets: Any, version: int, *, staged: bool = False, options: SyncOptions | None = None) -> SyncReport:
+    def _run(
+        self, source: Any, targets: Any, version: int, *, staged: bool = False, options: SyncOptions | None = None
+    ) -> SyncReport:
         session = SyncSession(source, targets, version=version, options=options or self._options, staged=staged)
         self._record.emit(SyncStarted(session.session_id, version, targets.shards, self._options.transport))
         report = None

@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 import torch
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.lazy import names_of
 
 FinishReason = Literal["stop", "length", "abort", "no_room"]
 
 
-class GenerationError(RuntimeError):
+class GenerationError(UserError, RuntimeError):
     """The engine could not serve a request; the message names the shard."""
 
 
@@ -28,7 +30,9 @@ REQUEST_TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
 
 
 def request_timeout_s() -> float:
-    """Seconds that a generation request may wait while its shard finishes no other: `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`, by default a quarter of an hour."""
+    """Seconds that a generation request may wait while its shard finishes no other: `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`,
+    by default a quarter of an hour.
+    """
     return float(os.environ.get(REQUEST_TIMEOUT_VARIABLE, "900"))
 
 
@@ -70,7 +74,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens `[start, end)` of a response came from weights `version`; `mixed_kv` when they attended to KV of older weights."""
+    """Tokens `[start, end)` of a response came from weights `version`; `mixed_kv` when they attended to KV of older
+    weights.
+    """
 
     version: int
     start: int
@@ -124,12 +130,15 @@ def verify_right_padding(
         row, column = (int(i) for i in bad_BS.nonzero()[0])
         return (
             False,
-            f"row {row} has {int(ids_BS[row, column])} at position {column}, after its length {int(lengths_B[row])}; pad on the right with {pad_value}",
+            f"row {row} has {int(ids_BS[row, column])} at position {column}, after its length "
+            f"{int(lengths_B[row])}; pad on the right with {pad_value}",
         )
     return True, None
 
 
-def results_to_batch(prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult], pad_token_id: int) -> BatchedDataDict[Any]:
+def results_to_batch(
+    prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult], pad_token_id: int
+) -> BatchedDataDict[Any]:
     """GenerationOutputSpec of a batch.
 
     Returns:
@@ -159,14 +168,18 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """Continues a right-padded batch (`input_ids [B,S]`, `input_lengths [B]`, optional `stop_strings`, optional `seeds`)."""
+        """Continues a right-padded batch (`input_ids [B,S]`, `input_lengths [B]`, optional `stop_strings`, optional
+        `seeds`).
+        """
 
     @abstractmethod
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
         """Continues one prompt."""
 
     @abstractmethod
-    def generate_async(self, data: BatchedDataDict[Any], greedy: bool = False) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+    def generate_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Continues a batch and yields (row, one-row batch) as rows finish."""
 
     @abstractmethod
@@ -180,3 +193,7 @@ class GenerationInterface(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """Ends every engine. Safe to call twice."""
+
+
+# NeMo-RL's names besides.
+__getattr__, __dir__ = names_of(__name__)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from nemo_rl.config.errors import UserError
+
 RouterPolicy = Literal["least_outstanding_tokens", "round_robin"]
 
 
-class NoActiveShardError(RuntimeError):
+class NoActiveShardError(UserError, RuntimeError):
     """No shard takes requests at present."""
 
 

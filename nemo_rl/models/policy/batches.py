@@ -1,12 +1,13 @@
 """What a policy takes as a batch, and how the batch is cut over its ranks.
 
-Refuses what the backend would silently leave out, and turns the configuration into the arguments of sharding. Knows no
-worker and no store. Invariant: batches of this process and rows of the data plane are cut by the same arguments.
+Refuses what the forward pass would silently leave out, and turns the configuration into the arguments of sharding.
+Knows no worker, no store and no framework. Invariants: batches of this process and rows of the data plane are cut by
+the same arguments; a chunk of a step may have any number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nemo_rl.config import PolicyConfig
@@ -19,7 +20,8 @@ class UnsupportedColumnsError(ValueError):
 
 
 def refuse_model_inputs(columns: Iterable[str]) -> None:
-    """Refuses a batch whose model inputs the DTensor backend's forward would leave out, rather than to train on its text alone.
+    """Refuses a batch whose model inputs the forward pass would leave out, rather than to train on its
+    text alone.
 
     Args:
         columns: Names of the batch's columns.
@@ -30,7 +32,8 @@ def refuse_model_inputs(columns: Iterable[str]) -> None:
     refused = model_inputs(columns)
     if refused:
         raise UnsupportedColumnsError(
-            f"the batch has the model inputs {refused}, but the DTensor backend's forward takes token ids only; leave these columns out of the rollout"
+            f"the batch has the model inputs {refused}, but the policy's forward takes token ids "
+            "only; leave these columns out of the rollout"
         )
 
 
@@ -66,7 +69,13 @@ def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, A
     keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
     if dynamic.enabled:
         tokens = dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens
-        return {"dynamic_batching_args": {"max_tokens_per_microbatch": tokens, "sequence_length_round": dynamic.sequence_length_round, **keys}}
+        return {
+            "dynamic_batching_args": {
+                "max_tokens_per_microbatch": tokens,
+                "sequence_length_round": dynamic.sequence_length_round,
+                **keys,
+            }
+        }
     if packing.enabled:
         arguments = {
             "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
@@ -76,3 +85,47 @@ def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, A
         }
         return {"sequence_packing_args": arguments | keys}
     return {}
+
+
+def chunk_rows(lengths: Sequence[int], ranks: int) -> list[list[int]] | None:
+    """Which rows of a chunk go to which rank, where they do not divide: each to the rank with the fewest tokens so far,
+    longest first. Ranks may stay without rows.
+
+    Args:
+        lengths: Tokens of each row.
+        ranks: Data-parallel ranks.
+
+    Returns:
+        Ascending rows of each rank; None for a chunk that divides, which is cut as a whole batch is.
+    """
+    if lengths and len(lengths) % ranks == 0:
+        return None
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        rank = tokens.index(min(tokens))
+        rows[rank].append(row)
+        tokens[rank] += lengths[row]
+    return [sorted(own) for own in rows]
+
+
+def shard_chunk(data: BatchedDataDict[Any], config: PolicyConfig, ranks: int) -> list[SlicedDataDict[Any]]:
+    """Shards a chunk of a step, of any size, over data-parallel ranks; a rank's shard may be empty."""
+    rows = chunk_rows([int(length) for length in data["input_lengths"]], ranks)
+    if rows is None:
+        return shard_batch(data, config, ranks, None, training=True)[0]
+    return [
+        shard_batch(data.select_indices(own), config, 1, None, training=True)[0][0] if own else SlicedDataDict()
+        for own in rows
+    ]
+
+
+def microbatches(data: BatchedDataDict[Any], config: PolicyConfig, size: int) -> list[BatchedDataDict[Any]]:
+    """One rank's rows as the microbatches that they were planned as, or in parts of `size` rows, the last one short."""
+    if not data.size:
+        return []
+    if config.dynamic_batching.enabled:
+        return list(data.make_microbatch_iterator_with_dynamic_shapes())
+    if config.sequence_packing.enabled:
+        return list(data.make_microbatch_iterator_for_packable_sequences())
+    return [data.slice(start, min(start + size, data.size)) for start in range(0, data.size, size)]

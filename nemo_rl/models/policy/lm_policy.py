@@ -1,8 +1,8 @@
 """A language-model policy over a group of workers, one per accelerator slot.
 
 Shards batches over data-parallel ranks (plainly, by dynamic batching or by packing), gathers results back into the
-caller's order, and offers the workers as source of a sync session. Knows no framework: the worker class is chosen by
-the enabled backend, in one place. Invariant: rows come back in the order in which they were given.
+caller's order, and offers the workers as source of a sync session. Knows no framework: each worker builds the backend
+that the configuration enables. Invariant: rows come back in the order in which they were given.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import ray
 import torch
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import parallel_sizes, training_backend
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch
+from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shard_chunk
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
+from nemo_rl.models.policy.pending import PendingCall
 from nemo_rl.utils.flops import TransformerShape, peak_tflops
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec
@@ -35,9 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DTENSOR_WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker"
-_AXES = ["data_parallel", "context_parallel", "tensor_parallel"]
-_REPLICAS = ("context_parallel", "tensor_parallel")
+WORKER = "nemo_rl.models.policy.worker.PolicyWorker"
+_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+_REPLICAS = ("pipeline_parallel", "context_parallel", "tensor_parallel")
 _SAVE_TIMEOUT_S = 1800.0
 _SAVE_POLL_S = 0.1
 
@@ -54,7 +56,7 @@ class Policy(PolicyInterface):
         weights_path: Checkpoint weights to start from.
         optimizer_path: Checkpoint optimizer state to start from.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
-        worker_extension_cls_fqn: Dotted name of a worker class to use instead of the backend's.
+        worker_extension_cls_fqn: Dotted name of a worker class to use instead of `PolicyWorker`.
         bundle_indices_list: Slots to use, as `(node_rank, [bundle])`.
     """
 
@@ -77,7 +79,7 @@ class Policy(PolicyInterface):
         world = cluster.world_size() if bundle_indices_list is None else len(bundle_indices_list)
         self.sharding_annotations = _rank_grid(config, world)
         builder = RayWorkerBuilder(
-            worker_extension_cls_fqn or DTENSOR_WORKER,
+            worker_extension_cls_fqn or WORKER,
             config,
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
@@ -90,13 +92,14 @@ class Policy(PolicyInterface):
             name_prefix=name_prefix,
             bundle_indices_list=bundle_indices_list,
             sharding_annotations=self.sharding_annotations,
-            env_vars=dict(config.dtensor_cfg.env_vars),
+            env_vars=dict(training_backend(config).env_vars or {}),
         )
         self._cluster = cluster
         self._devices: list[str] | None = None
         self._metas: list[TensorMeta] | None = None
         self.device_name = ""
         self._shape: TransformerShape | None = None
+        self._step_lengths: list[int] = []
 
     def wait_until_started(self) -> None:
         """Waits until every worker has loaded its model.
@@ -109,6 +112,7 @@ class Policy(PolicyInterface):
             self._devices = [answer["device"] for answer in answers]
             self.device_name = answers[0]["device_name"]
             self._shape = answers[0]["shape"]
+            logger.info("policy=started backend=%s kernels=%s", answers[0]["backend"], answers[0]["kernels"])
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,12 +121,16 @@ class Policy(PolicyInterface):
 
     # -- sharding -----------------------------------------------------------------------------------------------------
 
-    def shard(self, data: BatchedDataDict[Any], batch_size: int | None, *, training: bool) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
+    def shard(
+        self, data: BatchedDataDict[Any], batch_size: int | None, *, training: bool
+    ) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
         """See `shard_batch`."""
         return shard_batch(data, self.cfg, self.data_parallel_size, batch_size, training=training)
 
-    def _run_sharded(self, method: str, shards: Sequence[Any], *, argument: str = "data", **common: Any) -> list[Any]:
-        future = self.worker_group.run_all_workers_sharded_data(
+    def _call_sharded(
+        self, method: str, shards: Sequence[Any], *, argument: str = "data", **common: Any
+    ) -> MultiWorkerFuture:
+        return self.worker_group.run_all_workers_sharded_data(
             method,
             in_sharded_axes=("data_parallel",),
             replicate_on_axes=_REPLICAS,
@@ -130,9 +138,13 @@ class Policy(PolicyInterface):
             common_kwargs=common,
             **{argument: list(shards)},
         )
-        return self.worker_group.get_all_worker_results(future)
 
-    def _score(self, method: str, data: BatchedDataDict[Any], timer: Timer | None, **common: Any) -> BatchedDataDict[Any]:
+    def _run_sharded(self, method: str, shards: Sequence[Any], *, argument: str = "data", **common: Any) -> list[Any]:
+        return self.worker_group.get_all_worker_results(self._call_sharded(method, shards, argument=argument, **common))
+
+    def _score(
+        self, method: str, data: BatchedDataDict[Any], timer: Timer | None, **common: Any
+    ) -> BatchedDataDict[Any]:
         refuse_model_inputs(data)
         columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         with timed(timer, f"{method}/shard_data"):
@@ -152,7 +164,9 @@ class Policy(PolicyInterface):
         """`reference_logprobs [B, S]`; see `PolicyInterface`."""
         return self._score("get_reference_policy_logprobs", data, timer, micro_batch_size=micro_batch_size)
 
-    def get_topk_logits(self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None) -> BatchedDataDict[Any]:
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict[Any]:
         """`topk_logits`, `topk_indices` [B, S, k]; see `PolicyInterface`."""
         return self._score("get_topk_logits", data, timer, k=k, micro_batch_size=micro_batch_size)
 
@@ -188,7 +202,9 @@ class Policy(PolicyInterface):
     def _batch_sizes(self, samples: int, gbs: int | None, mbs: int | None) -> tuple[int, int]:
         gbs = gbs or self.cfg.train_global_batch_size
         if samples % gbs:
-            raise ValueError(f"{samples} samples do not divide into global batches of policy.train_global_batch_size={gbs}")
+            raise ValueError(
+                f"{samples} samples do not divide into global batches of policy.train_global_batch_size={gbs}"
+            )
         return gbs, mbs or self.cfg.train_micro_batch_size
 
     def _add_flops(self, result: TrainResult, lengths: Sequence[int], *, training: bool) -> None:
@@ -201,26 +217,71 @@ class Policy(PolicyInterface):
             result["theoretical_tflops"] = peak * self.worker_group.world_size
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Opens a step on every worker."""
-        self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+        """Opens a step on every worker.
 
-    def train_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
-        """Adds a chunk of samples to the open step; it must divide over the data-parallel ranks."""
+        Raises:
+            WorkerError: A step is open already.
+        """
+        self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
+        self._step_lengths.clear()
+
+    def submit_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> PendingCall[None]:
+        """See `TrainingPolicy`."""
         refuse_model_inputs(data)
         with timed(timer, "policy_training/sharding_data"):
-            shards, _ = self.shard(data, None, training=True)
+            shards = shard_chunk(data, self.cfg, self.data_parallel_size)
+        self._step_lengths += data["input_lengths"].tolist()
         with timed(timer, "policy_training/submit_microbatch_futures"):
-            self._run_sharded("train_microbatches", shards)
+            return self._submit_chunk("train_microbatches", shards, "data")
+
+    def _submit_chunk(self, method: str, shards: Sequence[Any], argument: str) -> PendingCall[None]:
+        future = self._call_sharded(method, shards, argument=argument)
+        return PendingCall(self.worker_group, future, lambda _: None, on_error=self._abandon_step)
+
+    def train_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
+        """Adds a chunk of any number of samples to the open step.
+
+        Raises:
+            WorkerError: A worker failed; the step is closed on all of them.
+        """
+        self.submit_microbatches(data, timer).result()
+
+    def train_microbatch(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
+        """NeMo-RL's name of `train_microbatches`."""
+        self.train_microbatches(data, timer)
+
+    def submit_finish_train_step(self) -> PendingCall[TrainResult]:
+        """See `TrainingPolicy`."""
+        future = self.worker_group.run_all_workers_single_data("finish_train_step")
+        lengths = self._step_lengths.copy()
+        self._step_lengths.clear()
+
+        def report(results: list[Any]) -> TrainResult:
+            result = self._aggregate([result for rank, result in enumerate(results) if self._leads(rank)])
+            self._add_flops(result, lengths, training=True)
+            return result
+
+        return PendingCall(self.worker_group, future, report, on_error=self._abandon_step)
 
     def finish_train_step(self) -> TrainResult:
-        """Steps the optimizer once for everything since `begin_train_step`."""
-        future = self.worker_group.run_all_workers_single_data("finish_train_step")
-        results = self.worker_group.get_all_worker_results(future)
-        return self._aggregate([result for rank, result in enumerate(results) if self._leads(rank)])
+        """Steps the optimizer once for everything since `begin_train_step`.
+
+        Raises:
+            WorkerError: A worker failed, or the step is not finite; it is closed, and the weights are as before.
+        """
+        return self.submit_finish_train_step().result()
 
     def abort_train_step(self) -> None:
         """Closes an open step without changing the weights."""
+        self._step_lengths.clear()
         self.worker_group.run("abort_train_step")
+
+    def _abandon_step(self) -> None:
+        """Closes the step behind a failed call on every worker that still answers. It does not wait: a worker may hang
+        in a collective with the one that failed until that collective's own deadline.
+        """
+        self._step_lengths.clear()
+        self.worker_group.run_all_workers_single_data("abort_train_step")
 
     def _leads(self, rank: int) -> bool:
         coordinates = self.sharding_annotations.get_worker_coords(rank)
@@ -241,6 +302,7 @@ class Policy(PolicyInterface):
                 "grad_norm": first["grad_norm"],
                 "all_mb_metrics": metrics,
                 "num_ranks": self.worker_group.world_size,
+                "skipped_steps": first["skipped_steps"],
                 **{key: first[key] for key in ("lr", "wd") if key in first},
             },
         )
@@ -271,6 +333,18 @@ class Policy(PolicyInterface):
     def offload_to_cpu(self) -> None:
         """Same as `offload_after_refit`."""
         self.offload_after_refit()
+
+    def offload_training_gpu(self) -> None:
+        """Everything of training off the devices but communicators: model, optimizer, caches."""
+        self.offload_after_refit()
+
+    def destroy_nccl_groups(self) -> None:
+        """Gives the device memory of communicators back. They are made again before their next use.
+
+        Raises:
+            WorkerError: A train step is open.
+        """
+        self.worker_group.run("drop_communicators")
 
     def get_free_memory_bytes(self) -> int:
         """Free device memory of the fullest slot, in bytes."""
@@ -325,10 +399,16 @@ class Policy(PolicyInterface):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None, save_format: str = "safetensors"
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        save_format: str = "safetensors",
     ) -> None:
         """Snapshots the policy; the files are complete after `finalize_async_save`."""
-        self.worker_group.run("save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, save_format=save_format)
+        self.worker_group.run(
+            "save_checkpoint", weights_path=weights_path, optimizer_path=optimizer_path, save_format=save_format
+        )
         # The weights directory is a whole Hugging Face model: it carries the tokenizer too.
         for path in (tokenizer_path, weights_path):
             if path is not None and self.tokenizer is not None:
@@ -344,7 +424,9 @@ class Policy(PolicyInterface):
         deadline = time.monotonic() + _SAVE_TIMEOUT_S
         while not all(self.worker_group.run("checkpoint_written")):
             if time.monotonic() > deadline:
-                raise WorkerTimeoutError(f"{self.worker_group.name_prefix}: the checkpoint is not on disk after {_SAVE_TIMEOUT_S:.0f} s")
+                raise WorkerTimeoutError(
+                    f"{self.worker_group.name_prefix}: the checkpoint is not on disk after {_SAVE_TIMEOUT_S:.0f} s"
+                )
             time.sleep(_SAVE_POLL_S)
 
     def run_on_all(self, method: str, **kwargs: Any) -> list[Any]:
@@ -357,10 +439,8 @@ class Policy(PolicyInterface):
 
 
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
-    tp, cp = config.dtensor_cfg.tensor_parallel_size, config.dtensor_cfg.context_parallel_size
-    if world % (tp * cp):
-        raise ValueError(f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} does not divide the {world} slots")
-    return NamedSharding(np.arange(world).reshape(world // (tp * cp), cp, tp), _AXES)
+    sizes = parallel_sizes(config, world)
+    return NamedSharding(np.arange(world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp), _AXES)
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:

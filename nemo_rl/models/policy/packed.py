@@ -48,15 +48,17 @@ class PackedBatch:
         return flat.view(batch, width, *values_T.shape[1:])
 
 
-def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1, trained_only: bool = False) -> PackedBatch:
+def pack(
+    data: Mapping[str, Any], device: torch.device, *, multiple: int = 1, trained_only: bool = False
+) -> PackedBatch:
     """Packs a right-padded microbatch.
 
     Args:
         data: `input_ids [B, S]` and `input_lengths [B]`.
         device: Where the row is needed.
         multiple: The row is padded to a multiple of this by a segment of its own, which nothing attends to.
-        trained_only: Scores are needed only before tokens that `token_mask [B, S]` and `sample_mask [B]` keep: the output
-            projection then skips prompts.
+        trained_only: Scores are needed only before tokens that `token_mask [B, S]` and `sample_mask [B]` keep: the
+            output projection then skips prompts.
     """
     ids_BS, lengths_B = data["input_ids"], data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
@@ -69,7 +71,9 @@ def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1, tr
     next_BS.masked_fill_(positions_BS + 1 >= lengths_B[:, None], 0)
     lengths = [int(n) for n in lengths_B if n > 0]
     padding = -sum(lengths) % multiple
-    borders = torch.tensor([0, *lengths, *([padding] if padding else [])], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    borders = torch.tensor([0, *lengths, *([padding] if padding else [])], dtype=torch.int32).cumsum(
+        0, dtype=torch.int32
+    )
     extra = torch.zeros(padding, dtype=torch.long)
     return PackedBatch(
         torch.cat([ids_N, extra]).to(device, non_blocking=True),
@@ -79,7 +83,9 @@ def pack(data: Mapping[str, Any], device: torch.device, *, multiple: int = 1, tr
         max([*lengths, padding], default=0),
         source_N.to(device, non_blocking=True),
         (batch, width),
-        _trained_positions(data, source_N).to(device, non_blocking=True) if trained_only and "token_mask" in data else None,
+        _trained_positions(data, source_N).to(device, non_blocking=True)
+        if trained_only and "token_mask" in data
+        else None,
     )
 
 

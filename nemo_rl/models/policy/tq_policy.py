@@ -19,9 +19,10 @@ from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import microbatch_arguments, refuse_model_inputs
+from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, timed
+from nemo_rl.models.policy.pending import PendingCall
 
 if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
@@ -53,7 +54,14 @@ class TQPolicy(Policy):
     """
 
     def __init__(
-        self, cluster: RayVirtualCluster, config: PolicyConfig, tokenizer: Any, *, dp_cfg: DataPlaneConfig, tq_partition_id: str = "train", **options: Any
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig,
+        tokenizer: Any,
+        *,
+        dp_cfg: DataPlaneConfig,
+        tq_partition_id: str = "train",
+        **options: Any,
     ) -> None:
         super().__init__(cluster, config, tokenizer, **options)
         self.dp_cfg = dp_cfg
@@ -80,7 +88,9 @@ class TQPolicy(Policy):
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
         """Declares the training partition."""
-        self.dp_client.register_partition(self.tq_partition_id, DP_TRAIN_FIELDS, num_samples, ["prev_lp", "ref_lp", "train"], group_size)
+        self.dp_client.register_partition(
+            self.tq_partition_id, DP_TRAIN_FIELDS, num_samples, ["prev_lp", "ref_lp", "train"], group_size
+        )
 
     def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
         """Declares the validation partition."""
@@ -98,7 +108,9 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, *, select_fields: Sequence[str], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict[Any]:
         """Columns of a meta's rows, in this process."""
-        return read_columns(self.dp_client, meta, select_fields, pad_value_dict=pad_value_dict or pad_values(self._pad_token_id))
+        return read_columns(
+            self.dp_client, meta, select_fields, pad_value_dict=pad_value_dict or pad_values(self._pad_token_id)
+        )
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Adds columns from this process."""
@@ -106,22 +118,30 @@ class TQPolicy(Policy):
 
     # -- log-probabilities --------------------------------------------------------------------------------------------
 
-    def get_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None) -> None:
+    def get_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
         """Adds the column `prev_logprobs`."""
         self._score_meta("get_logprobs", meta, "prev_logprobs", timer, micro_batch_size)
 
-    def get_reference_policy_logprobs_from_meta(self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None) -> None:
+    def get_reference_policy_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
         """Adds the column `reference_policy_logprobs`."""
         self._score_meta("get_reference_policy_logprobs", meta, "reference_policy_logprobs", timer, micro_batch_size)
 
-    def _score_meta(self, method: str, meta: KVBatchMeta, column: str, timer: Timer | None, micro_batch_size: int | None) -> None:
+    def _score_meta(
+        self, method: str, meta: KVBatchMeta, column: str, timer: Timer | None, micro_batch_size: int | None
+    ) -> None:
         refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
         seed = meta.only_fields([name for name in LP_SEED_FIELDS if name in present])
         with timed(timer, f"{method}/shard_meta"):
             shards = self._shard_meta(seed, None, training=False)
         with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
-            self._run_sharded(f"{method}_presharded", shards, argument="meta", column=column, micro_batch_size=micro_batch_size)
+            self._run_sharded(
+                f"{method}_presharded", shards, argument="meta", column=column, micro_batch_size=micro_batch_size
+            )
 
     def get_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
         """See `Policy`; for a meta the result stays with the rows."""
@@ -130,21 +150,28 @@ class TQPolicy(Policy):
         self.get_logprobs_from_meta(data, timer=timer)
         return StoredColumns({"logprobs": "prev_logprobs"})
 
-    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None) -> Any:
+    def get_reference_policy_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> Any:
         """See `Policy`; for a meta the result stays with the rows."""
         if not isinstance(data, KVBatchMeta):
             return super().get_reference_policy_logprobs(data, micro_batch_size, timer)
         self.get_reference_policy_logprobs_from_meta(data, micro_batch_size, timer)
         return StoredColumns({"reference_logprobs": "reference_policy_logprobs"})
 
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None) -> BatchedDataDict[Any]:
+    def get_topk_logits(
+        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict[Any]:
         """See `Policy`.
 
         Raises:
             NotImplementedError: The batch is a meta; top-k logits are not stored on the data plane.
         """
         if isinstance(data, KVBatchMeta):
-            raise NotImplementedError("get_topk_logits of a meta is not built: read input_ids and input_lengths with read_from_dataplane and pass the batch")
+            raise NotImplementedError(
+                "get_topk_logits of a meta is not built: read input_ids and input_lengths with "
+                "read_from_dataplane and pass the batch"
+            )
         return super().get_topk_logits(data, k, micro_batch_size, timer)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -168,7 +195,8 @@ class TQPolicy(Policy):
             gbs: Samples of an optimizer step.
             mbs: Samples of a microbatch, unless the configuration packs.
             timer: Times the parts.
-            train_fields: Columns that workers fetch; by default those the meta names, or else all that training may need.
+            train_fields: Columns that workers fetch; by default those the meta names, or else all that training may
+                need.
 
         Raises:
             ValueError: The rows do not divide into global batches.
@@ -178,38 +206,82 @@ class TQPolicy(Policy):
         refuse_model_inputs(meta.fields or ())
         gbs, mbs = self._batch_sizes(meta.size, gbs, mbs)
         with timed(timer, "policy_training/shard_meta"):
-            shards = self._shard_meta(meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True)
+            shards = self._shard_meta(
+                meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True
+            )
         with timed(timer, "policy_training/submit_training_futures"):
-            results = self._run_sharded("train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+            results = self._run_sharded(
+                "train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
+            )
         result = self._aggregate(results)
         self._add_flops(result, meta.sequence_lengths or [], training=not eval_mode)
         return result
 
     def train(
-        self, data: Any, loss_fn: LossFunction, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None, timer: Timer | None = None
+        self,
+        data: Any,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
     ) -> TrainResult:
         """See `Policy`."""
         if not isinstance(data, KVBatchMeta):
             return super().train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
         return self.train_from_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
 
+    def submit_microbatches(self, data: Any, timer: Timer | None = None) -> PendingCall[None]:
+        """See `TrainingPolicy`."""
+        if not isinstance(data, KVBatchMeta):
+            return super().submit_microbatches(data, timer)
+        refuse_model_inputs(data.fields or ())
+        with timed(timer, "policy_training/shard_meta"):
+            shards = self._shard_chunk_meta(data.only_fields(data.fields or DP_TRAIN_FIELDS))
+        self._step_lengths += data.sequence_lengths or []
+        with timed(timer, "policy_training/submit_microbatch_futures"):
+            return self._submit_chunk("train_microbatches_presharded", shards, "meta")
+
+    def begin_train_step_from_meta(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """NeMo-RL's name of `begin_train_step` on the data plane."""
+        self.begin_train_step(loss_fn, gbs, mbs)
+
     def train_microbatches_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
         """Adds a chunk of rows to the open step."""
-        refuse_model_inputs(meta.fields or ())
-        with timed(timer, "policy_training/shard_meta"):
-            shards = self._shard_meta(meta.only_fields(meta.fields or DP_TRAIN_FIELDS), None, training=True)
-        with timed(timer, "policy_training/submit_microbatch_futures"):
-            self._run_sharded("train_microbatches_presharded", shards, argument="meta")
+        self.train_microbatches(meta, timer)
+
+    train_microbatch_from_meta = train_microbatches_from_meta
+
+    def finish_train_step_from_meta(self) -> TrainResult:
+        """NeMo-RL's name of `finish_train_step` on the data plane."""
+        return self.finish_train_step()
+
+    def abort_train_step_from_meta(self) -> None:
+        """NeMo-RL's name of `abort_train_step` on the data plane."""
+        self.abort_train_step()
 
     def train_microbatches(self, data: Any, timer: Timer | None = None) -> None:
-        """See `Policy`."""
-        if isinstance(data, KVBatchMeta):
-            self.train_microbatches_from_meta(data, timer)
-        else:
-            super().train_microbatches(data, timer)
+        """See `Policy`; takes metas and batches."""
+        self.submit_microbatches(data, timer).result()
+
+    def _shard_chunk_meta(self, meta: KVBatchMeta) -> list[KVBatchMeta]:
+        rows = chunk_rows(meta.sequence_lengths or [], self.data_parallel_size)
+        if rows is None:
+            return self._shard_meta(meta, None, training=True)
+        arguments = microbatch_arguments(self.cfg, training=True)
+        return [
+            shard_meta_for_dp(meta.subset(own), dp_world=1, **arguments)[0][0] if own else meta.subset([])
+            for own in rows
+        ]
 
     def _shard_meta(self, meta: KVBatchMeta, batch_size: int | None, *, training: bool) -> list[KVBatchMeta]:
-        shards, _ = shard_meta_for_dp(meta, dp_world=self.data_parallel_size, batch_size=batch_size, **microbatch_arguments(self.cfg, training=training))
+        shards, _ = shard_meta_for_dp(
+            meta,
+            dp_world=self.data_parallel_size,
+            batch_size=batch_size,
+            **microbatch_arguments(self.cfg, training=training),
+        )
         return shards
 
     def shutdown(self) -> bool:

@@ -2,28 +2,34 @@
 
 The state machine that every training backend runs, and the one place where counts, gradients and metrics are
 normalised. Microbatches deposit gradients of plain sums; `finish` learns the global counts and divides once, so the
-result does not depend on how the batch was cut. Knows no model and no framework. Invariants: at most one step is open;
-a step with a loss or gradient that is not finite changes nothing.
+result does not depend on how the batch was cut (`docs/train_step.md`). Knows no model and no framework. Invariants: at
+most one step is open; a call that fails closes the step and drops its gradients; a step that is not finite, or that
+trains no token, changes nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import count_valid, gradient_count, normalize_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class TrainStepStateError(RuntimeError):
     """A part of a step was called out of order."""
 
 
-class NonFiniteStepError(RuntimeError):
+class NonFiniteStepError(UserError, RuntimeError):
     """Loss or gradient is NaN or infinite; the step was refused and the weights are unchanged."""
 
 
@@ -35,7 +41,7 @@ class MicrobatchResult:
     bad_rows_B: torch.Tensor
 
 
-class TrainBackend(Protocol):
+class StepBackend(Protocol):
     """What a framework does for a step."""
 
     @property
@@ -44,15 +50,23 @@ class TrainBackend(Protocol):
         ...
 
     def start_step(self) -> None:
-        """Training mode, zero gradients."""
+        """Zeroes the gradients."""
         ...
 
-    def forward_backward(self, data: Mapping[str, Any], loss_fn: LossFunction) -> MicrobatchResult:
-        """Adds the gradient of the plain-sum loss of one microbatch."""
-        ...
+    def forward_backward(
+        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+    ) -> list[MicrobatchResult]:
+        """Adds the gradients of the plain-sum losses of all microbatches, in training mode.
 
-    def idle_backward(self) -> None:
-        """Takes part in the collectives of a microbatch that another rank has and this one has not."""
+        Args:
+            microbatches: All of this chunk's at once, because pipeline schedules overlap them; may be empty.
+            loss_fn: The loss.
+            idle: Microbatches that other ranks have and this one has not: it takes part in their collectives and adds
+                nothing.
+
+        Returns:
+            One result per microbatch, the same on all ranks of a replica.
+        """
         ...
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
@@ -68,15 +82,15 @@ class TrainBackend(Protocol):
         ...
 
     def gradient_norm(self) -> torch.Tensor:
-        """Global L2 norm of the accumulated gradients, a scalar."""
+        """Completes the accumulated gradients over all ranks, once per step; their global L2 norm, a scalar."""
         ...
 
     def apply_gradients(self, factor: float) -> None:
-        """Multiplies gradients by `factor` and steps the optimizer."""
+        """Multiplies gradients by `factor`, steps the optimizer and drops the gradients."""
         ...
 
     def discard_gradients(self) -> None:
-        """Drops accumulated gradients."""
+        """Drops accumulated gradients; calls no collective."""
         ...
 
 
@@ -99,6 +113,8 @@ class StepResult:
         metrics: Per metric one value per microbatch of this rank, already divided by global counts.
         valid_seqs: Sequences of the global batch that were trained on.
         valid_toks: Tokens of the global batch that were trained on.
+        stepped: Whether the optimizer stepped; False for a batch without a trained token.
+        chunks: Calls of `microbatches` that made up the step.
     """
 
     loss: float
@@ -106,12 +122,14 @@ class StepResult:
     metrics: dict[str, list[float]]
     valid_seqs: float
     valid_toks: float
+    stepped: bool = True
+    chunks: int = 1
 
 
 class TrainStep:
     """Runs steps on a backend, one after the other."""
 
-    def __init__(self, backend: TrainBackend) -> None:
+    def __init__(self, backend: StepBackend) -> None:
         self._backend = backend
         self._open: _OpenStep | None = None
 
@@ -119,69 +137,91 @@ class TrainStep:
         """Opens a step.
 
         Raises:
-            TrainStepStateError: A step is already open.
+            TrainStepStateError: A step is already open, and stays open.
         """
         if self._open is not None:
             raise TrainStepStateError("a train step is already open: finish or abort it before beginning another")
         self._backend.start_step()
         self._open = _OpenStep(loss_fn, torch.zeros(2, dtype=torch.float64, device=self._backend.device))
 
-    def microbatches(self, batches: Iterable[Mapping[str, Any]], count: int) -> None:
-        """Adds `count` microbatches to the open step; ranks with fewer take part in the others' collectives.
+    def microbatches(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a chunk of any size to the open step; ranks with fewer microbatches, or none, take part in the others'
+        collectives. An error closes the step.
 
         Raises:
             TrainStepStateError: No step is open.
         """
         step = self._require_open("train_microbatches")
-        for data in batches:
-            seqs, toks = count_valid(data)
-            step.results.append(self._backend.forward_backward(data, step.loss_fn))
-            step.counts += torch.stack([seqs, toks]).to(step.counts.device)
-            step.samples.append(_sample_numbers(data))
-        for _ in range(self._backend.max_over_data(count) - count):
-            self._backend.idle_backward()
-        step.chunks += 1
+        with ExitStack() as undo:
+            undo.callback(self.abort)
+            counts = [torch.stack(count_valid(data)).to(step.counts.device) for data in batches]
+            idle = self._backend.max_over_data(len(batches)) - len(batches)
+            step.results += self._backend.forward_backward(batches, step.loss_fn, idle=idle)
+            for count in counts:
+                step.counts += count
+            step.samples += [_sample_numbers(data) for data in batches]
+            step.chunks += 1
+            undo.pop_all()
 
     def finish(self, max_grad_norm: float | None) -> StepResult:
-        """Normalises, clips to `max_grad_norm` (None only measures) and steps the optimizer.
+        """Normalises, clips to `max_grad_norm` (None only measures) and steps the optimizer. An error closes the step.
 
         Raises:
             TrainStepStateError: No step is open.
             NonFiniteStepError: Loss or gradient is not finite; gradients are dropped and the step is closed.
         """
         step = self._require_open("finish_train_step")
-        counts = self._backend.sum_over_data(step.counts).tolist()
-        divisor = float(gradient_count(step.loss_fn.loss_type, *counts))
-        grad_norm = float(self._backend.gradient_norm()) / divisor
+        with ExitStack() as close:
+            # A step that is done has nothing left to drop, so that this only ever acts on errors and empty steps.
+            close.callback(self.abort)
+            counts = self._backend.sum_over_data(step.counts.clone()).tolist()
+            if counts[1] <= 0:
+                logger.warning("step=skipped reason=no_trained_token sequences=%.0f chunks=%d", counts[0], step.chunks)
+                return self._result(step, counts, 0.0, stepped=False)
+            divisor = float(gradient_count(step.loss_fn.loss_type, *counts))
+            grad_norm = float(self._backend.gradient_norm()) / divisor
+            result = self._result(step, counts, grad_norm, stepped=True)
+            self._require_finite(step, result)
+            factor = 1.0 / divisor
+            if max_grad_norm is not None:
+                factor *= min(1.0, max_grad_norm / (grad_norm + 1e-6))
+            self._backend.apply_gradients(factor)
+            self._open = None
+            return result
+
+    def _result(self, step: _OpenStep, counts: list[float], grad_norm: float, *, stepped: bool) -> StepResult:
         local = normalize_metrics(_stack(step.results), step.loss_fn, *counts)
-        loss = self._backend.sum_over_data(local["loss"].double().sum().to(self._backend.device) if "loss" in local else step.counts.new_zeros(()))
-        bad = self._backend.sum_over_data(torch.tensor([0.0 if math.isfinite(grad_norm) else 1.0], device=self._backend.device))
-        if float(bad) or not math.isfinite(float(loss)):
-            samples = [
-                n
-                for result, numbers in zip(step.results, step.samples, strict=True)
-                for n, is_bad in zip(numbers, result.bad_rows_B.tolist(), strict=True)
-                if is_bad
-            ]
-            # Ranks work on different samples, and only one rank's message reaches the user: each knows those of all.
-            samples = sorted(self._backend.gather_over_data(samples))
-            self.abort()
-            raise NonFiniteStepError(
-                f"the step was refused, weights are unchanged: loss {float(loss)}, gradient norm {grad_norm}; "
-                f"samples of the step with values that are not finite: {samples or 'none, so it was an overflow in the backward pass'}"
-            )
-        factor = 1.0 / divisor
-        if max_grad_norm is not None:
-            factor *= min(1.0, max_grad_norm / (grad_norm + 1e-6))
-        self._backend.apply_gradients(factor)
-        self._open = None
-        return StepResult(float(loss), grad_norm, {name: values.tolist() for name, values in local.items()}, *counts)
+        loss = self._backend.sum_over_data(
+            local["loss"].double().sum().to(self._backend.device) if "loss" in local else step.counts.new_zeros(())
+        )
+        metrics = {name: values.tolist() for name, values in local.items()}
+        return StepResult(float(loss), grad_norm, metrics, *counts, stepped=stepped, chunks=step.chunks)
+
+    def _require_finite(self, step: _OpenStep, result: StepResult) -> None:
+        bad = self._backend.sum_over_data(
+            torch.tensor([0.0 if math.isfinite(result.grad_norm) else 1.0], device=self._backend.device)
+        )
+        if not float(bad) and math.isfinite(result.loss):
+            return
+        samples = [
+            n
+            for outcome, numbers in zip(step.results, step.samples, strict=True)
+            for n, is_bad in zip(numbers, outcome.bad_rows_B.tolist(), strict=True)
+            if is_bad
+        ]
+        # Ranks work on different samples, and only one rank's message reaches the user: each knows those of all.
+        samples = sorted(self._backend.gather_over_data(samples))
+        raise NonFiniteStepError(
+            f"the step was refused, weights are unchanged: loss {result.loss}, gradient norm {result.grad_norm}; "
+            "samples of the step with values that are not finite: "
+            f"{samples or 'none, so it was an overflow in the backward pass'}"
+        )
 
     def abort(self) -> None:
         """Closes an open step without stepping the optimizer; nothing to do when none is open."""
         if self._open is not None:
-            self._backend.discard_gradients()
             self._open = None
+            self._backend.discard_gradients()
 
     @property
     def is_open(self) -> bool:
@@ -205,7 +245,9 @@ def non_finite_rows(scores: torch.Tensor, data: Mapping[str, Any]) -> torch.Tens
     columns = [(scores, None if trained_BS is None or scores.dim() != 2 else trained_BS[:, 1:])]
     for column in data.values():
         if isinstance(column, torch.Tensor) and column.is_floating_point():
-            columns.append((column, trained_BS if trained_BS is not None and column.shape == trained_BS.shape else None))
+            columns.append(
+                (column, trained_BS if trained_BS is not None and column.shape == trained_BS.shape else None)
+            )
     bad_B = torch.zeros_like(used_B)
     for column, mask in columns:
         finite = column.detach().isfinite()
@@ -217,7 +259,10 @@ def non_finite_rows(scores: torch.Tensor, data: Mapping[str, Any]) -> torch.Tens
 def _stack(results: list[MicrobatchResult]) -> dict[str, torch.Tensor]:
     names = results[0].metrics if results else {}
     # One copy to the host for the whole step: reading scalars one by one would stall the device at every microbatch.
-    return {name: torch.stack([torch.as_tensor(result.metrics[name]).detach().double() for result in results]).cpu() for name in names}
+    return {
+        name: torch.stack([torch.as_tensor(result.metrics[name]).detach().double() for result in results]).cpu()
+        for name in names
+    }
 
 
 def _sample_numbers(data: Mapping[str, Any]) -> list[int]:

@@ -1,7 +1,7 @@
 """A policy's weight cache: built by all ranks together, owned by the first, served to sync sessions.
 
-Ties the cache to the policy's workers. By the host transport sessions read the cache without disturbing any rank; by the
-others the owner rank stages and pushes. Invariant: there is one owner, and only it stores bytes.
+Ties the cache to the policy's workers. By the host transport sessions read the cache without disturbing any rank; by
+the others the owner rank stages and pushes. Invariant: there is one owner, and only it stores bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ class PolicyWeightCache:
 
     def _build(self, version: int, served: str | None) -> CacheManifest:
         group = self._policy.worker_group
-        manifests = group.run("build_cpu_bucket_cache", step=version, bucket_bytes=self._bucket_bytes, served=served, timeout_s=self._timeout_s)
+        manifests = group.run(
+            "build_cpu_bucket_cache",
+            step=version,
+            bucket_bytes=self._bucket_bytes,
+            served=served,
+            timeout_s=self._timeout_s,
+        )
         manifest: CacheManifest = manifests[_OWNER]
         return manifest
 

@@ -1,7 +1,8 @@
 """Proves from a record alone that a run kept the rules of time-sharing, or shows the first place where it did not.
 
-Shares nothing with the planner, the executor or the agent but the event classes: what it knows of GPUs, queues and weights it works out again from the
-events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked after by the modules beside this one.
+Shares nothing with the planner, the executor or the agent but the event classes: what it knows of GPUs, queues and
+weights it works out again from the events. Invariants are numbered as in docs/time_sharing_scheduler.md and looked
+after by the modules beside this one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Violation(NamedTuple):
     message: str
 
     def __str__(self) -> str:
-        return f"invariant {self.invariant} ({INVARIANTS[self.invariant]}) broken at entry {self.seq}, {self.time:.3f} s: {self.message}"
+        return (
+            f"invariant {self.invariant} ({INVARIANTS[self.invariant]}) broken at entry {self.seq}, "
+            f"{self.time:.3f} s: {self.message}"
+        )
 
 
 class NothingToCheck(RecordError):
@@ -70,10 +74,11 @@ class Checks(Protocol):
 def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = True) -> list[Violation]:
     """Every violation in a record, in order; [] proves that there is none.
 
-    Arguments: entries in the order in which they happened; first_only stops at the first; ended says that the run is over, so that what is still open
-    counts as missing (a record of a running or crashed run is checked with False; what is open and overdue is found in both).
-    Raises NothingToCheck for an empty record, and for one with scheduling in it whose pool was never opened. A record without any scheduling, of one
-    training run, is checked for what it holds: its prompts, versions and waits.
+    Arguments: entries in the order in which they happened; first_only stops at the first; ended says that the run is
+    over, so that what is still open counts as missing (a record of a running or crashed run is checked with False; what
+    is open and overdue is found in both). Raises NothingToCheck for an empty record, and for one with scheduling in it
+    whose pool was never opened. A record without any scheduling, of one training run, is checked for what it holds: its
+    prompts, versions and waits.
     """
     record = entries if isinstance(entries, Sequence) else list(entries)
     refuse_nothing(record)
@@ -101,7 +106,9 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         judge = judges.get(kind)
         nonsense = judge(entry.event) if judge is not None else None
         if problem is not None or nonsense is not None:
-            violations += [Violation(10, entry.seq, time, message) for message in (problem, nonsense) if message is not None]
+            violations += [
+                Violation(10, entry.seq, time, message) for message in (problem, nonsense) if message is not None
+            ]
         if nonsense is None:
             for group, handler in table.get(kind, ()):
                 handler(entry, entry.event)
@@ -123,12 +130,15 @@ def refuse_nothing(record: Sequence[Entry]) -> None:
     kinds = {type(entry.event) for entry in record}
     if not kinds - {RecordOpened, UnknownEvent}:
         raise NothingToCheck(
-            f"the record has {len(record)} entries and none that a check knows: nothing can be proven from it; give the record of a run "
+            f"the record has {len(record)} entries and none that a check knows: nothing can be proven from "
+            "it; give the record of a run "
             f"(the scheduler's and those of its pipelines, or the one that `simulate --log` writes)"
         )
     scheduling = sorted(kind.__name__ for kind in kinds if kind.__module__ == ev.__name__)
     if scheduling and ev.PoolOpened not in kinds:
         raise NothingToCheck(
-            f"the record speaks of time-sharing ({', '.join(scheduling[:3])}) but has no ts_pool_opened, with which a scheduler's log begins: "
-            f"what was shared, and under which limits, is unknown; give the scheduler's whole log beside the records of its pipelines"
+            f"the record speaks of time-sharing ({', '.join(scheduling[:3])}) but has no ts_pool_opened, "
+            "with which a scheduler's log begins: "
+            "what was shared, and under which limits, is unknown; give the scheduler's whole log beside the "
+            "records of its pipelines"
         )

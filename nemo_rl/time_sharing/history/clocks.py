@@ -1,7 +1,8 @@
 """The two clocks of a record: the scheduler's steady time, and the machines' time in everybody else's entries.
 
-Every entry moves the clock of whoever wrote it, so time passes whatever is written. The clocks agree but for the jumps that the scheduler's leaves out;
-what one says of the other is believed only beyond these. Invariant: time never goes back within one source.
+Every entry moves the clock of whoever wrote it, so time passes whatever is written. The clocks agree but for the jumps
+that the scheduler's leaves out; what one says of the other is believed only beyond these. Invariant: time never goes
+back within one source.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from nemo_rl.time_sharing.types import SCHEDULER
 
 SLACK_S = 5.0
-"""What timers may be late (ticks come at least every second, a restarted scheduler needs a few to catch up), and machines' clocks may differ."""
+"""What timers may be late (ticks come at least every second, a restarted scheduler needs a few to catch up), and
+machines' clocks may differ."""
 
 
 class Clocks:
@@ -20,7 +22,9 @@ class Clocks:
         self.drift_s = 0.0
 
     def went_back(self, source: str, time: float) -> str | None:
-        """Takes the time of an entry that is earlier than its source's last one, and says what is wrong with it, if it is."""
+        """Takes the time of an entry that is earlier than its source's last one, and says what is wrong with it, if it
+        is.
+        """
         before = self.latest[source]
         # The scheduler's clock is steady by its own promise; another machine's may be corrected a little.
         if time < before - (0.0 if source == SCHEDULER else SLACK_S):

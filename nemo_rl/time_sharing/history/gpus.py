@@ -1,8 +1,9 @@
 """Invariants 1 and 10: no GPU is granted twice, and none is lost or given on while its memory is occupied.
 
-Two ledgers are kept side by side: what the scheduler's events say, and what pipelines and reapers say about memory. Each must be sound by itself, and
-the books may call a GPU free only when its memory is. Across a lost end of the log (see `gaps`) a lease may be one that the scheduler has forgotten, or holds
-on to although it is over; the memory ledger is judged throughout, so a GPU used twice is found there too.
+Two ledgers are kept side by side: what the scheduler's events say, and what pipelines and reapers say about memory.
+Each must be sound by itself, and the books may call a GPU free only when its memory is. Across a lost end of the log
+(see `gaps`) a lease may be one that the scheduler has forgotten, or holds on to although it is over; the memory ledger
+is judged throughout, so a GPU used twice is found there too.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ class GpuChecks:
         for gpu, holder in sorted(self._memory.items()):
             known = holder.partition("/")[0] in self._live
             if known and self._leases.get(gpu) != holder and gpu not in self._quarantined:
-                self._bad(10, f"after taking stock GPU {gpu} is called {self._leases.get(gpu, 'free')} while {holder} occupies its memory")
+                self._bad(
+                    10,
+                    f"after taking stock GPU {gpu} is called {self._leases.get(gpu, 'free')} while {holder} "
+                    "occupies its memory",
+                )
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
@@ -119,7 +124,8 @@ class GpuChecks:
                 self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'nobody')} holds")
                 self._leases.pop(gpu, None)
             occupied = self._memory.get(gpu)
-            # What a new scheduler frees while it takes stock may be held again since, in the part that was lost; judged when it has taken stock.
+            # What a new scheduler frees while it takes stock may be held again since, in the part that was lost; judged
+            # when it has taken stock.
             if occupied is not None and gpu not in self._quarantined and not self._gap and (sure or occupied == holder):
                 self._bad(10, f"GPU {gpu} is called free by {holder} while {occupied} occupies its memory")
 
@@ -169,7 +175,9 @@ class GpuChecks:
             if gpu in self._memory:
                 self._bad(1, f"{holder} takes memory of GPU {gpu} while {self._memory[gpu]} occupies it")
             if self._leases.get(gpu) != holder and not self._gap:
-                self._bad(1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'nobody')}")
+                self._bad(
+                    1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'nobody')}"
+                )
             self._memory[gpu] = holder
 
     def _freed(self, entry: Entry, event: ev.MemoryFreed) -> None:
@@ -180,7 +188,8 @@ class GpuChecks:
                 if self._memory.get(gpu, "").startswith(f"{name}/"):
                     del self._memory[gpu]
                 continue
-            # A reaper makes sure of everything that the books give a dead pipeline, whether it had come to use it or not.
+            # A reaper makes sure of everything that the books give a dead pipeline, whether it had come to use it or
+            # not.
             if self._memory.get(gpu) != holder and not (entry.source.endswith("/reaper") and gpu not in self._memory):
                 self._bad(10, f"{holder} frees memory of GPU {gpu}, which {self._memory.get(gpu, 'nobody')} occupies")
             self._memory.pop(gpu, None)

@@ -1,7 +1,7 @@
 """Invariants 3 (at the shard), 5, 6 and 7: what must come before what.
 
-A shard serves only published weights and takes requests only while routed; training GPUs come back after the new version is out; the next training
-waits for expands that are under way.
+A shard serves only published weights and takes requests only while routed; training GPUs come back after the new
+version is out; the next training waits for expands that are under way.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class OrderChecks:
         }
 
     def tail_lost(self, entry: Entry) -> None:
-        """Which expands are under way, and what training GPUs are held for, is known again when the new scheduler says so."""
+        """Which expands are under way, and what training GPUs are held for, is known again when the new scheduler says
+        so.
+        """
         self._gap = True
         for pipeline in self._pipelines.values():
             pipeline.unsure = True
@@ -120,7 +122,11 @@ class OrderChecks:
         if event.priority is Priority.ACTOR_TRAINING and not self._gap:
             under_way = pipeline.rising | pipeline.claimed
             if under_way:
-                self._bad(6, f"{event.pipeline} may train step {event.step} while its ranks {sorted(under_way)} are being expanded")
+                self._bad(
+                    6,
+                    f"{event.pipeline} may train step {event.step} while its ranks {sorted(under_way)} are "
+                    "being expanded",
+                )
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         pipeline = self._named(event.pipeline)
@@ -165,7 +171,11 @@ class OrderChecks:
         if pipeline.fenced or pipeline.trained_version is None:
             return
         if pipeline.published is None or pipeline.published < pipeline.trained_version:
-            self._bad(5, f"{who} gives its training GPUs back with version {pipeline.trained_version} trained and {pipeline.published} published")
+            self._bad(
+                5,
+                f"{who} gives its training GPUs back with version {pipeline.trained_version} trained and "
+                f"{pipeline.published} published",
+            )
 
     # Invariants 3 and 7.
 
@@ -176,14 +186,22 @@ class OrderChecks:
         pipeline.published = event.version
         for shard, _ in sorted(pipeline.routed.items()):
             if pipeline.loaded.get(shard) != event.version:
-                self._bad(3, f"{entry.source} publishes version {event.version} while shard {shard} serves version {pipeline.loaded.get(shard)}")
+                self._bad(
+                    3,
+                    f"{entry.source} publishes version {event.version} while shard {shard} serves version "
+                    f"{pipeline.loaded.get(shard)}",
+                )
 
     def _routed(self, entry: Entry, event: rec.ShardRouted) -> None:
         pipeline = self._of(entry)
         self._check_generation(entry, pipeline, event.generation)
         if event.shard not in pipeline.awake:
             self._bad(7, f"{entry.source} routes shard {event.shard}, which is asleep")
-        if pipeline.published is None or pipeline.loaded.get(event.shard) != pipeline.published or event.version != pipeline.published:
+        if (
+            pipeline.published is None
+            or pipeline.loaded.get(event.shard) != pipeline.published
+            or event.version != pipeline.published
+        ):
             self._bad(
                 3,
                 f"{entry.source} routes shard {event.shard} as version {event.version}; "
@@ -226,7 +244,9 @@ class OrderChecks:
     def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
         pipeline = self._of(entry)
         if event.shard not in pipeline.routed:
-            self._bad(7, f"{entry.source}: request {event.request_id} goes to shard {event.shard}, which takes no requests")
+            self._bad(
+                7, f"{entry.source}: request {event.request_id} goes to shard {event.shard}, which takes no requests"
+            )
         pipeline.running.setdefault(event.shard, set()).add(event.request_id)
 
     def _finished(self, entry: Entry, event: rec.RequestFinished) -> None:

@@ -1,7 +1,8 @@
 """How long anybody may have to wait: the bound of docs/time_sharing_scheduler.md, worked out from one record.
 
-It takes the longest hold of the record for H and the registered weights for the length of turns, and adds the time that faults took from the very wait that is
-judged: a rank that cools off, GPUs in quarantine, a pipeline being ended, a scheduler that is down. A second counts once, however many faults share it.
+It takes the longest hold of the record for H and the registered weights for the length of turns, and adds the time that
+faults took from the very wait that is judged: a rank that cools off, GPUs in quarantine, a pipeline being ended, a
+scheduler that is down. A second counts once, however many faults share it.
 """
 
 from __future__ import annotations
@@ -58,12 +59,16 @@ class Patience:
         self.most_pipelines = max(self.most_pipelines, registered)
 
     def held(self, seconds: float, clusters: int) -> None:
-        """A pipeline held something for so long; each of its clusters may be held for `max_hold_s`, so beyond that the assumption is broken, not the bound."""
+        """A pipeline held something for so long; each of its clusters may be held for `max_hold_s`, so beyond that the
+        assumption is broken, not the bound.
+        """
         self.longest_hold = max(self.longest_hold, min(seconds, clusters * self.limits.get("max_hold_s", float("inf"))))
 
     def disturbed(self, pipeline: str, gpus: Iterable[int] | None, begin: float, end: float) -> None:
         """A fault took this time; the hand-over that it ended in the middle is lost with it."""
-        self._disturbances.append(Disturbance(pipeline, None if gpus is None else frozenset(gpus), begin - self.handover, end))
+        self._disturbances.append(
+            Disturbance(pipeline, None if gpus is None else frozenset(gpus), begin - self.handover, end)
+        )
 
     @property
     def handover(self) -> float:
@@ -78,7 +83,9 @@ class Patience:
         return Priority.GENERATION * self.limit("aging_s") + ahead * each
 
     def lost(self, wait: Wait) -> float:
-        """Seconds of a wait that faults took: on its own GPUs, on those of anybody it shares them with, or everywhere."""
+        """Seconds of a wait that faults took: on its own GPUs, on those of anybody it shares them with, or
+        everywhere.
+        """
         shared = [gpus for gpus in self._mapped.values() if gpus & wait.gpus]
         reach = wait.gpus.union(*shared)
         touching = [d for d in self._disturbances if d.gpus is None or d.pipeline == wait.pipeline or d.gpus & reach]

@@ -1,6 +1,8 @@
-"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version that made them, and none is too old.
+"""Invariants 2, 3 and 4: prompts are trained once or accounted for, tokens carry the version that made them, and none
+is too old.
 
-The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are held against it.
+The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are
+held against it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class _Request:
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What is open in one pipeline. `staleness` is None when no registration says it: there is no bound to hold it to then."""
+    """What is open in one pipeline. `staleness` is None when no registration says it: there is no bound to hold it to
+    then.
+    """
 
     staleness: int | None = None
     groups: dict[str, _Group] = field(default_factory=dict)
@@ -109,7 +113,8 @@ class PromptChecks:
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         pipeline = self._pipelines.setdefault(event.pipeline, _Pipeline())
-        # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for them.
+        # Groups of a pipeline that was ended by force are lost with it; one that left by itself had to account for
+        # them.
         pipeline.gone = event.reason != "left"
 
     def _admitted(self, entry: Entry, event: rec.GroupAdmitted) -> None:
@@ -122,33 +127,56 @@ class PromptChecks:
         pipeline = self._of(entry)
         group = pipeline.groups.get(event.group_id)
         if group is None or group.committed:
-            self._bad(2, f"prompt group {event.group_id} is committed " + ("twice" if group else "without having been admitted"))
+            self._bad(
+                2,
+                f"prompt group {event.group_id} is committed " + ("twice" if group else "without having been admitted"),
+            )
             return
         group.committed = True
         if group.done != group.samples:
             self._bad(2, f"prompt group {event.group_id} is committed with {group.done} of {group.samples} samples")
         if event.version != group.newest:
-            self._bad(3, f"prompt group {event.group_id} is committed as version {event.version}, its newest tokens are of {group.newest}")
+            self._bad(
+                3,
+                f"prompt group {event.group_id} is committed as version {event.version}, its newest tokens "
+                f"are of {group.newest}",
+            )
 
     def _trained(self, entry: Entry, event: rec.GroupTrained) -> None:
         pipeline = self._of(entry)
         group = pipeline.groups.pop(event.group_id, None)
         if group is None:
-            self._bad(2, f"prompt group {event.group_id} is trained " + ("twice" if event.group_id in pipeline.ended else "without having been admitted"))
+            self._bad(
+                2,
+                f"prompt group {event.group_id} is trained "
+                + ("twice" if event.group_id in pipeline.ended else "without having been admitted"),
+            )
             return
         pipeline.ended.add(event.group_id)
         pipeline.trained_in_step[event.step] += 1
         if not group.committed:
             self._bad(2, f"prompt group {event.group_id} is trained in step {event.step} before it is complete")
         if group.prompt in pipeline.prompts:
-            self._bad(2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}")
-        pipeline.prompts.add(group.prompt)
-        if group.oldest is not None and pipeline.staleness is not None and group.oldest < event.step - pipeline.staleness:
             self._bad(
-                4, f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the bound is {pipeline.staleness} versions back"
+                2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}"
+            )
+        pipeline.prompts.add(group.prompt)
+        if (
+            group.oldest is not None
+            and pipeline.staleness is not None
+            and group.oldest < event.step - pipeline.staleness
+        ):
+            self._bad(
+                4,
+                f"step {event.step} trains group {event.group_id} with tokens of version {group.oldest}; the "
+                f"bound is {pipeline.staleness} versions back",
             )
         if group.newest > event.step:
-            self._bad(3, f"step {event.step} trains group {event.group_id} with tokens of version {group.newest}, which that step had not made yet")
+            self._bad(
+                3,
+                f"step {event.step} trains group {event.group_id} with tokens of version {group.newest}, "
+                "which that step had not made yet",
+            )
 
     def _dropped(self, entry: Entry, event: rec.GroupDropped) -> None:
         pipeline = self._of(entry)
@@ -162,12 +190,18 @@ class PromptChecks:
         if event.groups and trained != event.groups:
             self._bad(2, f"step {event.step} says {event.groups} groups, {trained} were trained in it")
         if event.version != event.step + 1:
-            self._bad(3, f"step {event.step} says that it made version {event.version}; a version is the number of completed steps")
+            self._bad(
+                3,
+                f"step {event.step} says that it made version {event.version}; a version is the number of "
+                "completed steps",
+            )
 
     def _submitted(self, entry: Entry, event: rec.RequestSubmitted) -> None:
         pipeline = self._of(entry)
         version = pipeline.loaded.get(event.shard)
-        pipeline.running[event.request_id] = _Request(event.sample_id, event.shard, [] if version is None else [version])
+        pipeline.running[event.request_id] = _Request(
+            event.sample_id, event.shard, [] if version is None else [version]
+        )
         pipeline.on_shard.setdefault(event.shard, set()).add(event.request_id)
 
     def _finished(self, entry: Entry, event: rec.RequestFinished) -> None:
@@ -229,4 +263,8 @@ class PromptChecks:
             self._bad(3, f"sample {sample}: its spans cover {total} tokens, its requests produced {produced}")
         wrong = {span.version for span in spans} - set(seen)
         if wrong:
-            self._bad(3, f"sample {sample} is stamped with version {sorted(wrong)}, its shards held {sorted(set(seen))} while it ran")
+            self._bad(
+                3,
+                f"sample {sample} is stamped with version {sorted(wrong)}, its shards held "
+                f"{sorted(set(seen))} while it ran",
+            )

@@ -1,7 +1,8 @@
 """Whether an entry can mean anything: the pipelines, clusters, ranks and GPUs that it names exist and belong together.
 
-The other checks see only entries that make sense, so that they need not guard every look-up; one that does not is a violation of invariant 10 itself. After a
-lost end of the log (see `gaps`) the scheduler may speak of registrations as they were earlier; these are taken up again.
+The other checks see only entries that make sense, so that they need not guard every look-up; one that does not is a
+violation of invariant 10 itself. After a lost end of the log (see `gaps`) the scheduler may speak of registrations as
+they were earlier; these are taken up again.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Sense:
                 return f"{event.pipeline}/{cluster.name} is registered: {outside}"
         twice = event.pipeline in self._known and event.pipeline not in self._unsure
         self._unsure.discard(event.pipeline)
-        self._known[event.pipeline] = self._past[event.pipeline] = _Shape({name: tuple(spec.gpus) for name, spec in clusters.items()}, infer.tp_size)
+        self._known[event.pipeline] = self._past[event.pipeline] = _Shape(
+            {name: tuple(spec.gpus) for name, spec in clusters.items()}, infer.tp_size
+        )
         return f"{event.pipeline} is registered while it is registered" if twice else None
 
     def _unregistered(self, event: ev.Unregistered) -> str | None:
@@ -113,7 +116,9 @@ class Sense:
 
     def _cluster(self, event: ev.Requested | ev.RequestDropped | ev.Repriced | ev.Released | ev.Granted) -> str | None:
         problem = self._of(event.pipeline)
-        if problem is None and (event.cluster not in self._known[event.pipeline].clusters or event.cluster == ACTOR_INFER):
+        if problem is None and (
+            event.cluster not in self._known[event.pipeline].clusters or event.cluster == ACTOR_INFER
+        ):
             problem = f"{event.pipeline} has no fixed cluster {event.cluster!r}"
         return problem
 
@@ -127,7 +132,12 @@ class Sense:
 
     def _granted(self, event: ev.Granted) -> str | None:
         problem = self._cluster(event)
-        return problem or self._mapped(f"{event.pipeline}/{event.cluster}", "granted", event.gpus, self._known[event.pipeline].clusters[event.cluster])
+        return problem or self._mapped(
+            f"{event.pipeline}/{event.cluster}",
+            "granted",
+            event.gpus,
+            self._known[event.pipeline].clusters[event.cluster],
+        )
 
     def _claimed(self, event: ev.Claimed) -> str | None:
         problem = self._placed(event)
@@ -137,7 +147,12 @@ class Sense:
         if event.cluster == ACTOR_INFER:
             first = event.rank * shape.tp
             problem = self._rank(event.pipeline, event.rank)
-            return problem or self._mapped(f"{event.pipeline}/rank {event.rank}", "promised", event.gpus, shape.clusters[ACTOR_INFER][first : first + shape.tp])
+            return problem or self._mapped(
+                f"{event.pipeline}/rank {event.rank}",
+                "promised",
+                event.gpus,
+                shape.clusters[ACTOR_INFER][first : first + shape.tp],
+            )
         if event.rank >= 0 or event.cluster not in shape.clusters:
             return f"{event.pipeline} has no rank {event.rank} of {event.cluster!r}"
         return self._mapped(f"{event.pipeline}/{event.cluster}", "promised", event.gpus, shape.clusters[event.cluster])

@@ -1,8 +1,9 @@
 """Invariant 9: nobody starves. Also, of invariant 10, that a grant is what was asked for.
 
-Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that are behind it in the aged queue, not
-counting those of pipelines that it waits for itself (rule 10): to stand in their way would be to wait for oneself. By time: it is served within the bound
-that follows from the longest hold in this record (`patience`). Requests that were open when the log lost its end are not judged.
+Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that
+are behind it in the aged queue, not counting those of pipelines that it waits for itself (rule 10): to stand in their
+way would be to wait for oneself. By time: it is served within the bound that follows from the longest hold in this
+record (`patience`). Requests that were open when the log lost its end are not judged.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from nemo_rl.time_sharing.types import ACTOR_INFER, Phase, Priority
 from nemo_rl.utils.record import Entry
 
 _HUNGRY = ":generation"
-"""What tells a pipeline that waits for its first rank from the same pipeline waiting for a fixed cluster; its holds do not wait for ranks."""
+"""What tells a pipeline that waits for its first rank from the same pipeline waiting for a fixed cluster; its holds do
+not wait for ranks."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request as it was made, and its place in the queue; one of a pipeline that is asked to leave may be served or not."""
+    """A request as it was made, and its place in the queue; one of a pipeline that is asked to leave may be served or
+    not.
+    """
 
     since: float
     key: float
@@ -115,7 +119,15 @@ class StarvationChecks:
         for (pipeline, cluster), request in self._requests.items():
             if not request.judged:
                 continue
-            self._waited.append(Wait(pipeline, request.gpus, request.since, now, f"{pipeline} waits for {cluster} since {request.since:.1f} s"))
+            self._waited.append(
+                Wait(
+                    pipeline,
+                    request.gpus,
+                    request.since,
+                    now,
+                    f"{pipeline} waits for {cluster} since {request.since:.1f} s",
+                )
+            )
         for name, state in self._pipelines.items():
             if state.held:
                 self._patience.held(now - state.holding_since, len(state.clusters) - 1)
@@ -125,7 +137,9 @@ class StarvationChecks:
         for wait in self._waited:
             if wait.seconds > bound and wait.seconds > (allowed := bound + self._patience.lost(wait)):
                 longest = self._patience.longest_hold
-                self._bad(9, f"{wait.what}: {wait.seconds:.1f} s, the bound is {allowed:.1f} s (longest hold {longest:.1f} s)")
+                self._bad(
+                    9, f"{wait.what}: {wait.seconds:.1f} s, the bound is {allowed:.1f} s (longest hold {longest:.1f} s)"
+                )
 
     def _bad(self, invariant: int, message: str) -> None:
         self.found.append((invariant, message))
@@ -153,7 +167,9 @@ class StarvationChecks:
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
-        pipeline = _Pipeline({cluster.name: frozenset(cluster.gpus) for cluster in event.clusters}, infer.tp_size, infer.gpus)
+        pipeline = _Pipeline(
+            {cluster.name: frozenset(cluster.gpus) for cluster in event.clusters}, infer.tp_size, infer.gpus
+        )
         self._pipelines[event.pipeline] = pipeline
         self._past[event.pipeline] = _Pipeline(pipeline.clusters, pipeline.tp, pipeline.mapping)
         self._patience.registered(event.pipeline, pipeline.mapped, event.weight, len(self._pipelines))
@@ -177,7 +193,9 @@ class StarvationChecks:
         key = entry.time + event.priority * self._patience.limit("aging_s")
         gpus = self._of(event.pipeline).clusters[event.cluster]
         self._forgotten.discard((event.pipeline, event.cluster))
-        self._requests[event.pipeline, event.cluster] = _Request(entry.time, key, gpus, event.request, event.step, event.priority)
+        self._requests[event.pipeline, event.cluster] = _Request(
+            entry.time, key, gpus, event.request, event.step, event.priority
+        )
 
     def _dropped(self, entry: Entry, event: ev.RequestDropped) -> None:
         self._requests.pop((event.pipeline, event.cluster), None)
@@ -187,7 +205,9 @@ class StarvationChecks:
             return
         if event.plan != self._plan:
             self._plan = event.plan
-            self._contended = any(name in self._pipelines and self._holds_and_waits(name, cluster) for name, cluster in self._requests)
+            self._contended = any(
+                name in self._pipelines and self._holds_and_waits(name, cluster) for name, cluster in self._requests
+            )
         mine = self._requests.get((event.pipeline, event.cluster))
         if mine is not None:
             mine.claimed = True
@@ -210,7 +230,9 @@ class StarvationChecks:
         return bool(held) and cluster not in held
 
     def _waits_for(self, name: str, other: str) -> bool:
-        """Whether a request of `name` waits for `other`, directly or through others: for holders of what it (next) wants, and for who is ahead of it."""
+        """Whether a request of `name` waits for `other`, directly or through others: for holders of what it (next)
+        wants, and for who is ahead of it.
+        """
         seen, left = {name}, [name]
         while left:
             following = self._waited_for(left.pop()) - seen
@@ -227,19 +249,33 @@ class StarvationChecks:
             return set()
         if waiter.endswith(_HUNGRY):
             return self._owners(pipeline.clusters[ACTOR_INFER], name)
-        mine = [request for (owner, cluster), request in self._requests.items() if owner == name and cluster not in pipeline.held]
+        mine = [
+            request
+            for (owner, cluster), request in self._requests.items()
+            if owner == name and cluster not in pipeline.held
+        ]
         if not mine:
             return set()
         key, gpus = max(request.key for request in mine), frozenset().union(*(request.gpus for request in mine))
         ahead = {
             owner
             for (owner, _), request in self._requests.items()
-            if owner != name and not request.claimed and request.key < key and owner in self._pipelines and not self._pipelines[owner].fixed.isdisjoint(gpus)
+            if owner != name
+            and not request.claimed
+            and request.key < key
+            and owner in self._pipelines
+            and not self._pipelines[owner].fixed.isdisjoint(gpus)
         }
         hungry = {
-            owner + _HUNGRY for owner, state in self._pipelines.items() if state.hungry_since is not None and not state.clusters[ACTOR_INFER].isdisjoint(gpus)
+            owner + _HUNGRY
+            for owner, state in self._pipelines.items()
+            if state.hungry_since is not None and not state.clusters[ACTOR_INFER].isdisjoint(gpus)
         }
-        starting = {owner for owner, state in self._pipelines.items() if state.held and owner != name} if self._patience.limit("max_initialising") else set()
+        starting = (
+            {owner for owner, state in self._pipelines.items() if state.held and owner != name}
+            if self._patience.limit("max_initialising")
+            else set()
+        )
         return self._owners(pipeline.fixed, name) | ahead | hungry | starting
 
     def _owners(self, gpus: frozenset[int], but: str) -> set[str]:
@@ -279,22 +315,38 @@ class StarvationChecks:
             return
         given = (event.request, event.step, event.priority)
         if asked is None:
-            self._bad(10, f"{who} is granted (request {event.request}, step {event.step}) without having been asked for")
+            self._bad(
+                10, f"{who} is granted (request {event.request}, step {event.step}) without having been asked for"
+            )
         elif given != (asked.number, asked.step, asked.priority):
             wanted = f"request {asked.number}, step {asked.step}, {asked.priority.name}"
-            self._bad(10, f"{who} is granted as request {event.request}, step {event.step}, {event.priority.name}; asked for was {wanted}")
+            self._bad(
+                10,
+                f"{who} is granted as request {event.request}, step {event.step}, {event.priority.name}; "
+                f"asked for was {wanted}",
+            )
 
     def _serve(self, pipeline: str, cluster: str, time: float) -> None:
         waiting = self._requests.pop((pipeline, cluster), None)
         if waiting is not None and waiting.judged:
-            self._waited.append(Wait(pipeline, waiting.gpus, waiting.since, time, f"{pipeline} waited for {cluster} from {waiting.since:.1f} s"))
+            self._waited.append(
+                Wait(
+                    pipeline,
+                    waiting.gpus,
+                    waiting.since,
+                    time,
+                    f"{pipeline} waited for {cluster} from {waiting.since:.1f} s",
+                )
+            )
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
         self._end_hold(self._of(event.pipeline), event.cluster, entry.time)
         self._let_go(event.pipeline, event.cluster)
 
     def _end_hold(self, pipeline: _Pipeline, cluster: str, time: float) -> None:
-        """The proof bounds the time for which a pipeline holds anything, so clusters that it holds one into the other are one hold."""
+        """The proof bounds the time for which a pipeline holds anything, so clusters that it holds one into the other
+        are one hold.
+        """
         if cluster not in pipeline.held:
             return
         pipeline.held.remove(cluster)

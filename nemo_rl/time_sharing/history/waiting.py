@@ -1,7 +1,9 @@
-"""Invariant 8: every wait, command and hold ends within its deadline, and so has what is still open when the record ends.
+"""Invariant 8: every wait, command and hold ends within its deadline, and so has what is still open when the record
+ends.
 
-Time is what the clocks of the record say (`clocks`), so a deadline that passes while nothing else of its kind happens is seen all the same.
-A restart of the scheduler or a jump of its clock puts deadlines off to that moment; what a lost end of the log says of commands and holds is not judged.
+Time is what the clocks of the record say (`clocks`), so a deadline that passes while nothing else of its kind happens
+is seen all the same. A restart of the scheduler or a jump of its clock puts deadlines off to that moment; what a lost
+end of the log says of commands and holds is not judged.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class WaitChecks:
         self._drift_s += abs(event.seconds) + self._max_tick_s
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
-        # What a pipeline's processes waited for ended with them; only one that could not be ended, or is not the one that is meant, may still say so.
+        # What a pipeline's processes waited for ended with them; only one that could not be ended, or is not the one
+        # that is meant, may still say so.
         waits = [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]
         for wait in waits:
             del self._waits[wait]
@@ -106,11 +109,16 @@ class WaitChecks:
         elif wait is None:
             self._bad(8, f"{entry.source} ends wait {event.wait_id}, which it had not begun")
         elif entry.time > self._effective(wait[1]):
-            self._bad(8, f"{entry.source} waited for {wait[0]} until {entry.time:.1f} s, its deadline was {wait[1]:.1f} s")
+            self._bad(
+                8, f"{entry.source} waited for {wait[0]} until {entry.time:.1f} s, its deadline was {wait[1]:.1f} s"
+            )
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
         where = f"rank {event.rank}" if event.rank >= 0 else event.cluster
-        self._commands[event.command] = (f"{event.verb} of {where} of {event.pipeline} ({event.command})", event.deadline)
+        self._commands[event.command] = (
+            f"{event.verb} of {where} of {event.pipeline} ({event.command})",
+            event.deadline,
+        )
 
     def _ended(self, entry: Entry, event: ev.CommandEnded) -> None:
         command = self._commands.pop(event.command, None)
@@ -118,7 +126,9 @@ class WaitChecks:
             if not self._gap:
                 self._bad(8, f"command {event.command} ends without having been sent, or twice")
         elif entry.time > self._effective(command[1]):
-            self._bad(8, f"{command[0]} ended ({event.outcome}) at {entry.time:.1f} s, its deadline was {command[1]:.1f} s")
+            self._bad(
+                8, f"{command[0]} ended ({event.outcome}) at {entry.time:.1f} s, its deadline was {command[1]:.1f} s"
+            )
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._holds[event.pipeline, event.cluster] = event.hold_until

@@ -1,7 +1,9 @@
-"""The other ways to run the same jobs, to compare time-sharing with: each alone, one after the other, static split, gap-ratio rule.
+"""The other ways to run the same jobs, to compare time-sharing with: each alone, one after the other, static split,
+gap-ratio rule.
 
-One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs that share no GPU run side by side.
-Static split: the pool is cut once into lanes that fit the jobs, each lane runs its jobs one after the other. Both run on the real scheduler.
+One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs
+that share no GPU run side by side. Static split: the pool is cut once into lanes that fit the jobs, each lane runs its
+jobs one after the other. Both run on the real scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ GAP_RATIO_DECISIONS = "gap_ratio_decisions"
 
 
 def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
-    """The planner, shown only the jobs that have their GPUs to themselves: first come, first served, in the scenario's order where several come at once."""
+    """The planner, shown only the jobs that have their GPUs to themselves: first come, first served, in the scenario's
+    order where several come at once.
+    """
     taken: set[int] = set()
     visible = {}
     for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: item[1].registered_at):
@@ -37,7 +41,9 @@ def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
 
 
 def static_split(scenario: Scenario) -> Scenario:
-    """The same jobs on lanes of their own: a lane is as wide as an even part of the pool, and at least as the training of its first job."""
+    """The same jobs on lanes of their own: a lane is as wide as an even part of the pool, and at least as the training
+    of its first job.
+    """
     pool = scenario.gpu_pool
     even = pool.size // len(scenario.jobs)
     lanes: list[tuple[int, int]] = []
@@ -53,12 +59,24 @@ def static_split(scenario: Scenario) -> Scenario:
             load.append(0.0)
             lane, first_free = len(lanes) - 1, start + width
         else:
-            fits = [i for i, (begin, size) in enumerate(lanes) if size >= width and begin % job.tp == 0] or [max(range(len(lanes)), key=lambda i: lanes[i][1])]
+            fits = [i for i, (begin, size) in enumerate(lanes) if size >= width and begin % job.tp == 0] or [
+                max(range(len(lanes)), key=lambda i: lanes[i][1])
+            ]
             lane = min(fits, key=lambda i: load[i])
         load[lane] += _size(job) / lanes[lane][1]
         begin, size = lanes[lane]
         gpus = tuple(range(begin, begin + size // job.tp * job.tp))
-        jobs.append(job.model_copy(update={"train": gpus[: len(job.train)], "infer": gpus, "full_overlap": True, "min_share": 0.0, "max_share": 1.0}))
+        jobs.append(
+            job.model_copy(
+                update={
+                    "train": gpus[: len(job.train)],
+                    "infer": gpus,
+                    "full_overlap": True,
+                    "min_share": 0.0,
+                    "max_share": 1.0,
+                }
+            )
+        )
     order = {job.name: number for number, job in enumerate(scenario.jobs)}
     return scenario.model_copy(update={"jobs": tuple(sorted(jobs, key=lambda j: order[j.name]))})
 
@@ -66,7 +84,13 @@ def static_split(scenario: Scenario) -> Scenario:
 def _size(job: Job) -> float:
     """Roughly how much work a job is, for balancing lanes."""
     return job.steps * (
-        job.groups * job.samples_per_group * job.tokens.median / job.engine.tokens_per_s / job.engine.half_batch * job.tp + job.train_s * len(job.train)
+        job.groups
+        * job.samples_per_group
+        * job.tokens.median
+        / job.engine.tokens_per_s
+        / job.engine.half_batch
+        * job.tp
+        + job.train_s * len(job.train)
     )
 
 
@@ -79,9 +103,16 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
     """The scenario and the rule that make up one way of running it."""
     if name == STATIC:
         return static_split(scenario), one_after_the_other
-    return scenario, {OURS: planner.plan, SERIAL: one_after_the_other, GAP_RATIO: gap_ratio.plan, GAP_RATIO_DECISIONS: gap_ratio.decide}[name]
+    return scenario, {
+        OURS: planner.plan,
+        SERIAL: one_after_the_other,
+        GAP_RATIO: gap_ratio.plan,
+        GAP_RATIO_DECISIONS: gap_ratio.decide,
+    }[name]
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[Problem]:
-    """No validation: the gap-ratio rule evicts for nobody, which the validator would refuse, and is to be shown as it is."""
+    """No validation: the gap-ratio rule evicts for nobody, which the validator would refuse, and is to be shown as it
+    is.
+    """
     return []

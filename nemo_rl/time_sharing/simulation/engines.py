@@ -1,7 +1,8 @@
 """Simulated generation of one job: shards that decode many samples at once, and the router in front of them.
 
-A shard with n running requests advances each of them at `tokens_per_s / (1 + n / half_batch)`, so the rate of a shard saturates and a batch never
-ends before its longest sample. Tokens are stamped with the weights that the shard really holds, which is the truth the checker judges stamps by.
+A shard with n running requests advances each of them at `tokens_per_s / (1 + n / half_batch)`, so the rate of a shard
+saturates and a batch never ends before its longest sample. Tokens are stamped with the weights that the shard really
+holds, which is the truth the checker judges stamps by.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Sample:
 
 @dataclass(slots=True)
 class Shard:
-    """One engine. `progress` counts the tokens that a request present all along would have got; a request ends at its own mark on that scale."""
+    """One engine. `progress` counts the tokens that a request present all along would have got; a request ends at its
+    own mark on that scale.
+    """
 
     rank: int
     active: bool = False
@@ -53,7 +56,9 @@ class Shard:
 class Generation:
     """All shards of a job and the queue before them. `finished` is called with each complete sample."""
 
-    def __init__(self, loop: Loop, engine: Engine, ranks: int, record: Record, finished: Callable[[Sample], None]) -> None:
+    def __init__(
+        self, loop: Loop, engine: Engine, ranks: int, record: Record, finished: Callable[[Sample], None]
+    ) -> None:
         self.shards = [Shard(rank) for rank in range(ranks)]
         self.queue: deque[Sample] = deque()
         self.busy_rank_s = 0.0
@@ -133,7 +138,11 @@ class Generation:
         """Least running first, up to what a shard takes; the rest waits."""
         if not self.queue:
             return
-        loads = [(len(shard.running), shard.rank) for shard in self.shards if shard.active and len(shard.running) < self._engine.max_running]
+        loads = [
+            (len(shard.running), shard.rank)
+            for shard in self.shards
+            if shard.active and len(shard.running) < self._engine.max_running
+        ]
         if not loads:
             return
         heapq.heapify(loads)
@@ -157,7 +166,9 @@ class Generation:
         sample.request = f"{sample.name}/{sample.attempts}"
         sample.done_before = sample.done
         shard.running[sample.name] = (sample, shard.progress)
-        heapq.heappush(shard.marks, (shard.progress + sample.length - sample.done, self._requests, sample.attempts, sample))
+        heapq.heappush(
+            shard.marks, (shard.progress + sample.length - sample.done, self._requests, sample.attempts, sample)
+        )
         self._record.emit(RequestSubmitted(sample.request, shard.rank, sample.name))
 
     def _rebalance(self, new: Shard) -> None:

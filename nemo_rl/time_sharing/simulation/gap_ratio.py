@@ -1,8 +1,8 @@
 """The gap-ratio rule, to compare with: the allocation rule of earlier time-sharing schedulers, defects included.
 
-Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, nobody reserves, and generation is moved towards shares of
-remaining work with zero tolerance. A cycle waits for every hand-over of the one before it. The executor is ours, so it is spared the rest. Never used
-outside simulation.
+Fixed requests evict whatever generation stands on their GPUs even when they stay infeasible, nobody reserves, and
+generation is moved towards shares of remaining work with zero tolerance. A cycle waits for every hand-over of the one
+before it. The executor is ours, so it is spared the rest. Never used outside simulation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class _Row:
 
 
 def plan(snapshot: Snapshot, now: float) -> Plan:
-    """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way, whoever's they are."""
+    """One cycle of the rule. Cycles are strictly serial: none begins while hand-overs of the last one are under way,
+    whoever's they are.
+    """
     if _cycle_runs(snapshot):
         waiting = Plan()
         waiting.look_again(now + _POLL_S)
@@ -48,7 +50,9 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
 
 
 def decide(snapshot: Snapshot, now: float) -> Plan:
-    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines go on."""
+    """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines go
+    on.
+    """
     board, result = Board(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.leaving and not pipeline.fenced:
@@ -62,11 +66,20 @@ def decide(snapshot: Snapshot, now: float) -> Plan:
 def _cycle_runs(snapshot: Snapshot) -> bool:
     if snapshot.claimed:
         return True
-    return any(rank.phase is not Phase.ACTIVE and rank.phase is not Phase.FAILED for p in snapshot.pipelines.values() for rank in p.awake.values())
+    return any(
+        rank.phase is not Phase.ACTIVE and rank.phase is not Phase.FAILED
+        for p in snapshot.pipelines.values()
+        for rank in p.awake.values()
+    )
 
 
 def _fixed(board: Board, result: Plan, snapshot: Snapshot) -> None:
-    waiting = [(q.want.priority, q.since, name, cluster, q.want) for name, p in snapshot.pipelines.items() if not p.fenced for cluster, q in p.wants.items()]
+    waiting = [
+        (q.want.priority, q.since, name, cluster, q.want)
+        for name, p in snapshot.pipelines.items()
+        if not p.fenced
+        for cluster, q in p.wants.items()
+    ]
     for priority, _, name, cluster, want in sorted(waiting, key=lambda item: item[:4]):
         pipeline = snapshot.pipelines[name]
         gpus = pipeline.topology.clusters[cluster].gpus
@@ -104,7 +117,9 @@ def _rows(board: Board) -> list[_Row]:
 def _generation(board: Board, result: Plan) -> None:
     rows = _rows(board)
     work = sum(row.remaining * row.tp for row in rows)
-    budget = sum(1 for kind in board.kind if kind != BLOCKED) + sum(len(c.gpus) for c in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values())
+    budget = sum(1 for kind in board.kind if kind != BLOCKED) + sum(
+        len(c.gpus) for c in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values()
+    )
     if budget and work:
         _Cycle(board, result, rows, work, budget).run()
 
@@ -147,7 +162,11 @@ class _Cycle:
         if any(q.want.priority is Priority.ACTOR_TRAINING for q in pipeline.wants.values()):
             return False
         for rank, gpus in enumerate(pipeline.topology.ranks):
-            asleep = rank not in pipeline.awake and rank not in pipeline.claimed_ranks and pipeline.cooling.get(rank, 0.0) <= board.now
+            asleep = (
+                rank not in pipeline.awake
+                and rank not in pipeline.claimed_ranks
+                and pipeline.cooling.get(rank, 0.0) <= board.now
+            )
             if not asleep or (row.name, rank) in self._touched or any(board.kind[g] == BLOCKED for g in gpus):
                 continue
             donors = self._donors(gpus, row)
@@ -169,7 +188,9 @@ class _Cycle:
         self._touched.add((row.name, rank))
         board.claim(gpus)
         board.counts[row.name] += 1
-        self._result.expands.append(Expand(row.name, rank, gpus, False, ("share", row.active * row.tp, row.tau * self._budget)))
+        self._result.expands.append(
+            Expand(row.name, rank, gpus, False, ("share", row.active * row.tp, row.tau * self._budget))
+        )
         row.active = board.counts[row.name]
         return True
 
@@ -184,7 +205,10 @@ class _Cycle:
             donor = self._rows.get(lease.pipeline)
             if donor is None or donor is row or self._gap(donor) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
                 return None
-            if board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE or (lease.pipeline, lease.rank) in self._touched:
+            if (
+                board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE
+                or (lease.pipeline, lease.rank) in self._touched
+            ):
                 return None
             spent[donor.name] = spent.get(donor.name, 0) + 1
             donors.append((lease.pipeline, lease.rank))

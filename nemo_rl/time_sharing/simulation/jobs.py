@@ -1,7 +1,8 @@
 """A simulated pipeline: the real agent state machine with a driver, a trainer and engines that take virtual time.
 
-The driver does what a GRPO driver does: admit prompt groups up to the staleness bound, generate, train a step when its groups are there, cache,
-offload, refresh, publish, release. It can be killed at any moment and comes back from its last trained step under a new incarnation.
+The driver does what a GRPO driver does: admit prompt groups up to the staleness bound, generate, train a step when its
+groups are there, cache, offload, refresh, publish, release. It can be killed at any moment and comes back from its last
+trained step under a new incarnation.
 """
 
 from __future__ import annotations
@@ -83,9 +84,14 @@ class SimulatedJob:
         done = f"{self.trained_steps} of {self.job.steps} steps trained"
         if self.finished_at is not None:
             last = self.outcome.removeprefix("lost: ")
-            return f"{done}, given up at {self.finished_at:.0f} s after {self.incarnations} starts (faults.restarts allows no more); the last one {last}"
+            return (
+                f"{done}, given up at {self.finished_at:.0f} s after {self.incarnations} starts "
+                f"(faults.restarts allows no more); the last one {last}"
+            )
         now = self.world.loop.now
-        return f"{done} when the simulation ended at {now:.0f} s" + (" (horizon_s)" if now >= self.world.scenario.horizon_s else "")
+        return f"{done} when the simulation ended at {now:.0f} s" + (
+            " (horizon_s)" if now >= self.world.scenario.horizon_s else ""
+        )
 
     # Life and death.
 
@@ -230,7 +236,9 @@ class SimulatedJob:
         self.world.loop.after(self._vary(seconds, self._rng), self._if_alive, life, action, arguments)
 
     def _trainer_later(self, life: Life, seconds: float, action: str, *arguments: object) -> None:
-        """The trainer's own work: its jitter belongs to job and step, so that a job does the same work whoever shares its GPUs."""
+        """The trainer's own work: its jitter belongs to job and step, so that a job does the same work whoever shares
+        its GPUs.
+        """
         rng = random.Random(f"{self.world.seed}/{self.job.name}/{action}/{arguments}")
         self.world.loop.after(self._vary(seconds, rng), self._if_alive, life, action, arguments)
 

@@ -1,6 +1,7 @@
 """Virtual time: a queue of callbacks in order of their time, and a network that delays, loses and repeats messages.
 
-Two runs with the same seed and the same calls happen in the same order, because ties are broken by the order of scheduling.
+Two runs with the same seed and the same calls happen in the same order, because ties are broken by the order of
+scheduling.
 """
 
 from __future__ import annotations

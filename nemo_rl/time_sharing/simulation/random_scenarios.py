@@ -1,6 +1,7 @@
 """Random scenarios for testing: pools, mappings, jobs and all kinds of faults, drawn from a seed.
 
-Times are short against the faults' rates, so that crashes, losses and time-outs meet every phase of every hand-over many times in a few virtual minutes.
+Times are short against the faults' rates, so that crashes, losses and time-outs meet every phase of every hand-over
+many times in a few virtual minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ _LIMITS = {
     "max_backfills": 2,
     "quarantine_s": 20.0,
 }
-_FAULT_RATES = {"agent_crashes": 40.0, "scheduler_crashes": 30.0, "partitions": 30.0, "stuck_shards": 20.0, "slow_shards": 20.0, "clock_jumps": 15.0}
+_FAULT_RATES = {
+    "agent_crashes": 40.0,
+    "scheduler_crashes": 30.0,
+    "partitions": 30.0,
+    "stuck_shards": 20.0,
+    "slow_shards": 20.0,
+    "clock_jumps": 15.0,
+}
 
 
 def random_scenario(seed: int) -> Scenario:
@@ -64,7 +72,11 @@ def _network(rng: random.Random) -> dict[str, Any]:
 
 def _faults(rng: random.Random) -> dict[str, Any]:
     faults: dict[str, Any] = {kind: rate * rng.random() for kind, rate in _FAULT_RATES.items() if rng.random() < 0.5}
-    faults |= {kind: chance for kind, chance in (("operation_fails", 0.02), ("operation_hangs", 0.01), ("reap_fails", 0.2)) if rng.random() < 0.5}
+    faults |= {
+        kind: chance
+        for kind, chance in (("operation_fails", 0.02), ("operation_hangs", 0.01), ("reap_fails", 0.2))
+        if rng.random() < 0.5
+    }
     return {**faults, "restart_s": rng.choice((0.5, 5.0)), "partition_s": rng.choice((3.0, 15.0)), "until_s": 600.0}
 
 
@@ -73,7 +85,11 @@ def _job(rng: random.Random, number: int, pool: int, per_node: int) -> dict[str,
     ranks = rng.randint(2, max(2, min(8, pool // tp)))
     starts = sorted(rng.sample(range(pool // tp), min(ranks, pool // tp)))
     infer = [start * tp + i for start in starts for i in range(tp)]
-    train = infer[: rng.randint(1, len(infer) - tp)] if rng.random() < 0.5 else sorted(rng.sample(infer[tp:], rng.randint(1, len(infer) - tp)))
+    train = (
+        infer[: rng.randint(1, len(infer) - tp)]
+        if rng.random() < 0.5
+        else sorted(rng.sample(infer[tp:], rng.randint(1, len(infer) - tp)))
+    )
     groups = rng.choice((2, 4, 8))
     job: dict[str, Any] = {
         "name": f"job{number}",

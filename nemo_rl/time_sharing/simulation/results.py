@@ -1,6 +1,8 @@
-"""Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness, and who did not finish.
+"""Numbers of a simulation: time and slowdown of each job, how busy the GPUs were, hand-overs, fairness, and who did not
+finish.
 
-Knows the simulation's jobs and log, and no table. A job that did not train all its steps has no slowdown and enters no mean.
+Knows the simulation's jobs and log, and no table. A job that did not train all its steps has no slowdown and enters no
+mean.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from dataclasses import dataclass, field
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.handovers import HandoverWatch, percentile
 from nemo_rl.time_sharing.scenario import Job, Scenario
-from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, SERIAL, STATIC, accept_all, alone, way
+from nemo_rl.time_sharing.simulation.baselines import (
+    GAP_RATIO,
+    GAP_RATIO_DECISIONS,
+    SERIAL,
+    STATIC,
+    accept_all,
+    alone,
+    way,
+)
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.types import Phase
 from nemo_rl.time_sharing.validator import validate
@@ -22,10 +32,12 @@ from nemo_rl.utils.record import Entry, NullRecord, Record
 
 @dataclass(slots=True)
 class Outcome:
-    """One run. `seconds` and `slowdown` by job; `gpu_busy` is the part of GPU time in which a trainer or a shard with requests worked.
+    """One run. `seconds` and `slowdown` by job; `gpu_busy` is the part of GPU time in which a trainer or a shard with
+    requests worked.
 
-    A job is unfinished unless all its steps are trained or its user stopped it (`leaves_s`); `fates` says in words what became of it. It has
-    no slowdown, nor has a job that does not finish alone. `faults` counts what went wrong, by kind.
+    A job is unfinished unless all its steps are trained or its user stopped it (`leaves_s`); `fates` says in words what
+    became of it. It has no slowdown, nor has a job that does not finish alone. `faults` counts what went wrong, by
+    kind.
     """
 
     total_s: float
@@ -47,10 +59,14 @@ class Outcome:
 
 
 class AloneTimes:
-    """Each job by itself, with the same prompts, without faults; simulated once per job and seed. `known` are runs that are there already."""
+    """Each job by itself, with the same prompts, without faults; simulated once per job and seed. `known` are runs that
+    are there already.
+    """
 
     def __init__(self, scenario: Scenario, known: dict[tuple[str, int], Outcome] | None = None) -> None:
-        self._scenario = scenario.model_copy(update={"faults": type(scenario.faults)(), "network": type(scenario.network)()})
+        self._scenario = scenario.model_copy(
+            update={"faults": type(scenario.faults)(), "network": type(scenario.network)()}
+        )
         self.known = {} if known is None else known
 
     def of(self, job: Job, seed: int) -> float:
@@ -69,18 +85,38 @@ class AloneTimes:
             busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.size)
             fates = {job.name: run.fate} if run.fate else {}
             slowdown = {} if fates else {job.name: 1.0}
-            self.known[key] = Outcome(seconds, {job.name: seconds}, slowdown, busy, 0.0, handovers, preemptions, tuple(fates), world.loop.events, fates=fates)
+            self.known[key] = Outcome(
+                seconds,
+                {job.name: seconds},
+                slowdown,
+                busy,
+                0.0,
+                handovers,
+                preemptions,
+                tuple(fates),
+                world.loop.events,
+                fates=fates,
+            )
         return self.known[key]
 
 
 def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> Outcome:
-    """What `run_way` says of SERIAL and STATIC, put together from runs of each job alone: there no two jobs use a GPU at the same time.
+    """What `run_way` says of SERIAL and STATIC, put together from runs of each job alone: there no two jobs use a GPU
+    at the same time.
 
-    Each job starts when every earlier one that shares a GPU with it has ended. Left out is what the network does between two jobs (milliseconds), so
-    this takes a fraction of the time where jobs are many. Raises ValueError for other ways, and for scenarios with faults or jobs that leave.
+    Each job starts when every earlier one that shares a GPU with it has ended. Left out is what the network does
+    between two jobs (milliseconds), so this takes a fraction of the time where jobs are many. Raises ValueError for
+    other ways, and for scenarios with faults or jobs that leave.
     """
-    if name not in (SERIAL, STATIC) or scenario.faults != type(scenario.faults)() or any(job.leaves_s is not None for job in scenario.jobs):
-        raise ValueError(f"{name}: only {SERIAL} and {STATIC}, without faults and jobs that leave, can be put together from jobs alone")
+    if (
+        name not in (SERIAL, STATIC)
+        or scenario.faults != type(scenario.faults)()
+        or any(job.leaves_s is not None for job in scenario.jobs)
+    ):
+        raise ValueError(
+            f"{name}: only {SERIAL} and {STATIC}, without faults and jobs that leave, can be put together "
+            "from jobs alone"
+        )
     changed, _ = way(scenario, name)
     times = AloneTimes(changed) if name == STATIC else alone_times
     ends: dict[str, float] = {}
@@ -110,7 +146,13 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     )
 
 
-def run_way(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes, make_record: Callable[[Callable[[], float]], Record] | None = None) -> Outcome:
+def run_way(
+    scenario: Scenario,
+    name: str,
+    seed: int,
+    alone_times: AloneTimes,
+    make_record: Callable[[Callable[[], float]], Record] | None = None,
+) -> Outcome:
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
     changed, rule = way(scenario, name)
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
@@ -134,17 +176,36 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
             slowdown[job.name] = seconds[job.name] / alone_times.of(job, seed)
     total = max(job.arrive_s + seconds[job.name] for job in scenario.jobs)
     busy = sum(run.train_gpu_s + run.generate_gpu_s for run in world.jobs.values())
-    service = [(run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[name], 1e-9) for name, run in world.jobs.items()]
+    service = [
+        (run.train_gpu_s + run.generate_gpu_s) / run.job.weight / max(seconds[name], 1e-9)
+        for name, run in world.jobs.items()
+    ]
     handovers, preemptions = _handovers(world.entries)
     share = busy / max(total * scenario.gpu_pool.size, 1e-9)
     spread = _spread(service)
     faults = _faults(world)
-    return Outcome(total, seconds, slowdown, share, spread, handovers, preemptions, tuple(fates), world.loop.events, fates=fates, faults=faults)
+    return Outcome(
+        total,
+        seconds,
+        slowdown,
+        share,
+        spread,
+        handovers,
+        preemptions,
+        tuple(fates),
+        world.loop.events,
+        fates=fates,
+        faults=faults,
+    )
 
 
 def _faults(world: World) -> dict[str, int]:
     """What struck, and what the scheduler had to do about it."""
-    kinds: dict[type, str] = {ev.Fenced: "pipelines fenced", ev.RankCooling: "ranks cooled off", ev.GpusQuarantined: "GPU quarantines"}
+    kinds: dict[type, str] = {
+        ev.Fenced: "pipelines fenced",
+        ev.RankCooling: "ranks cooled off",
+        ev.GpusQuarantined: "GPU quarantines",
+    }
     counts = Counter(kinds[type(entry.event)] for entry in world.entries if type(entry.event) in kinds)
     return {**world.strikes, **{name: counts[name] for name in kinds.values() if counts[name]}}
 

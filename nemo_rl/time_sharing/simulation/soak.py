@@ -1,7 +1,8 @@
-"""Runs random scenarios by the thousand and has the checker judge each; `python -m nemo_rl.time_sharing soak` is its command.
+"""Runs random scenarios by the thousand and has the checker judge each; `python -m nemo_rl.time_sharing soak` is its
+command.
 
-Every scenario is named by its seed, so that a failure can be repeated. It knows no defect and no expectation but the checker's invariants and
-that every job comes to an end.
+Every scenario is named by its seed, so that a failure can be repeated. It knows no defect and no expectation but the
+checker's invariants and that every job comes to an end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from nemo_rl.utils.record import MemoryRecord, Record
 
 
 class Verdict(NamedTuple):
-    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, and jobs that never ended."""
+    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, and jobs that
+    never ended.
+    """
 
     seed: int
     events: int
@@ -55,5 +58,6 @@ def run_many(first: int, runs: int, processes: int) -> Iterator[Verdict]:
 
 def _quiet() -> None:
     logging.disable()
-    # A record is a hundred thousand small objects without cycles, which the collector would look through again and again.
+    # A record is a hundred thousand small objects without cycles, which the collector would look through again and
+    # again.
     gc.set_threshold(200_000, 20, 20)

@@ -1,6 +1,8 @@
-"""Outcomes as tables: one line per job, one per way, and sentences for what the tables cannot say (jobs that gave up, faults that struck).
+"""Outcomes as tables: one line per job, one per way, and sentences for what the tables cannot say (jobs that gave up,
+faults that struck).
 
-Decides wording and rounding only; every number is `results`'. A number that would mislead because jobs are unfinished is shown as `-`.
+Decides wording and rounding only; every number is `results`'. A number that would mislead because jobs are unfinished
+is shown as `-`.
 """
 
 from __future__ import annotations
@@ -43,14 +45,36 @@ def _job_cell(name: str, outcomes: Sequence[Outcome]) -> str:
     if not ended:
         return "unfinished"
     slow = [o.slowdown[name] for o in ended if name in o.slowdown]
-    cell = f"{sum(o.seconds[name] for o in ended) / len(ended):.0f}" + (f" ({sum(slow) / len(slow):.2f})" if slow else "")
+    cell = f"{sum(o.seconds[name] for o in ended) / len(ended):.0f}" + (
+        f" ({sum(slow) / len(slow):.2f})" if slow else ""
+    )
     return cell if len(ended) == len(outcomes) else f"{cell}, {len(outcomes) - len(ended)} unfinished"
 
 
 def way_table(rows: Rows) -> list[list[str]]:
     """Header and one line per way, means over runs."""
-    lines = [["way", "total s", "vs serial", "slowdown mean", "p99", "GPU busy", "service spread", "hand-over p50 / p99 s", "preemptions", "unfinished"]]
-    serial = next((statistics.fmean(o.total_s for o in outcomes) for name, outcomes in rows if name == SERIAL and not _unfinished(outcomes)), None)
+    lines = [
+        [
+            "way",
+            "total s",
+            "vs serial",
+            "slowdown mean",
+            "p99",
+            "GPU busy",
+            "service spread",
+            "hand-over p50 / p99 s",
+            "preemptions",
+            "unfinished",
+        ]
+    ]
+    serial = next(
+        (
+            statistics.fmean(o.total_s for o in outcomes)
+            for name, outcomes in rows
+            if name == SERIAL and not _unfinished(outcomes)
+        ),
+        None,
+    )
     for name, outcomes in rows:
         total = statistics.fmean(o.total_s for o in outcomes)
         spans = [s for o in outcomes for s in o.handovers_s]

@@ -1,7 +1,8 @@
-"""The simulated cluster: the real scheduler and agents, the wire between them, the reaper, and everything that goes wrong.
+"""The simulated cluster: the real scheduler and agents, the wire between them, the reaper, and everything that goes
+wrong.
 
-Deterministic by seed. The record it leaves is one log with every source in it, in the order in which things happened, so that the checker needs no
-other truth.
+Deterministic by seed. The record it leaves is one log with every source in it, in the order in which things happened,
+so that the checker needs no other truth.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.state import replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, SCHEDULER, Answer, Command, Outcome, Phase, Reply, Status, Verb
+from nemo_rl.time_sharing.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    SCHEDULER,
+    Answer,
+    Command,
+    Outcome,
+    Phase,
+    Reply,
+    Status,
+    Verb,
+)
 from nemo_rl.time_sharing.validator import Validator, validate
 from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
@@ -86,7 +98,14 @@ class World:
 
     def run(self, *, max_events: int | None = None) -> None:
         """Runs until every job has ended, or the horizon."""
-        self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
+        self._scheduler = Scheduler(
+            self._log,
+            self._send_command,
+            self._clock,
+            notify=self._send_reply,
+            rule=self._rule,
+            validator=self._validator,
+        )
         self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
         for job in self.jobs.values():
             self.loop.at(job.job.arrive_s, job.arrive)
@@ -111,7 +130,9 @@ class World:
             self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + patience)
 
     def _stop_if_done(self, at_the_latest: float) -> None:
-        """The run is over when the scheduler knows no pipeline any more; a scheduler that never gets there is cut short for the checker to see."""
+        """The run is over when the scheduler knows no pipeline any more; a scheduler that never gets there is cut short
+        for the checker to see.
+        """
         settled = self._scheduler is not None and not self._scheduler.state.pipelines
         if settled or self.loop.now >= at_the_latest:
             self.loop.stopped = True
@@ -201,7 +222,9 @@ class World:
                 self.evict(job)
             what = f"rank {command.rank}" if command.rank >= 0 else None
             self._free_ghosts((job.job.name, command.incarnation), what)
-        answer = Answer(command.command, command.pipeline, command.incarnation, Outcome.FAILED if failed else Outcome.DONE)
+        answer = Answer(
+            command.command, command.pipeline, command.incarnation, Outcome.FAILED if failed else Outcome.DONE
+        )
         self.loop.after(0.1, self._on_answer, answer)
 
     def _end_rank(self, job: SimulatedJob, rank: int) -> None:
@@ -294,7 +317,14 @@ class World:
         # Every second time the log has just gone on in a new segment.
         if len(past) % 2:
             past = [_saved_state_of(past)]
-        self._scheduler = Scheduler(self._log, self._send_command, self._clock, notify=self._send_reply, rule=self._rule, validator=self._validator)
+        self._scheduler = Scheduler(
+            self._log,
+            self._send_command,
+            self._clock,
+            notify=self._send_reply,
+            rule=self._rule,
+            validator=self._validator,
+        )
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
         for reply in self._scheduler.hello():
             self._send_reply(reply)

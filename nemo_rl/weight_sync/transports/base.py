@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from nemo_rl.config.errors import UserError
+
 TransportName = Literal["host", "cuda_ipc", "nccl"]
 
 
-class TransportError(RuntimeError):
+class TransportError(UserError, RuntimeError):
     """Bytes could not be staged, published or opened."""
 
 
@@ -41,8 +43,8 @@ class Opener(ABC):
     """A receiver's side: opens handles. Buffers may be kept mapped between calls until `close`.
 
     Attributes:
-        copies: Whether opened bytes are the receiver's own, which it may read after it has answered. They may still be on their way: whatever is
-            enqueued on the device's stream after `open` finds them there.
+        copies: Whether opened bytes are the receiver's own, which it may read after it has answered. They may still be
+            on their way: whatever is enqueued on the device's stream after `open` finds them there.
     """
 
     copies: bool = False

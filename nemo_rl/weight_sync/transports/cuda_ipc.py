@@ -14,7 +14,8 @@ from torch.storage import UntypedStorage
 
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
-# torch's reduction of a CUDA tensor is these arguments of `rebuild_cuda_tensor`; only plain values cross the process border.
+# torch's reduction of a CUDA tensor is these arguments of `rebuild_cuda_tensor`; only plain values cross the process
+# border.
 _PLAIN = (
     "storage_device",
     "storage_handle",
@@ -69,10 +70,13 @@ class CudaIpcOpener(Opener):
         if key not in self._opened:
             size = (handle["capacity"],)
             try:
-                self._opened[key] = rebuild_cuda_tensor(torch.Tensor, size, (1,), 0, UntypedStorage, torch.uint8, *(plain[name] for name in _PLAIN))
+                self._opened[key] = rebuild_cuda_tensor(
+                    torch.Tensor, size, (1,), 0, UntypedStorage, torch.uint8, *(plain[name] for name in _PLAIN)
+                )
             except RuntimeError as error:
                 raise TransportError(
-                    f"a CUDA IPC handle cannot be opened on {self._device}: {error}; where IPC is forbidden set weight_sync.transport=host"
+                    f"a CUDA IPC handle cannot be opened on {self._device}: {error}; where IPC is forbidden "
+                    "set weight_sync.transport=host"
                 ) from error
         return self._opened[key][: handle["nbytes"]]
 

@@ -18,7 +18,8 @@ import torch
 
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
-# Mappings of segments that outlive a session, registered once per process and device: registering costs more than a copy.
+# Mappings of segments that outlive a session, registered once per process and device: registering costs more than a
+# copy.
 _kept: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 SHARED_MEMORY_DIR = "/dev/shm"
@@ -43,8 +44,10 @@ class HostStaging(Staging):
         available = stat.f_bavail * stat.f_frsize
         if nbytes > available:
             raise TransportError(
-                f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, a staging buffer needs {nbytes >> 20} MiB, of which a session may have two; lower "
-                "weight_sync.bucket_bytes (the largest tensor must still fit), or give the container more shared memory (docker run --shm-size)"
+                f"{SHARED_MEMORY_DIR} has {available >> 20} MiB free, a staging buffer needs {nbytes >> 20} "
+                "MiB, of which a session may have two; lower "
+                "weight_sync.bucket_bytes (the largest tensor must still fit), or give the container more "
+                "shared memory (docker run --shm-size)"
             )
         # Stays open: the lock on it is what tells a living sender's segment from a dead one's.
         self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -55,7 +58,10 @@ class HostStaging(Staging):
         except OSError as error:
             os.unlink(self.path)
             os.close(self._descriptor)
-            raise TransportError(f"{SHARED_MEMORY_DIR} cannot hold {nbytes >> 20} MiB more: {error.strerror}; lower weight_sync.bucket_bytes") from error
+            raise TransportError(
+                f"{SHARED_MEMORY_DIR} cannot hold {nbytes >> 20} MiB more: {error.strerror}; lower "
+                "weight_sync.bucket_bytes"
+            ) from error
         self._map = mmap.mmap(self._descriptor, nbytes)
         self._device = device
         self.buffer_B = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -160,7 +166,9 @@ def _pin(tensor_B: torch.Tensor, device: torch.device) -> None:
     if device.type == "cuda":
         result = _cudart().cudaHostRegister(tensor_B.data_ptr(), tensor_B.numel(), 0)
         if int(result) != 0:
-            raise TransportError(f"CUDA refused to register {tensor_B.numel()} bytes of shared memory (error {int(result)})")
+            raise TransportError(
+                f"CUDA refused to register {tensor_B.numel()} bytes of shared memory (error {int(result)})"
+            )
 
 
 def _unpin(tensor_B: torch.Tensor, device: torch.device) -> None:

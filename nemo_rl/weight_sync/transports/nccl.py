@@ -28,7 +28,9 @@ class NcclGroup:
         timeout_s: Deadline of rendezvous and collectives.
     """
 
-    def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
+    ) -> None:
         if device.type != "cuda":
             raise TransportError("weight_sync.transport=nccl needs GPUs; use host on CPU slots")
         limit = timedelta(seconds=timeout_s)
@@ -50,7 +52,8 @@ class NcclGroup:
 
     def close(self) -> None:
         """Tears the communicator down, without waiting for its other members."""
-        # Receivers leave when they are finalised, the sender after them; `shutdown` is collective among ranks of one host and would wait for it.
+        # Receivers leave when they are finalised, the sender after them; `shutdown` is collective among ranks of one
+        # host and would wait for it.
         self._group.abort()
 
 

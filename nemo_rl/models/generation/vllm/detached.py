@@ -1,8 +1,8 @@
 """Generation requests from another process than the one that owns the engines.
 
-Holds what a dispatcher needs (the shards' actors and their names) and starts one at its first request. It sees no changes
-of the active set, so it serves runs whose shards all stay awake while they generate. Invariant: pickling one never starts
-anything.
+Holds what a dispatcher needs (the shards' actors and their names) and starts one at its first request. It sees no
+changes of the active set, so it serves runs whose shards all stay awake while they generate. Invariant: pickling one
+never starts anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class DetachedGenerator:
         request_timeout_s: Deadline of one request.
     """
 
-    def __init__(self, workers: Sequence[Any], names: Sequence[str], policy: RouterPolicy, request_timeout_s: float) -> None:
+    def __init__(
+        self, workers: Sequence[Any], names: Sequence[str], policy: RouterPolicy, request_timeout_s: float
+    ) -> None:
         self._workers = list(workers)
         self._names = list(names)
         self._policy = policy
@@ -50,7 +52,9 @@ class DetachedGenerator:
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
         """Continues one prompt; may be awaited on any event loop."""
         loop, dispatcher = self._started()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(dispatcher.run(request, self._request_timeout_s), loop))
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(dispatcher.run(request, self._request_timeout_s), loop)
+        )
 
     def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the dispatcher's loop and waits."""

@@ -1,8 +1,8 @@
 """Carries requests from an event loop to shards and results back, while shards come and go.
 
 Requests for one shard that arrive in the same moment travel in one call, and one long poll per shard brings results
-back, so that the cost per sample is small. Owns the router: choosing a shard and handing the request over are one step on
-one loop. Invariants: a booking is taken off exactly once; a request on a shard that leaves, hangs or dies goes on
+back, so that the cost per sample is small. Owns the router: choosing a shard and handing the request over are one step
+on one loop. Invariants: a booking is taken off exactly once; a request on a shard that leaves, hangs or dies goes on
 elsewhere with the tokens it has; every wait has a deadline.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,13 @@ from ray.exceptions import RayError
 
 from nemo_rl.models.generation.continuation import Continuation, OnPreempt
 from nemo_rl.models.generation.errors import ShardPreemptedError, ShardStateError
-from nemo_rl.models.generation.interfaces import REQUEST_TIMEOUT_VARIABLE, GenerationError, GenerationRequest, GenerationResult
-from nemo_rl.models.generation.router import Router
+from nemo_rl.models.generation.interfaces import (
+    REQUEST_TIMEOUT_VARIABLE,
+    GenerationError,
+    GenerationRequest,
+    GenerationResult,
+)
+from nemo_rl.models.generation.router import NoActiveShardError, Router
 from nemo_rl.models.generation.vllm.outbox import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
@@ -42,7 +48,7 @@ class _Pending:
 
 
 class Dispatcher:
-    """Runs on one event loop; every method must be called there.
+    """Runs on one event loop; every method must be called there, but for `stop_routing`.
 
     Args:
         workers: Generation actors, one per shard.
@@ -52,6 +58,11 @@ class Dispatcher:
         record: Run record.
         hang_s: Seconds after which an engine that does not answer counts as hung.
         poll_s: Seconds that a shard holds a poll while it has nothing to tell.
+        on_failure: Told which shard was quarantined, and why; must not block.
+
+    Attributes:
+        lends_shards: Whether somebody else takes shards away and gives them back: a request then waits without a
+            deadline while all of them are away by order.
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class Dispatcher:
         record: Record | None = None,
         hang_s: float = _HANG_S,
         poll_s: float = _POLL_S,
+        on_failure: Callable[[int, str], None] = lambda shard, reason: None,
     ) -> None:
         self._workers = workers
         self._router = router
@@ -71,12 +83,16 @@ class Dispatcher:
         self._on_preempt: OnPreempt = on_preempt
         self.record: Record = record or NullRecord()
         self.hang_s, self.poll_s = hang_s, poll_s
+        self.on_failure = on_failure
+        self.lends_shards = False
         self._client = uuid.uuid4().hex
         self._pending: dict[str, _Pending] = {}
         self._under_way: set[str] = set()
         self._outgoing: dict[int, list[GenerationRequest]] = {}
         self._pollers: dict[int, asyncio.Task[None]] = {}
         self._routed = asyncio.Event()
+        # Booking a request and recording it are one step for whoever stops routing from another thread.
+        self._booking = threading.Lock()
         self._last_result: dict[int, float] = {}
         self.failed: dict[int, str] = {}
         self.preempted = 0
@@ -88,8 +104,8 @@ class Dispatcher:
 
         Args:
             request: The request.
-            timeout_s: How long it waits for a shard, and for its result while its shard finishes no other request: requests queue in the engine, and
-                a long queue that moves is no failure.
+            timeout_s: How long it waits for a shard, and for its result while its shard finishes no other request:
+                requests queue in the engine, and a long queue that moves is no failure.
 
         Raises:
             GenerationError: The request failed, no shard is left, or there was neither a shard nor a result in time.
@@ -118,14 +134,13 @@ class Dispatcher:
     async def _serve(self, request: GenerationRequest, timeout_s: float) -> GenerationResult:
         loop = asyncio.get_running_loop()
         tokens = len(request.prompt_ids) + request.max_new_tokens
-        shard = await self._book(request, tokens, timeout_s)
+        shard = await self._booked(request, tokens, timeout_s)
         answer: asyncio.Future[GenerationResult] = loop.create_future()
         self._pending[request.request_id] = _Pending(answer, shard, tokens)
         if shard not in self._outgoing:
             self._outgoing[shard] = []
             loop.call_soon(lambda: asyncio.ensure_future(self._send(shard)))
         self._outgoing[shard].append(request)
-        self.record.emit(RequestSubmitted(request.request_id, shard, request.sample_id or request.request_id.partition("+")[0]))
         outcome, count = "failed", 0
         try:
             result = await self._result(answer, shard, timeout_s)
@@ -137,7 +152,8 @@ class Dispatcher:
         except TimeoutError as error:
             self._cancel(shard, request.request_id)
             raise GenerationError(
-                f"{self._names[shard]}: request {request.request_id} has no result after {timeout_s:.0f} s, in which the shard finished nothing else; "
+                f"{self._names[shard]}: request {request.request_id} has no result after {timeout_s:.0f} s, "
+                "in which the shard finished nothing else; "
                 f"where single responses take longer, set {REQUEST_TIMEOUT_VARIABLE}"
             ) from error
         except asyncio.CancelledError:
@@ -159,22 +175,44 @@ class Dispatcher:
             await asyncio.wait([answer], timeout=left)
         return answer.result()
 
-    async def _book(self, request: GenerationRequest, tokens: int, timeout_s: float) -> int:
+    async def _booked(self, request: GenerationRequest, tokens: int, timeout_s: float) -> int:
+        sample = request.sample_id or request.request_id.partition("+")[0]
+        while True:
+            await self._until_routed(request, timeout_s)
+            with self._booking:
+                try:
+                    shard = self._router.book(tokens)
+                except NoActiveShardError:
+                    continue
+                self.record.emit(RequestSubmitted(request.request_id, shard, sample))
+            return shard
+
+    async def _until_routed(self, request: GenerationRequest, timeout_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not self._router.active:
-            if len(self.failed) == len(self._workers):
+            if len(self.failed) == len(self._workers) and not self.lends_shards:
                 name = request.request_id.partition("+")[0]
-                reasons = "; ".join(f"{self._names[shard]} is gone while request {name} ran: {why}" for shard, why in self.failed.items())
+                reasons = "; ".join(
+                    f"{self._names[shard]} is gone while request {name} ran: {why}"
+                    for shard, why in self.failed.items()
+                )
                 raise GenerationError(f"no shard is left to serve: {reasons}")
+            left = deadline - asyncio.get_running_loop().time()
+            # Another thread may have stopped routing a moment ago.
+            self._routed.clear()
             try:
-                await asyncio.wait_for(self._routed.wait(), max(0.0, deadline - asyncio.get_running_loop().time()))
+                await asyncio.wait_for(self._routed.wait(), None if self.lends_shards else max(0.0, left))
             except TimeoutError as error:
-                raise GenerationError(f"request {request.request_id}: no shard took requests within {timeout_s:.0f} s; all of them sleep or left") from error
-        return self._router.book(tokens)
+                raise GenerationError(
+                    f"request {request.request_id}: no shard took requests within {timeout_s:.0f} s; all of "
+                    "them sleep or left"
+                ) from error
 
     def _cancel(self, shard: int, request_id: str) -> None:
         waiting = self._outgoing.get(shard, [])
-        self._outgoing.update({shard: [request for request in waiting if request.request_id != request_id]} if waiting else {})
+        self._outgoing.update(
+            {shard: [request for request in waiting if request.request_id != request_id]} if waiting else {}
+        )
         self._workers[shard].cancel.remote([request_id])
 
     async def _send(self, shard: int) -> None:
@@ -192,7 +230,9 @@ class Dispatcher:
         worker = self._workers[shard]
         while any(pending.shard == shard for pending in self._pending.values()):
             try:
-                results = await asyncio.wait_for(_answer(worker.collect.remote(self._client, self.poll_s)), self.poll_s + self.hang_s)
+                results = await asyncio.wait_for(
+                    _answer(worker.collect.remote(self._client, self.poll_s)), self.poll_s + self.hang_s
+                )
                 if not results:
                     await asyncio.wait_for(_answer(worker.check_engine.remote(self.hang_s)), 2 * self.hang_s)
             except TimeoutError:
@@ -217,7 +257,9 @@ class Dispatcher:
         if pending.answer.done():
             return
         if isinstance(result, RequestFailure):
-            pending.answer.set_exception(GenerationError(f"{self._names[shard]}: request {result.request_id} failed: {result.message}"))
+            pending.answer.set_exception(
+                GenerationError(f"{self._names[shard]}: request {result.request_id} failed: {result.message}")
+            )
         else:
             pending.answer.set_result(result)
 
@@ -231,9 +273,16 @@ class Dispatcher:
         """
         bad = [shard for shard in shards if shard in self.failed]
         if bad:
-            raise ShardStateError(f"shards {bad} are quarantined and take no requests: {'; '.join(self.failed[shard] for shard in bad)}")
-        new = [(shard, version) for shard, version in zip(shards, versions, strict=True) if shard not in self._router.active]
-        generation = self._router.set_active(self._router.active | set(shards))
+            raise ShardStateError(
+                f"shards {bad} are quarantined and take no requests: {'; '.join(self.failed[shard] for shard in bad)}"
+            )
+        new = [
+            (shard, version)
+            for shard, version in zip(shards, versions, strict=True)
+            if shard not in self._router.active
+        ]
+        with self._booking:
+            generation = self._router.set_active(self._router.active | set(shards))
         for shard, version in new:
             self.record.emit(ShardRouted(shard, generation, version))
         if self._router.active:
@@ -241,9 +290,11 @@ class Dispatcher:
         return generation
 
     def unroute(self, shards: Sequence[int]) -> int:
-        """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's generation number."""
+        """Shards take no new request from now on, and what was not yet handed to them goes elsewhere; the router's
+        generation number.
+        """
         gone = sorted(set(shards) & self._router.active)
-        generation = self._router.set_active(self._router.active - set(shards))
+        generation = self.stop_routing(shards)
         if not self._router.active:
             self._routed.clear()
         for shard in gone:
@@ -252,6 +303,13 @@ class Dispatcher:
             for request in self._outgoing.pop(shard, []):
                 self._preempt(request.request_id)
         return generation
+
+    def stop_routing(self, shards: Sequence[int]) -> int:
+        """Shards take no new request from now on; the router's generation number. From any thread; `unroute` on the
+        loop does the rest.
+        """
+        with self._booking:
+            return self._router.set_active(self._router.active - set(shards))
 
     async def until_idle(self, shards: Sequence[int], timeout_s: float) -> None:
         """Waits until no result of these shards is outstanding.
@@ -272,16 +330,26 @@ class Dispatcher:
         self.failed[shard] = reason
         logger.error("shard=%s quarantined=%s", self._names[shard], reason)
         self.unroute([shard])
-        if len(self.failed) == len(self._workers):
+        if len(self.failed) == len(self._workers) and not self.lends_shards:
             # Nobody will ever come back: those who wait for a shard must hear of it.
             self._routed.set()
         for request_id in [name for name, pending in self._pending.items() if pending.shard == shard]:
             self._preempt(request_id)
+        self.on_failure(shard, reason)
+
+    def revive(self, shard: int) -> None:
+        """A quarantined shard was built anew; it takes requests once it is routed."""
+        self.failed.pop(shard, None)
+        poller = self._pollers.pop(shard, None)
+        if poller is not None:
+            poller.cancel()
 
     def _preempt(self, request_id: str) -> None:
         pending = self._pending.pop(request_id, None)
         if pending is not None and not pending.answer.done():
-            pending.answer.set_exception(ShardPreemptedError(f"{self._names[pending.shard]} was taken away from request {request_id}"))
+            pending.answer.set_exception(
+                ShardPreemptedError(f"{self._names[pending.shard]} was taken away from request {request_id}")
+            )
 
     async def close(self) -> None:
         """Stops polling and fails what is still under way."""
@@ -290,7 +358,9 @@ class Dispatcher:
         await asyncio.gather(*self._pollers.values(), return_exceptions=True)
         for request_id, pending in self._pending.items():
             if not pending.answer.done():
-                pending.answer.set_exception(GenerationError(f"generation was shut down while request {request_id} ran"))
+                pending.answer.set_exception(
+                    GenerationError(f"generation was shut down while request {request_id} ran")
+                )
 
 
 async def _answer(ref: Any) -> Any:

@@ -37,7 +37,9 @@ class EngineSpec:
     stats_interval_s: float | None = None
 
 
-def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int) -> EngineSpec:
+def engine_spec(
+    policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int
+) -> EngineSpec:
     """The start of one engine.
 
     Args:
@@ -58,7 +60,7 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         "kv_cache_dtype": vllm.kv_cache_dtype,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "pipeline_parallel_size": vllm.pipeline_parallel_size,
-        "enable_expert_parallel": vllm.expert_parallel_size > 1,
+        "enable_expert_parallel": vllm.enable_expert_parallel or vllm.expert_parallel_size > 1,
         "max_model_len": vllm.max_model_len,
         "load_format": vllm.load_format or ("dummy" if refits else "auto"),
         # Prompts and environments may bring stop strings of their own, which the engine finds by detokenizing.
@@ -74,16 +76,22 @@ def engine_spec(policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, re
         # Reused prefixes would make log-probabilities depend on the order of arrival on CPU, where runs are bit-equal.
         kwargs["enable_prefix_caching"] = bool(vllm.enable_prefix_caching)
     if cuda:
-        kwargs |= {"enforce_eager": vllm.enforce_eager, "gpu_memory_utilization": vllm.gpu_memory_utilization, "enable_sleep_mode": sleeps}
+        kwargs |= {
+            "enforce_eager": vllm.enforce_eager,
+            "gpu_memory_utilization": vllm.gpu_memory_utilization,
+            "enable_sleep_mode": sleeps,
+        }
     else:
-        # vLLM rewinds a seeded request's generator when it splits a prompt, which a CPU generator cannot do: prompts stay whole.
+        # vLLM rewinds a seeded request's generator when it splits a prompt, which a CPU generator cannot do: prompts
+        # stay whole.
         batched_tokens = max(vllm.max_model_len, 4096)
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
     if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
-        kwargs["distributed_executor_backend"] = "mp"
+        kwargs["distributed_executor_backend"] = vllm.distributed_executor_backend or "mp"
         if cuda:
-            # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their end.
+            # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at
+            # their end.
             kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return EngineSpec(
         kwargs | dict(generation.vllm_kwargs),

@@ -1,7 +1,7 @@
 """What an engine says of itself while it generates: samples of its queues and its KV cache, one per interval.
 
-Takes the engine's own statistics after each of its steps, as one of its stat loggers; keeps sums only, so that a long step costs no memory.
-Knows no vLLM class. Invariant: what was taken is counted once.
+Takes the engine's own statistics after each of its steps, as one of its stat loggers; keeps sums only, so that a long
+step costs no memory. Knows no vLLM class. Invariant: what was taken is counted once.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class EngineStats:
 
 
 def generation_metrics(engines: Sequence[EngineSample]) -> dict[str, float]:
-    """The `generation_metrics/`: means over readings and engines with the largest reading, tokens drawn, and with several engines those of each.
+    """The `generation_metrics/`: means over readings and engines with the largest reading, tokens drawn, and with
+    several engines those of each.
 
     Args:
         engines: One sample per engine; engines that did nothing count for nothing.
@@ -98,6 +99,10 @@ def generation_metrics(engines: Sequence[EngineSample]) -> dict[str, float]:
     metrics["generation_tokens"] = float(sum(engine.generation_tokens for engine in engines))
     if len(engines) > 1:
         for number, engine in enumerate(engines):
-            metrics |= {f"engine_{number}/{name}": value / engine.samples for name, value in engine.sums.items() if engine.samples}
+            metrics |= {
+                f"engine_{number}/{name}": value / engine.samples
+                for name, value in engine.sums.items()
+                if engine.samples
+            }
             metrics[f"engine_{number}/generation_tokens"] = float(engine.generation_tokens)
     return metrics

@@ -38,7 +38,8 @@ class _VllmModel:
         from vllm.config import set_current_vllm_config
 
         if self._layerwise:
-            # The layer-wise reload keeps what it is given until a layer is complete, longer than the staging buffer lives.
+            # The layer-wise reload keeps what it is given until a layer is complete, longer than the staging buffer
+            # lives.
             weights = ((name, tensor.clone()) for name, tensor in weights)
         with set_current_vllm_config(self._worker.vllm_config):
             self._worker.model_runner.get_model().load_weights(weights)
@@ -79,7 +80,8 @@ def _repack_embeddings(model: torch.nn.Module) -> None:
 
 
 def _repack_experts(model: torch.nn.Module) -> None:
-    # vLLM packs experts for the CPU's grouped products at their first load only; after a reload the packed kernel would read plain weights.
+    # vLLM packs experts for the CPU's grouped products at their first load only; after a reload the packed kernel would
+    # read plain weights.
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
@@ -94,7 +96,9 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     model_runner: Any
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its actor."""
+        """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its
+        actor.
+        """
         follow_owner()
         end_without_last_collection()
         return super().__new__(cls)
@@ -114,8 +118,14 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     def nrl_model_bytes(self) -> dict[str, int]:
         """Bytes of weights (parameters and buffers) and of KV cache in this worker."""
         model = self.model_runner.get_model()
-        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()]}
-        return {"weights": sum(weights.values()), "kv_cache": sum(s.nbytes() for s in _storages(self.model_runner.kv_caches))}
+        weights = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in [*model.parameters(), *model.buffers()]
+        }
+        return {
+            "weights": sum(weights.values()),
+            "kv_cache": sum(s.nbytes() for s in _storages(self.model_runner.kv_caches)),
+        }
 
     def nrl_load_target(self) -> LoadTarget:
         """The model that takes weights."""
@@ -143,12 +153,18 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         self._nrl_receiver().abort(session_id)
 
     def nrl_release_memory(self, level: int) -> dict[str, int]:
-        """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back; resident bytes before and after."""
+        """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back; resident bytes before
+        and after.
+        """
         before = memory_in_use(self.device)
         if not hasattr(self, "_nrl_released"):
             model = self.model_runner.get_model()
             dropped = [*model.parameters(), *model.buffers()] if level == 2 else []
-            buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers() if buffer.numel()} if level == 2 else {}
+            buffers = (
+                {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers() if buffer.numel()}
+                if level == 2
+                else {}
+            )
             sizes = [(storage, storage.nbytes()) for storage in _storages([*dropped, self.model_runner.kv_caches])]
             self._nrl_released: tuple[Any, Any] = (buffers, sizes)
         for storage, _ in self._nrl_released[1]:
@@ -157,7 +173,8 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         return {"before": before, "after": memory_in_use(self.device)}
 
     def nrl_restore_memory(self) -> None:
-        """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; dropped weights need a sync.
+        """CPU slots: makes the memory resident again with buffers restored and KV cache zeroed; dropped weights need a
+        sync.
 
         Raises:
             MemoryError: The machine has not as much left; nothing has changed then.

@@ -1,7 +1,8 @@
 """Ties the engine's processes to the actor that owns them, and finds what a dead engine said last.
 
 An actor that is killed cannot end its children; they watch it instead and end themselves. Knows processes and log lines
-only. Invariant: within seconds of the owner's end no engine process is left, also when the owner ended while they started.
+only. Invariant: within seconds of the owner's end no engine process is left, also when the owner ended while they
+started.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import psutil
 OWNER_VARIABLE = "NRL_ENGINE_OWNER_PID"
 _TAIL_BYTES = 64 << 10
 _TAIL_LINES = 25
-# `(EngineCore pid=7) ERROR 01-31 12:00:00 [core.py:1]   File ...`; this process's own lines only repeat that the engine is gone.
-_ENGINE_ERROR = re.compile(r"\W*(?:\x1b\[[0-9;]*m)*\((?:EngineCore|Worker)[^)]*\)(?:\x1b\[[0-9;]*m)* ERROR \S+ \S+ \[[^]]*\] ?(.*)")
+# `(EngineCore pid=7) ERROR 01-31 12:00:00 [core.py:1]   File ...`; this process's own lines only repeat that the engine
+# is gone.
+_ENGINE_ERROR = re.compile(
+    r"\W*(?:\x1b\[[0-9;]*m)*\((?:EngineCore|Worker)[^)]*\)(?:\x1b\[[0-9;]*m)* ERROR \S+ \S+ \[[^]]*\] ?(.*)"
+)
 
 
 def follow_owner() -> None:
@@ -45,7 +49,9 @@ def follow_owner() -> None:
 
 
 def end_without_last_collection() -> None:
-    """Spares this process the search for cycles at its end: two seconds among an engine's objects, whose memory the system takes back anyway."""
+    """Spares this process the search for cycles at its end: two seconds among an engine's objects, whose memory the
+    system takes back anyway.
+    """
     atexit.register(_leave_objects)
 
 
@@ -67,7 +73,9 @@ def _end_with(descriptor: int, between: list[int]) -> None:
 
 
 def last_errors() -> str:
-    """The last errors of the engine's processes, from the logs that they share with this process; empty if there are none."""
+    """The last errors of the engine's processes, from the logs that they share with this process; empty if there are
+    none.
+    """
     lines: list[str] = []
     for descriptor in (1, 2):
         path = os.path.realpath(f"/proc/self/fd/{descriptor}")

@@ -27,7 +27,11 @@ def failure_of(request_id: str, error: BaseException) -> RequestFailure:
     if type(error).__name__ != "EngineDeadError" and "root cause" not in text:
         return RequestFailure(request_id, text)
     said = last_errors()
-    more = f"\nThe engine's own errors:\n{said}" if said else " The engine's processes left no message: they were killed from outside."
+    more = (
+        f"\nThe engine's own errors:\n{said}"
+        if said
+        else " The engine's processes left no message: they were killed from outside."
+    )
     return RequestFailure(request_id, text + more, engine_dead=True)
 
 

@@ -1,8 +1,8 @@
 """The receiver's methods for sync services that drive them one by one: group, buckets, finalise, verify.
 
 The names and arguments are those that schedulers call through `collective_rpc`; underneath it is the same layout, the
-same transports and the same loading as in a sync session. Knows no service. Invariants: a rank that is not in a mask does
-nothing; a group is destroyed at most once; nothing is finalised twice.
+same transports and the same loading as in a sync session. Knows no service. Invariants: a rank that is not in a mask
+does nothing; a group is destroyed at most once; nothing is finalised twice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class ReceiverMethods:
         self.nrl_load_target().load_weights(weights.items())
         update["stats"] |= bucket_stats(weights)
 
-    def setup_collective_group(self, model_update_name: str, comm_plan: dict[int, dict[str, Any]], mode: str, timeout_s: float | None) -> bool:
+    def setup_collective_group(
+        self, model_update_name: str, comm_plan: dict[int, dict[str, Any]], mode: str, timeout_s: float | None
+    ) -> bool:
         """Joins a group that `broadcast_parameter` receives from.
 
         Args:
@@ -64,18 +66,24 @@ class ReceiverMethods:
         plan = comm_plan.get(self.rank)
         if plan is None:
             return False
-        group = NcclGroup(plan["address"], plan["port"], plan["rank"], plan["world_size"], timeout_s or 120.0, self.device)
+        group = NcclGroup(
+            plan["address"], plan["port"], plan["rank"], plan["world_size"], timeout_s or 120.0, self.device
+        )
         self._nrl_update()["groups"][model_update_name] = group
         return True
 
     def update_parameter_in_bucket(
-        self, payload_list: Sequence[dict[str, Any]], is_lora: bool, ipc_local_ranks: Sequence[int], model_update_transport: str
+        self,
+        payload_list: Sequence[dict[str, Any]],
+        is_lora: bool,
+        ipc_local_ranks: Sequence[int],
+        model_update_transport: str,
     ) -> None:
         """Loads buckets that this rank can map or is handed.
 
         Args:
-            payload_list: Buckets `{param_names, shapes, dtypes, offsets, used_bytes}` with the bytes under `cpu_uint8_bucket` (bytes; `cpu_serialize`) or a
-                staging buffer's `handle` (`cuda_ipc`, `host`).
+            payload_list: Buckets `{param_names, shapes, dtypes, offsets, used_bytes}` with the bytes under
+                `cpu_uint8_bucket` (bytes; `cpu_serialize`) or a staging buffer's `handle` (`cuda_ipc`, `host`).
             is_lora: Must be false: adapters have no receiver yet.
             ipc_local_ranks: Ranks that take these buckets.
             model_update_transport: `cpu_serialize`, `cuda_ipc` or `host`.
@@ -84,9 +92,16 @@ class ReceiverMethods:
             raise ValueError("is_lora=True: adapters cannot be synced yet; merge them into the weights")
         if self.rank not in ipc_local_ranks:
             return
-        opener = None if model_update_transport == "cpu_serialize" else make_opener(_transport(model_update_transport), self.device)
+        opener = (
+            None
+            if model_update_transport == "cpu_serialize"
+            else make_opener(_transport(model_update_transport), self.device)
+        )
         for payload in payload_list:
-            metas = tuple(TensorMeta(n, tuple(s), d) for n, s, d in zip(payload["param_names"], payload["shapes"], payload["dtypes"], strict=True))
+            metas = tuple(
+                TensorMeta(n, tuple(s), d)
+                for n, s, d in zip(payload["param_names"], payload["shapes"], payload["dtypes"], strict=True)
+            )
             layout = BucketLayout(metas, tuple(payload["offsets"]), payload["used_bytes"])
             if opener is not None:
                 received_B = opener.open(payload["handle"])
@@ -99,7 +114,13 @@ class ReceiverMethods:
             opener.close()
 
     def broadcast_parameter(
-        self, group_name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], is_lora: bool, broadcast_local_ranks: Sequence[int]
+        self,
+        group_name: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        is_lora: bool,
+        broadcast_local_ranks: Sequence[int],
     ) -> None:
         """Receives tensors one by one from rank 0 of a group, and loads them."""
         if is_lora:

@@ -2,8 +2,9 @@
 
 Each shard is in one state; moves are idempotent and one at a time. A shard leaves in this order: unroute, end its
 requests, verify that it is idle, sleep, verify that the memory is free; it comes back by: wake weights, (the caller's
-sync), wake the KV cache, publish its version, route. Knows workers and the dispatcher. Invariants: no engine sleeps with
-a request; no shard is routed that has no current weights; a shard that fails is quarantined and the others live on.
+sync), wake the KV cache, publish its version, route. Knows workers and the dispatcher. Invariants: no engine sleeps
+with a request; no shard is routed that has no current weights; a shard that fails is quarantined and the others live
+on.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class ElasticShards:
         dispatcher: Routes requests; touched only on its own loop.
         on_loop: Runs a coroutine there and waits.
         timeout_s: Deadline of each step of a move.
+        start: Starts the engine of a shard, anew or for the first time, and returns once it is up.
+        built: Whether the engines stand already, awake and routed.
     """
 
     def __init__(
@@ -51,13 +54,18 @@ class ElasticShards:
         on_loop: Callable[[Coroutine[Any, Any, Any]], Any],
         *,
         timeout_s: float = 180.0,
+        start: Callable[[int], None] | None = None,
+        built: bool = True,
     ) -> None:
         self._workers = workers
         self._identities = identities
         self._dispatcher = dispatcher
         self._on_loop = on_loop
         self._timeout_s = timeout_s
-        self._state = dict.fromkeys(range(len(workers)), ShardState.ACTIVE)
+        self._start = start
+        self._unbuilt = set() if built else set(range(len(workers)))
+        self._state = dict.fromkeys(range(len(workers)), ShardState.ACTIVE if built else ShardState.ASLEEP)
+        self._served = dict.fromkeys(range(len(workers)), 0)
 
     def state(self, shard: int) -> ShardState:
         """Where a shard is."""
@@ -78,7 +86,12 @@ class ElasticShards:
             WorkerError: A worker raised, died or hung.
         """
         refs = [getattr(self._workers[shard], method).remote(**kwargs) for shard in shards]
-        return wait_for_workers(refs, [self._identities[shard] for shard in shards], what=f"generation.{method}", timeout_s=timeout_s or self._timeout_s)
+        return wait_for_workers(
+            refs,
+            [self._identities[shard] for shard in shards],
+            what=f"generation.{method}",
+            timeout_s=timeout_s or self._timeout_s,
+        )
 
     def _check(self, shards: Iterable[int]) -> list[int]:
         wanted = sorted(set(shards))
@@ -95,6 +108,37 @@ class ElasticShards:
                 self._dispatcher.quarantine(shard, reason)
 
         self._on_loop(now())
+
+    # -- built when they are needed -----------------------------------------------------------------------------------
+
+    def ended(self, shard: int) -> None:
+        """The processes of a shard were ended from outside; it sleeps until it is built anew."""
+        self._unbuilt.add(shard)
+        self._state[shard] = ShardState.ASLEEP
+
+    def build(self, shards: Iterable[int]) -> None:
+        """Starts the engines of shards that have none, or whose engine failed: awake afterwards, without weights, not
+        routed.
+
+        Raises:
+            WorkerError: An engine did not start; the shard is quarantined.
+        """
+        for shard in self._check(shards):
+            if self._start is None or (shard not in self._unbuilt and self.state(shard) is not ShardState.FAILED):
+                continue
+            self._unbuilt.add(shard)
+
+            async def revive(shard: int = shard) -> None:
+                self._dispatcher.revive(shard)
+
+            self._on_loop(revive())
+            try:
+                self._start(shard)
+            except WorkerError as error:
+                self.quarantine([shard], f"its engine did not start: {error}")
+                raise
+            self._unbuilt.discard(shard)
+            self._state[shard] = ShardState.INACTIVE
 
     # -- away ---------------------------------------------------------------------------------------------------------
 
@@ -144,12 +188,19 @@ class ElasticShards:
         return reports
 
     def _each(self, shards: Sequence[int], method: str, done: Callable[[int, Any], None], **kwargs: Any) -> None:
-        """Calls shards at the same time; those that fail are quarantined, and the first failure is raised once all have ended."""
+        """Calls shards at the same time; those that fail are quarantined, and the first failure is raised once all have
+        ended.
+        """
         refs = {shard: getattr(self._workers[shard], method).remote(**kwargs) for shard in shards}
         failure: WorkerError | None = None
         for shard, ref in refs.items():
             try:
-                done(shard, wait_for_workers([ref], [self._identities[shard]], what=f"generation.{method}", timeout_s=self._timeout_s)[0])
+                done(
+                    shard,
+                    wait_for_workers(
+                        [ref], [self._identities[shard]], what=f"generation.{method}", timeout_s=self._timeout_s
+                    )[0],
+                )
             except WorkerError as error:
                 failure = failure or error
                 if isinstance(error.__cause__, WakeError):
@@ -187,10 +238,15 @@ class ElasticShards:
         wanted = self._check(shards)
         bad = [shard for shard in wanted if self.state(shard) is ShardState.FAILED]
         if bad:
-            raise ShardStateError(f"shards {bad} are quarantined and take no requests: {'; '.join(self._dispatcher.failed[shard] for shard in bad)}")
-        versions = self.call(wanted, "accept")
+            raise ShardStateError(
+                f"shards {bad} are quarantined and take no requests: "
+                f"{'; '.join(self._dispatcher.failed[shard] for shard in bad)}"
+            )
+        versions = self.accept(wanted)
         for version in sorted(set(versions)):
-            self._dispatcher.record.emit(VersionPublished(version, tuple(s for s, v in zip(wanted, versions, strict=True) if v == version)))
+            self._dispatcher.record.emit(
+                VersionPublished(version, tuple(s for s, v in zip(wanted, versions, strict=True) if v == version))
+            )
 
         async def route() -> int:
             return self._dispatcher.route(wanted, versions)
@@ -199,6 +255,33 @@ class ElasticShards:
         for shard in wanted:
             self._state[shard] = ShardState.ACTIVE
         return generation
+
+    def accept(self, shards: Sequence[int]) -> list[int]:
+        """Shards that are awake take requests again, once they are routed; the versions that they serve.
+
+        Raises:
+            WorkerError: A shard sleeps or has no weights.
+        """
+        versions: list[int] = self.call(shards, "accept")
+        self._served |= dict(zip(shards, versions, strict=True))
+        return versions
+
+    def set_routable(self, shard: int, active: bool, start_on_loop: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        """Routes an accepting shard, or takes it out of routing, without waiting: both happen on the dispatcher's loop
+        in the order of the calls. `deactivate` afterwards ends the requests of one that was taken out.
+        """
+
+        async def change() -> None:
+            if not active:
+                self._dispatcher.unroute([shard])
+            elif shard not in self._dispatcher.failed:
+                self._dispatcher.route([shard], [self._served[shard]])
+
+        if active:
+            self._state[shard] = ShardState.ACTIVE
+        else:
+            self._dispatcher.stop_routing([shard])
+        start_on_loop(change())
 
 
 async def _answer(ref: Any) -> Any:

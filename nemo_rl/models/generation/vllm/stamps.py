@@ -1,8 +1,8 @@
 """Which weights drew which tokens of the requests that run in one engine.
 
 Engines that label tokens themselves (vLLM 0.32 and later) are believed; for others the tokens drawn so far are counted
-while the engine is paused for new weights. Knows versions and request ids only. Invariant: the spans of a response cover
-all of its tokens, in order, and a span is marked where its tokens attended to keys and values of older weights.
+while the engine is paused for new weights. Knows versions and request ids only. Invariant: the spans of a response
+cover all of its tokens, in order, and a span is marked where its tokens attended to keys and values of older weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class VersionStamps:
         before: dict[str, int] = {}
         while True:
             states = self._engine.output_processor.request_states.values()
-            now = {getattr(state, "external_req_id", None) or state.request_id: len(state.detokenizer.output_token_ids) for state in states}
+            now = {
+                getattr(state, "external_req_id", None) or state.request_id: len(state.detokenizer.output_token_ids)
+                for state in states
+            }
             if now == before and self._engine.engine_core.outputs_queue.empty():
                 return now
             before = now

@@ -1,7 +1,7 @@
 """Some shards of a generation backend as the targets of a sync session.
 
-Passes a session's calls on to the workers of its shards and to no other, and says which of them failed. Knows sessions by
-their plain messages. Invariant: shards that are not targets never notice.
+Passes a session's calls on to the workers of its shards and to no other, and says which of them failed. Knows sessions
+by their plain messages. Invariant: shards that are not targets never notice.
 """
 
 from __future__ import annotations
@@ -63,24 +63,43 @@ class ShardTargets:
             ShardStateError: A target sleeps or is quarantined.
             WorkerError: A target refused: its version is newer, or another session is open.
         """
-        out = {shard: self._states.state(shard).value for shard in self.shards if self._states.state(shard).value in ("asleep", "failed")}
+        out = {
+            shard: self._states.state(shard).value
+            for shard in self.shards
+            if self._states.state(shard).value in ("asleep", "failed")
+        }
         if out:
-            raise ShardStateError(f"session {session['id']} cannot sync shards that are {out}; wake their weights first, or leave them out")
+            raise ShardStateError(
+                f"session {session['id']} cannot sync shards that are {out}; wake their weights first, or "
+                "leave them out"
+            )
         message = session | {"recompute_kv": self._recompute_kv}
         refs: list[Any] = []
         first = 0
         for worker, devices in zip(self._workers, self._devices, strict=True):
-            refs.append(worker.begin_sync.remote(session=message, routes=list(routes[first : first + len(devices)]), timeout_s=timeout_s))
+            refs.append(
+                worker.begin_sync.remote(
+                    session=message, routes=list(routes[first : first + len(devices)]), timeout_s=timeout_s
+                )
+            )
             first += len(devices)
         self._wait(refs, "begin_sync", timeout_s)
 
     def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
         """Takes a window on every target."""
-        self._wait([worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers], "receive_window", timeout_s)
+        self._wait(
+            [worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers],
+            "receive_window",
+            timeout_s,
+        )
 
     def finish(self, version: int, timeout_s: float) -> list[float]:
         """Finalises every target; seconds for which each stopped serving."""
-        return self._wait([worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers], "finish_sync", timeout_s)
+        return self._wait(
+            [worker.finish_sync.remote(version=version, timeout_s=timeout_s) for worker in self._workers],
+            "finish_sync",
+            timeout_s,
+        )
 
     def abort(self, session_id: str) -> None:
         """Ends the session on every target that still answers."""
@@ -91,7 +110,9 @@ class ShardTargets:
         """Whether every target has room for a second copy of the weights beside the live ones."""
         free = self._wait([worker.free_memory.remote() for worker in self._workers], "free_memory", _ANSWER_S)
         # CPU slots of a host share one memory, so their copies add up.
-        together = len({device for shard in self._devices for device in shard}) < sum(len(shard) for shard in self._devices)
+        together = len({device for shard in self._devices for device in shard}) < sum(
+            len(shard) for shard in self._devices
+        )
         copies = sum(len(shard) for shard in self._devices) if together else 1
         return min(min(shard) for shard in free) > _STAGING_MARGIN * nbytes * copies
 
@@ -100,7 +121,15 @@ class ShardTargets:
             return wait_for_workers(refs, self._identities, what=f"generation.{what}", timeout_s=timeout_s)
         except WorkerError:
             ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_CULPRITS_S)
-            failures = {shard: worker_failure(ref, who, what) for shard, ref, who in zip(self.shards, refs, self._identities, strict=True) if ref in ended}
-            self.culprits = {shard: str(failure).splitlines()[0] for shard, failure in failures.items() if failure is not None}
-            self.culprits |= {shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended}
+            failures = {
+                shard: worker_failure(ref, who, what)
+                for shard, ref, who in zip(self.shards, refs, self._identities, strict=True)
+                if ref in ended
+            }
+            self.culprits = {
+                shard: str(failure).splitlines()[0] for shard, failure in failures.items() if failure is not None
+            }
+            self.culprits |= {
+                shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended
+            }
             raise

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _TRANSITION_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 600.0
 _STATS_TIMEOUT_S = 5.0
 
 
@@ -61,6 +62,8 @@ class VllmGeneration(GenerationInterface):
         refits: Whether training sends its weights.
         sleeps: Whether engines must be able to sleep; by default where slots are shared.
         request_timeout_s: Deadline of one request.
+        lent: Whether a scheduler lends the slots shard by shard: engines are then built one by one (`shards.build`),
+            nothing is routed at first, and requests wait for shards without a deadline.
         name_prefix: Name in messages.
         record: Run record.
     """
@@ -78,12 +81,13 @@ class VllmGeneration(GenerationInterface):
         refits: bool = True,
         sleeps: bool | None = None,
         request_timeout_s: float = 900.0,
+        lent: bool = False,
         name_prefix: str = "vllm",
         record: Record | None = None,
     ) -> None:
         self.cfg = policy.generation
         self.cluster = cluster
-        self.colocated = colocated
+        self.colocated, self.lent = colocated, lent
         self._pad_token_id = pad_token_id
         self._request_timeout_s = request_timeout_s
         width = policy.generation.vllm_cfg.tensor_parallel_size * policy.generation.vllm_cfg.pipeline_parallel_size
@@ -93,23 +97,46 @@ class VllmGeneration(GenerationInterface):
             policy,
             cuda=cuda,
             seed=seed,
-            sleeps=colocated if sleeps is None else sleeps,
+            sleeps=colocated or lent if sleeps is None else sleeps,
             refits=refits,
             cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
             threads=cores_per_slot(cluster.world_size() // cluster.node_count()),
         )
         builder = RayWorkerBuilder(_WORKER, spec, stop_token_ids, policy.generation.bad_words)
-        self.group = RayWorkerGroup(cluster, builder, name_prefix=name_prefix, bundle_indices_list=shards, env_vars=spec.env, max_concurrency=4096)
-        self._starting = self.group.run_all_workers_single_data("start")
-        self._devices: list[list[str]] | None = None
-        self._workers: list[dict[str, Any]] | None = None
+        self.group = RayWorkerGroup(
+            cluster,
+            builder,
+            name_prefix=name_prefix,
+            bundle_indices_list=shards,
+            env_vars=spec.env,
+            max_concurrency=4096,
+        )
+        # The actors of lent slots only import what an engine needs.
+        self._unused = set(range(len(shards))) if lent else set()
+        self._starting = None if lent else self.group.run_all_workers_single_data("start")
+        if lent:
+            self.group.run_all_workers_single_data("prepare")
+        self._devices: list[list[str]] = [[] for _ in shards]
         self.router = Router(len(shards), policy.generation.router)
+        if lent:
+            self.router.set_active(())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation-dispatch", daemon=True)
         self._thread.start()
         names = [str(identity) for identity in self.group.identities]
-        self._dispatcher = Dispatcher(self.group.workers, self.router, names, on_preempt=policy.generation.on_preempt, record=record)
-        self.shards = ElasticShards(self.group.workers, self.group.identities, self._dispatcher, self.run_on_dispatch_loop, timeout_s=_TRANSITION_TIMEOUT_S)
+        self._dispatcher = Dispatcher(
+            self.group.workers, self.router, names, on_preempt=policy.generation.on_preempt, record=record
+        )
+        self._dispatcher.lends_shards = lent
+        self.shards = ElasticShards(
+            self.group.workers,
+            self.group.identities,
+            self._dispatcher,
+            self.run_on_dispatch_loop,
+            timeout_s=_TRANSITION_TIMEOUT_S,
+            start=self._start_shard,
+            built=not lent,
+        )
         self.weights_resident = True
 
     def wait_until_started(self) -> None:
@@ -118,10 +145,22 @@ class VllmGeneration(GenerationInterface):
         Raises:
             WorkerError: An engine failed to start.
         """
-        if self._workers is None:
-            answers = self.group.get_all_worker_results(self._starting)
-            self._workers = [worker for shard in answers for worker in shard]
-            self._devices = [[worker["device"] for worker in shard] for shard in answers]
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            for shard, answer in enumerate(self.group.get_all_worker_results(starting)):
+                self._devices[shard] = [worker["device"] for worker in answer]
+
+    def _start_shard(self, shard: int) -> None:
+        if shard in self._unused:
+            self._unused.discard(shard)
+        else:
+            self.group.start_worker(shard)
+        answer = self.shards.call([shard], "start", timeout_s=_START_TIMEOUT_S)[0]
+        self._devices[shard] = [worker["device"] for worker in answer]
+
+    def on_failure(self, tell: Callable[[int, str], None]) -> None:
+        """Has `tell` called with every shard that is quarantined from now on, and why; it must not block."""
+        self._dispatcher.on_failure = tell
 
     @property
     def dp_size(self) -> int:
@@ -139,7 +178,9 @@ class VllmGeneration(GenerationInterface):
         return await asyncio.wrap_future(future)
 
     def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per request."""
+        """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per
+        request.
+        """
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def start_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -175,17 +216,25 @@ class VllmGeneration(GenerationInterface):
         requests = self._requests(data, greedy)
 
         async def all_of_them() -> list[GenerationResult]:
-            return list(await asyncio.gather(*(self._dispatcher.run(request, self._request_timeout_s) for request in requests)))
+            return list(
+                await asyncio.gather(*(self._dispatcher.run(request, self._request_timeout_s) for request in requests))
+            )
 
-        return results_to_batch([request.prompt_ids for request in requests], self.run_on_dispatch_loop(all_of_them()), self._pad_token_id)
+        return results_to_batch(
+            [request.prompt_ids for request in requests], self.run_on_dispatch_loop(all_of_them()), self._pad_token_id
+        )
 
-    async def generate_async(self, data: BatchedDataDict[Any], greedy: bool = False) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+    async def generate_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yields (row, one-row batch) in the order in which rows finish."""
 
         async def one(row: int, request: GenerationRequest) -> tuple[int, BatchedDataDict[Any]]:
             return row, results_to_batch([request.prompt_ids], [await self.generate_one(request)], self._pad_token_id)
 
-        for finished in asyncio.as_completed([one(row, request) for row, request in enumerate(self._requests(data, greedy))]):
+        for finished in asyncio.as_completed(
+            [one(row, request) for row, request in enumerate(self._requests(data, greedy))]
+        ):
             yield await finished
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
@@ -213,7 +262,8 @@ class VllmGeneration(GenerationInterface):
         self.shards.call(self.shards.healthy(), "reset_prefix_cache")
 
     def engine_metrics(self) -> dict[str, float]:
-        """The `generation_metrics/` of the time since they were last asked for; empty where `vllm_cfg.enable_vllm_metrics_logger` is off.
+        """The `generation_metrics/` of the time since they were last asked for; empty where
+        `vllm_cfg.enable_vllm_metrics_logger` is off.
 
         An engine that does not answer at once is left out: whoever waits for its results finds out what it has.
         """
@@ -232,7 +282,8 @@ class VllmGeneration(GenerationInterface):
     # -- some shards only ---------------------------------------------------------------------------------------------
 
     def sleep_partial(self, dp_ranks: Sequence[int], level: int | None = None) -> dict[int, dict[str, int]]:
-        """Takes shards away: unroute, end their requests (which go on elsewhere), sleep, verify that the memory is free. Idempotent.
+        """Takes shards away: unroute, end their requests (which go on elsewhere), sleep, verify that the memory is
+        free. Idempotent.
 
         Args:
             dp_ranks: Shards; all of them is legal.
@@ -246,8 +297,11 @@ class VllmGeneration(GenerationInterface):
         """
         return self.shards.sleep(dp_ranks, level or self.cfg.vllm_cfg.sleep_level)
 
-    def wake_up_partial(self, dp_ranks: Sequence[int], skip_activate: bool = False, tags: Sequence[str] | None = None) -> None:
-        """Makes shards resident again, and routes them unless `skip_activate`: shards that slept at level 2 must be synced first. Idempotent.
+    def wake_up_partial(
+        self, dp_ranks: Sequence[int], skip_activate: bool = False, tags: Sequence[str] | None = None
+    ) -> None:
+        """Makes shards resident again, and routes them unless `skip_activate`: shards that slept at level 2 must be
+        synced first. Idempotent.
 
         Raises:
             WorkerError: A shard could not wake (it sleeps as before) or has no weights.
@@ -264,7 +318,9 @@ class VllmGeneration(GenerationInterface):
         """Shards take requests again; the router's generation number."""
         return self.shards.activate(dp_ranks)
 
-    def get_model_update_receiver(self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True) -> ShardTargets:
+    def get_model_update_receiver(
+        self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True
+    ) -> ShardTargets:
         """Shards as the targets of a sync session; all that are not quarantined by default.
 
         Args:
@@ -273,7 +329,7 @@ class VllmGeneration(GenerationInterface):
         """
         self.wait_until_started()
         wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))
-        return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, self._devices or [], recompute_kv)
+        return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, self._devices, recompute_kv)
 
     def finalize_weight_update(self, dp_ranks: Sequence[int]) -> None:
         """Finalises weights that a sync service loaded by the receiver's own methods."""
@@ -307,7 +363,8 @@ def _tie_bundles(cluster: RayVirtualCluster, width: int) -> list[tuple[int, list
     for node, bundles in by_node.items():
         if len(bundles) % width:
             raise ValueError(
-                f"policy.generation.vllm_cfg: tensor x pipeline parallel size {width} does not divide the {len(bundles)} slots of node {node}; "
+                f"policy.generation.vllm_cfg: tensor x pipeline parallel size {width} does not divide the "
+                f"{len(bundles)} slots of node {node}; "
                 "an engine lies inside one node"
             )
         tied += [(node, bundles[start : start + width]) for start in range(0, len(bundles), width)]

@@ -9,6 +9,7 @@ client that submitted it; a shard that leaves takes no request; no forward pass 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import time
 from typing import Any
@@ -52,23 +53,36 @@ class VllmGenerationWorker:
         self._asleep: set[str] = set()
         self._weights_lost = False
 
+    async def prepare(self) -> None:
+        """Imports what the engine needs and touches no accelerator, so that `start` is short once it may be called."""
+        self._set_environment()
+        await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
+
+    def _set_environment(self) -> None:
+        os.environ.update(self._spec.env)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+
     async def start(self) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device).
 
         Raises:
             GenerationError: The engine could not start; with what its processes said.
         """
-        os.environ.update(self._spec.env)
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        self._set_environment()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None)
+            self._engine = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
+            )
         except (RuntimeError, ValueError, OSError) as error:
-            raise GenerationError(f"the engine of shard {self._shard} could not start: {failure_of('', error).message}") from error
+            raise GenerationError(
+                f"the engine of shard {self._shard} could not start: {failure_of('', error).message}"
+            ) from error
         self._stamps = VersionStamps(self._engine)
         await self._stamps.publish(0, kv_recomputed=True)
+        self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
         return await self._rpc("nrl_describe")
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -77,7 +91,9 @@ class VllmGenerationWorker:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def submit(self, client: str, requests: list[GenerationRequest]) -> None:
-        """Starts requests; their results come by `collect` of the same client. A shard that leaves sends them back at once."""
+        """Starts requests; their results come by `collect` of the same client. A shard that leaves sends them back at
+        once.
+        """
         outbox = self._outboxes.setdefault(client, Outbox())
         for request in requests:
             if self._leaving:
@@ -113,14 +129,17 @@ class VllmGenerationWorker:
         room = self._spec.max_model_len - len(request.prompt_ids)
         if request.max_new_tokens > room > 0 and not self._spec.cuts_to_room:
             raise ValueError(
-                f"{len(request.prompt_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} exceed vllm_cfg.max_model_len="
-                f"{self._spec.max_model_len}; set policy.generation.vllm_cfg.cap_max_tokens_to_context=true to cut responses"
+                f"{len(request.prompt_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} exceed "
+                "vllm_cfg.max_model_len="
+                f"{self._spec.max_model_len}; set policy.generation.vllm_cfg.cap_max_tokens_to_context=true "
+                "to cut responses"
             )
         limit = min(request.max_new_tokens, room)
         if limit <= 0:
             return GenerationResult(request.request_id, [], [], "no_room", (), self._shard)
         self._stamps.begin(request.request_id)
-        # The salt keeps prefixes of other versions out: an in-flight refit cannot clear the cache below running requests.
+        # The salt keeps prefixes of other versions out: an in-flight refit cannot clear the cache below running
+        # requests.
         prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"version {self._stamps.version}"}
         final = None
         async for output in self._engine.generate(prompt, self._sampling(request, limit), request.request_id):
@@ -131,7 +150,9 @@ class VllmGenerationWorker:
         spans = self._stamps.end(request.request_id, completion)
         token_ids = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs or [], token_ids, strict=True)]
-        result = GenerationResult(request.request_id, token_ids, logprobs, completion.finish_reason or "abort", spans, self._shard)
+        result = GenerationResult(
+            request.request_id, token_ids, logprobs, completion.finish_reason or "abort", spans, self._shard
+        )
         return result if result.finish_reason != "abort" else self._keepable(request, result)
 
     def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
@@ -188,7 +209,10 @@ class VllmGenerationWorker:
         deadline = time.monotonic() + timeout_s
         while self._tasks:
             if time.monotonic() > deadline:
-                raise ShardStateError(f"shard {self._shard}: {len(self._tasks)} requests did not end within {timeout_s:.0f} s of being aborted")
+                raise ShardStateError(
+                    f"shard {self._shard}: {len(self._tasks)} requests did not end within {timeout_s:.0f} s "
+                    "of being aborted"
+                )
             # A request may be on its way into the engine, where an abort does not find it yet.
             await self.abort_all_requests()
             await asyncio.wait(list(self._tasks.values()), timeout=_ABORT_AGAIN_S)
@@ -201,9 +225,13 @@ class VllmGenerationWorker:
             ShardStateError: The shard sleeps, or has no weights.
         """
         if self._asleep:
-            raise ShardStateError(f"shard {self._shard} sleeps ({', '.join(sorted(self._asleep))}); wake it before it takes requests")
+            raise ShardStateError(
+                f"shard {self._shard} sleeps ({', '.join(sorted(self._asleep))}); wake it before it takes requests"
+            )
         if self._weights_lost:
-            raise ShardStateError(f"shard {self._shard} slept at level 2 and has had no weights since; sync it before it takes requests")
+            raise ShardStateError(
+                f"shard {self._shard} slept at level 2 and has had no weights since; sync it before it takes requests"
+            )
         self._leaving = False
         return self._stamps.version
 
@@ -222,7 +250,8 @@ class VllmGenerationWorker:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int | None = None) -> dict[str, int]:
-        """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; bytes in use before and after, over ranks.
+        """Drops weights and KV cache (level 1: keeps the weights on the host) and gives the memory back; bytes in use
+        before and after, over ranks.
 
         Raises:
             ShardStateError: Requests are still running.
@@ -232,19 +261,23 @@ class VllmGenerationWorker:
             used = sum(await self._rpc("nrl_memory_in_use"))
             return {"before": used, "after": used}
         if self._tasks:
-            raise ShardStateError(f"shard {self._shard} has {len(self._tasks)} running requests; end them before it sleeps")
+            raise ShardStateError(
+                f"shard {self._shard} has {len(self._tasks)} running requests; end them before it sleeps"
+            )
         if self._asleep and self._spec.cuda:
             # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
             await self._engine.wake_up(["kv_cache"])
         level = level or self._spec.sleep_level
-        self._weights_lost = level == 2
+        self._weights_lost |= level == 2
         resident = await self._rpc("nrl_model_bytes")
         before = sum(await self._rpc("nrl_memory_in_use"))
         await self._engine.sleep(level=level)
         if not self._spec.cuda:
             await self._rpc("nrl_release_memory", level)
         # The host copy of level 1 counts as resident memory on a CPU slot.
-        expected = sum(rank["kv_cache"] + (rank["weights"] if level == 2 or self._spec.cuda else 0) for rank in resident)
+        expected = sum(
+            rank["kv_cache"] + (rank["weights"] if level == 2 or self._spec.cuda else 0) for rank in resident
+        )
         self._asleep = {"weights", "kv_cache"}
         return {"before": before, "after": await self._freed(before, expected)}
 
@@ -256,7 +289,8 @@ class VllmGenerationWorker:
                 return after
             if time.monotonic() > deadline:
                 raise MemoryNotFreedError(
-                    f"shard {self._shard} slept, but only {(before - after) >> 20} of {expected >> 20} MiB came back within {_FREED_WITHIN_S:.0f} s; "
+                    f"shard {self._shard} slept, but only {(before - after) >> 20} of {expected >> 20} MiB "
+                    f"came back within {_FREED_WITHIN_S:.0f} s; "
                     "its memory must not be given to anybody"
                 )
             await asyncio.sleep(0.05)
@@ -278,7 +312,9 @@ class VllmGenerationWorker:
         # vLLM passes errors of its engine process on as plain Exception.
         except Exception as error:
             await self._back_to_sleep()
-            raise WakeError(f"shard {self._shard} could not wake {' and '.join(wanted)}: {error}; it sleeps again") from error
+            raise WakeError(
+                f"shard {self._shard} could not wake {' and '.join(wanted)}: {error}; it sleeps again"
+            ) from error
         self._asleep -= set(wanted)
         if not self._asleep:
             if not self._spec.cuda:
@@ -286,7 +322,9 @@ class VllmGenerationWorker:
             await self._engine.reset_prefix_cache()
 
     async def _back_to_sleep(self) -> None:
-        resident = 0 if "weights" in self._asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
+        resident = (
+            0 if "weights" in self._asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
+        )
         before = sum(await self._rpc("nrl_memory_in_use"))
         self._asleep = {"weights", "kv_cache"}
         if self._spec.cuda:
@@ -306,16 +344,22 @@ class VllmGenerationWorker:
     # -- new weights --------------------------------------------------------------------------------------------------
 
     async def begin_sync(self, session: dict[str, Any], routes: list[dict[str, Any]], timeout_s: float) -> None:
-        """Opens a sync session on every rank, by its route. A serving engine is paused here, or (weights staged beside the live ones) in `finish_sync`.
+        """Opens a sync session on every rank, by its route. A serving engine is paused here, or (weights staged beside
+        the live ones) in `finish_sync`.
 
         Raises:
             ShardStateError: The weights sleep.
             StaleVersionError: The session's version is older than the shard's.
         """
         if "weights" in self._asleep:
-            raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before session {session['id']} syncs them")
+            raise ShardStateError(
+                f"shard {self._shard} sleeps: wake its weights before session {session['id']} syncs them"
+            )
         if session.get("version", self._stamps.version) < self._stamps.version:
-            raise StaleVersionError(f"session {session['id']} brings version {session['version']} to shard {self._shard}, which has {self._stamps.version}")
+            raise StaleVersionError(
+                f"session {session['id']} brings version {session['version']} to shard {self._shard}, which "
+                f"has {self._stamps.version}"
+            )
         await self._rpc("nrl_begin_sync", session, routes, timeout_s=timeout_s)
         self._session = session
         if not session.get("staged"):
@@ -336,7 +380,9 @@ class VllmGenerationWorker:
         return await self._resume()
 
     async def abort_sync(self, session_id: str) -> None:
-        """Ends a session on every rank, if it is the open one; an engine whose weights may be half new stays paused until a session succeeds."""
+        """Ends a session on every rank, if it is the open one; an engine whose weights may be half new stays paused
+        until a session succeeds.
+        """
         await self._rpc("nrl_abort_sync", session_id)
         if self._session.get("id") == session_id:
             self._weights_lost |= not self._session.get("staged")
@@ -359,7 +405,9 @@ class VllmGenerationWorker:
         return seconds
 
     async def count_versions(self, own: bool) -> None:
-        """Counts which version draws which token here (`own`), or believes the engine's labels where it has them; for an idle shard."""
+        """Counts which version draws which token here (`own`), or believes the engine's labels where it has them; for
+        an idle shard.
+        """
         version = self._stamps.version
         self._stamps = VersionStamps(self._engine, own=own)
         await self._stamps.publish(version, kv_recomputed=True)

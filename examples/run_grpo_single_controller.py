@@ -1,0 +1,18 @@
+"""Trains a policy with GRPO on prompt groups as they finish (`async_rl.*`).
+
+    python examples/run_grpo_single_controller.py [--config FILE] [key=value ...]
+
+The same as `run_grpo.py` with a configuration that has an `async_rl` section; without --config,
+configs/grpo_arithmetic_streaming_cpu.yaml, which needs no GPU and the demo's warm-started model (`make demo`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.algorithms.grpo.command import main
+
+if __name__ == "__main__":
+    config = Path(__file__).parent / "configs" / "grpo_arithmetic_streaming_cpu.yaml"
+    sys.exit(main(sys.argv[1:], default_config=config))

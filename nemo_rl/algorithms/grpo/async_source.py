@@ -1,0 +1,267 @@
+"""The source that generates ahead: rollouts of later steps run while a step trains.
+
+Ties the trajectory collector to the run: builds it, takes a step's groups out of it, holds it in checkpoints.
+    Invariants:
+a step trains on groups whose oldest token is at most `grpo.async_grpo.max_trajectory_age_steps` versions old; a
+checkpoint and the loader position saved with it hold every prompt group that was drawn and is not trained, finished or
+not, exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_rl.algorithms.grpo.collect import gather_experience, training_plan
+from nemo_rl.algorithms.grpo.control_plane import ReportProgress
+from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
+from nemo_rl.algorithms.grpo.stages import Experience, StalenessPolicy, judge_versions
+from nemo_rl.algorithms.run_checkpoint import dataset_names
+from nemo_rl.config import MasterConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns, joined_rows
+from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
+from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, TrajectoryCollector
+from nemo_rl.models.generation.interfaces import request_timeout_s
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.grpo.run import GRPORun
+
+logger = logging.getLogger(__name__)
+
+_NEVER_S = 10 * 365 * 86400.0
+BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
+
+
+@dataclass(frozen=True)
+class AheadSettings:
+    """How rollouts run ahead of training, whichever section of the configuration says it.
+
+    Attributes:
+        max_age: How many versions a step's rollouts may begin early; 0 is strictly on-policy.
+        in_flight: Whether weights are replaced below running requests.
+        recompute_kv: Whether these compute their keys and values anew.
+        mixed_versions: What a sample of several versions is worth.
+        max_failures: Failed rollouts in a row that are tried again.
+        max_inflight: Prompt groups that are generated at a time; None for any number.
+        stall_s: Without a finished group for so long, the run ends with an error; None for the default.
+    """
+
+    max_age: int
+    in_flight: bool
+    recompute_kv: bool
+    mixed_versions: StalenessPolicy
+    max_failures: int
+    max_inflight: int | None = None
+    stall_s: float | None = None
+
+
+def ahead_settings(config: MasterConfig) -> AheadSettings:
+    """From `async_rl` where it is set, from `grpo.async_grpo` otherwise."""
+    stream, ahead = config.async_rl, config.grpo.async_grpo
+    if stream is None:
+        return AheadSettings(
+            ahead.max_trajectory_age_steps,
+            ahead.in_flight_weight_updates,
+            ahead.recompute_kv_cache_after_weight_updates,
+            ahead.mixed_versions,
+            ahead.max_generation_failures,
+        )
+    watchdog = stream.stall_watchdog
+    return AheadSettings(
+        stream.sampler.max_lookahead_versions,
+        True,
+        stream.recompute_kv_cache_after_weight_updates,
+        ahead.mixed_versions,
+        stream.rollout_failure.max_infra_attempts_per_prompt - 1,
+        stream.max_inflight_prompts,
+        watchdog.stall_timeout_s if watchdog.stall_action == "abort" else None,
+    )
+
+
+class AsynchronousSource:
+    """Rollouts run ahead of training, and every step takes what was made for it."""
+
+    generates_ahead = True
+
+    def __init__(self, run: GRPORun) -> None:
+        self._run = run
+        self._settings = ahead_settings(run.config)
+        self.collector = build_collector(run, self._settings)
+
+    @property
+    def version(self) -> int:
+        """The version of the run's weights."""
+        return self._run.state.step
+
+    def start(self) -> None:
+        """Goes on with the groups of the checkpoint."""
+        restore_collector(self._run, self.collector)
+
+    def published(self, version: int) -> None:
+        """Rollouts of the steps that this version is young enough for may begin."""
+        self.collector.set_weight_version(version)
+
+    def next_experience(self) -> Experience[Any]:
+        """Waits for the groups of the current step and judges the versions of their tokens.
+
+        Raises:
+            StopIteration: The prompts are used up.
+            CollectorError: The collector cannot deliver.
+        """
+        run, step = self._run, self._run.state.step
+        run.progress.phase("waiting for rollouts")
+        with run.control.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
+            experience = gather_experience(run, lambda attempt: self._collected(attempt, report))
+        self._judge(experience)
+        return experience
+
+    def _judge(self, experience: Experience[Any]) -> None:
+        judge_versions(experience, self._run.store, self._settings.mixed_versions, self._run.state.step)
+        experience.metrics["buffer_size"] = float(len(self.collector.buffer))
+        experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
+
+    def _collected(self, attempt: int, on_progress: ReportProgress) -> Experience[Any]:
+        return self._experience(self.collector.take(self._run.state.step, attempt, on_progress))
+
+    def _experience(self, groups: Sequence[BufferedGroup]) -> Experience[Any]:
+        rows = joined_rows([group.rows for group in groups])
+        store = self._run.store
+        handle = store.concat([store.write(group.tokens) for group in groups])
+        return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
+
+    def trained(self, step: int) -> None:
+        """The loader's position moves past the step."""
+        position, state = self.collector.finish_step(step), self._run.state
+        if position.epoch != state.epoch:
+            state.epoch, state.step_in_epoch = position.epoch, 0
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
+
+    def waited_for(self) -> tuple[int, int]:
+        """A whole batch, and its groups that are finished."""
+        step = self._run.state.step
+        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
+        return groups, self.collector.count_intended_for_step(step)
+
+    @contextmanager
+    def refit_window(self) -> Iterator[bool]:
+        """Below running requests, or once they have ended."""
+        in_flight, turns = self._settings.in_flight, self._run.config.grpo.max_rollout_turns
+        if not in_flight:
+            with self._run.timer.time("idle/refit_bubble"):
+                self.collector.prepare_for_refit(timeout_s=turns * request_timeout_s())
+        try:
+            yield self._settings.recompute_kv or not in_flight
+        finally:
+            self.collector.resume_after_refit()
+
+    def loader(self) -> HasState:
+        """Where the loader stood before what is still to be trained."""
+        return self.collector.position()
+
+    def saved(self) -> Mapping[str, Any]:
+        """Which batches are drawn and not trained, and their finished groups."""
+        return saved_collector(self._run, self.collector)
+
+    def stop(self) -> None:
+        """Ends every rollout."""
+        self.collector.stop()
+
+    def clear(self) -> None:
+        """Forgets the groups that wait."""
+        self.collector.clear()
+
+
+def build_collector(run: GRPORun, settings: AheadSettings) -> TrajectoryCollector:
+    """The run's collector, waiting for its first version."""
+    cfg = run.config.grpo
+    rollouts: Any = run.rollouts
+    limits = CollectorLimits(
+        max_age=settings.max_age,
+        generations=cfg.num_generations_per_prompt,
+        last_step=cfg.max_num_steps,
+        max_failures=settings.max_failures,
+        # On lent shards generation stands still by order, for as long as the scheduler likes.
+        stall_s=_NEVER_S
+        if getattr(run.generation, "lent", False)
+        else settings.stall_s or 2 * cfg.max_rollout_turns * request_timeout_s(),
+        max_inflight=settings.max_inflight,
+    )
+    return TrajectoryCollector(
+        prompts=prompts_of(run),
+        rollouts=rollouts,
+        store=run.store,
+        plan=lambda step: training_plan(run, step),
+        start=run.generation.start_on_dispatch_loop,
+        limits=limits,
+        record=run.record,
+    )
+
+
+def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
+    """What a checkpoint holds of the collector: which batches are drawn and not trained, and their finished groups."""
+    groups = [
+        {
+            "key": list(group.key),
+            "tokens": run.store.read(group.tokens, run.store.columns(group.tokens)).get_dict(),
+            "rows": group.rows.get_dict(),
+            "metrics": group.metrics,
+            "generated_at": group.generated_at,
+        }
+        for group in collector.finished()
+    ]
+    return {
+        BUFFER_FILE: {"groups": groups},
+        ROLLOUTS_FILE: {"draws": [list(draw) for draw in collector.draws()], "shape": _shape(run)},
+    }
+
+
+def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
+    """Goes on with the groups of the checkpoint that the run resumed from.
+
+    Groups of past steps, and groups that are older than their step now allows, are left out: their prompts are
+    generated anew. Of another batch shape, or of other datasets, all are.
+    """
+    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
+        return
+    rollouts = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
+    if rollouts["shape"] != _shape(run):
+        logger.warning(
+            "resume=buffer_ignored reason=batch_shape_or_datasets_changed saved=%s now=%s",
+            rollouts["shape"],
+            _shape(run),
+        )
+        return
+    draws = [SavedDraw(*draw) for draw in rollouts["draws"]]
+    saved = torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]
+    max_age = ahead_settings(run.config).max_age
+    groups = []
+    for plain in saved:
+        key = GroupKey(*plain["key"])
+        rows = BatchedDataDict(plain["rows"])
+        group = BufferedGroup(key, None, rows, plain["metrics"], plain["generated_at"])
+        if key.target < run.state.step or group.is_stale(max_age):
+            continue
+        group.tokens = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+        groups.append(group)
+    collector.restore(draws, groups)
+    logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
+
+
+def _shape(run: GRPORun) -> list[Any]:
+    cfg = run.config.grpo
+    return [
+        int(cfg.num_prompts_per_step * cfg.batch_multiplier),
+        cfg.num_generations_per_prompt,
+        cfg.seed,
+        *dataset_names(run.config),
+    ]

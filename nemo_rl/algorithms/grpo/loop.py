@@ -1,0 +1,166 @@
+"""The step loop of GRPO, whatever its experience comes from and whoever owns its accelerators.
+
+`run_step` is one step from experience to checkpoint; what makes new weights is in `train_on_batch` and `streaming`.
+Decides only when things happen: the source says where a batch comes from, the control plane when accelerators change
+hands, the stages what is computed. Invariants: a step either completes (weights, counters and record agree) or raises
+with the weights of the step before; the version of the weights is the number of completed steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
+from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
+from nemo_rl.algorithms.grpo.metrics import log_samples, log_step
+from nemo_rl.algorithms.grpo.run import GRPORun
+from nemo_rl.algorithms.grpo.sources import ExperienceSource, SynchronousSource
+from nemo_rl.algorithms.grpo.step_end import CompletedStep, complete_step, early_stop, save_step, validation_due
+from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
+from nemo_rl.algorithms.grpo.train_on_batch import Trained, train_on_batch
+from nemo_rl.algorithms.grpo.validation import validate
+from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
+from nemo_rl.utils.checkpoint_retention import should_save
+from nemo_rl.utils.record_events import StepBegun
+
+logger = logging.getLogger(__name__)
+
+
+def drive(run: GRPORun) -> None:
+    """Drives a run to its end with the source that its configuration asks for; see `train_to_end`."""
+    train_to_end(run, source_of(run))
+
+
+def source_of(run: GRPORun) -> ExperienceSource:
+    """The source that a run's configuration asks for: streaming, ahead of training, or in turns with it."""
+    if run.config.async_rl is not None:
+        return StreamingSource(run)
+    return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
+
+
+def train_to_end(run: GRPORun, source: ExperienceSource) -> None:
+    """Drives a run to its end.
+
+    Raises:
+        NonFiniteStepError, WorkerError, GenerationError, EnvironmentFailure, CollectorError, CheckpointError: The run
+            cannot go on; the last checkpoint is usable.
+    """
+    run.timeout.start_iterations()
+    newest: CompletedStep | None = None
+    try:
+        source.start()
+        run.control.start(source)
+        if run.config.grpo.val_at_start and run.state.step == 0:
+            validate(run, 0)
+        source.published(run.state.step)
+        while not source.finished():
+            step = run_step(run, source)
+            if step is None:
+                _end_with(run, source, newest)
+                break
+            newest = step
+            if step.ends_run:
+                break
+    finally:
+        source.stop()
+        run.control.stop()
+    source.clear()
+    run.checkpointer.finalize_pending()
+
+
+def run_step(run: GRPORun, source: ExperienceSource) -> CompletedStep | None:
+    """One step and everything that follows from it; None when the prompts are used up."""
+    control, step = run.control, run.state.step
+    run.timer.reset()
+    with run.timer.time("total_step_time"), run.store.step():
+        run.record.emit(StepBegun(step))
+        try:
+            trained = train_on_stream(run, source) if isinstance(source, StreamingSource) else _train_whole(run, source)
+        except StopIteration:
+            return None
+        control.weights_ready(step)
+        complete_step(run, trained.experience)
+        source.trained(step)
+
+        done = CompletedStep(trained.metrics)
+        is_last = source.finished()
+        if control.saves_before_publish:
+            _save_if_due(run, source, done, is_last=is_last)
+        control.publish(step, source)
+        source.published(run.state.step)
+        with _idle(run, source, "validation"):
+            done.val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
+        run.timeout.mark_iteration()
+        done.stops_early = early_stop(run, done.val_metrics)
+        if not control.saves_before_publish:
+            _save_if_due(run, source, done, is_last=is_last)
+        elif done.stops_early and not done.saved and run.config.checkpointing.enabled:
+            _save_on_lent_accelerators(run, source, done)
+        log_samples(run, trained.experience, run.state.step)
+        run.store.clear(trained.experience.handle)
+    log_step(run, trained.experience, trained.metrics, trained.result)
+    run.record.flush()
+    if done.ends_run:
+        reason = "early_stop" if done.stops_early else "checkpoint_must_save_by"
+        logger.info("run=ended step=%d reason=%s", run.state.step, reason)
+    return done
+
+
+def _train_whole(run: GRPORun, source: ExperienceSource) -> Trained:
+    experience = source.next_experience()
+    run.control.lend_training(run.state.step)
+    return train_on_batch(run, experience)
+
+
+def _idle(run: GRPORun, source: ExperienceSource, what: str) -> AbstractContextManager[object]:
+    """Takes the time in which generation that could run ahead waits."""
+    return run.timer.time(f"idle/{what}") if source.generates_ahead else nullcontext()
+
+
+def _save_if_due(run: GRPORun, source: ExperienceSource, done: CompletedStep, *, is_last: bool) -> None:
+    done.timed_out = run.timeout.check_save()
+    cfg, stops_early = run.config.checkpointing, done.stops_early
+    if should_save(run.state.step, cfg, is_last=is_last, early_stop=stops_early, timeout=done.timed_out):
+        save_step(run, source, done)
+
+
+def _save_on_lent_accelerators(run: GRPORun, source: ExperienceSource, done: CompletedStep) -> None:
+    """Saves the newest step where the run ends with it: accelerators that were given back are asked for once more, and
+    the run's end gives them back.
+    """
+    if run.control.saves_before_publish:
+        run.control.lend_training(run.state.step)
+    save_step(run, source, done)
+
+
+def _end_with(run: GRPORun, source: ExperienceSource, newest: CompletedStep | None) -> None:
+    """Does for the newest step what only the last one gets: with dynamic sampling nobody knew that it would be."""
+    logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
+    if newest is None:
+        return
+    if newest.val_metrics is None and validation_due(run, is_last=True):
+        newest.val_metrics = validate(run, run.state.step)
+    if not newest.saved and should_save(run.state.step, run.config.checkpointing, is_last=True):
+        _save_on_lent_accelerators(run, source, newest)
+
+
+def grpo_train(run: GRPORun) -> None:
+    """Drives a run to its end with rollouts and training in turns; see `train_to_end`."""
+    train_to_end(run, SynchronousSource(run))
+
+
+def async_grpo_train(run: GRPORun, rlix_hooks: RLixHooksProtocol | None = None) -> None:
+    """Drives a run to its end with rollouts ahead of training; see `train_to_end`.
+
+    Args:
+        run: Set up, with generation on accelerators of its own.
+        rlix_hooks: A foreign control plane's hooks; under `RLIX_CONTROL_PLANE=rlix` they own the accelerators.
+
+    Raises:
+        HooksError: The hooks own the accelerators, and did not bring generation to the new weights.
+    """
+    if rlix_hooks is not None:
+        own = run.control if isinstance(run.control, OwnAccelerators) and not time_sharing_enabled() else None
+        run.control = HookedControlPlane(rlix_hooks, own)
+    train_to_end(run, AsynchronousSource(run))

@@ -1,0 +1,94 @@
+"""From a step's experience to new weights: log-probabilities, advantages, the optimizer.
+
+The part of a step that every driver has in common, whole or in its parts. Knows the run, not where the experience came
+from nor what becomes of the weights. Invariant: a step that fails leaves the weights of the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.algorithms.grpo.metrics import step_metrics
+from nemo_rl.algorithms.grpo.stages import (
+    Experience,
+    compute_logprobs,
+    mask_and_weigh,
+    needs_previous_logprobs,
+    needs_reference_logprobs,
+    train,
+)
+from nemo_rl.models.policy.interfaces import TrainResult
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.grpo.run import GRPORun
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step that was trained.
+
+    Attributes:
+        experience: What it was trained on.
+        metrics: Its `train/` metrics.
+        result: What training returned.
+    """
+
+    experience: Experience[Any]
+    metrics: dict[str, Any]
+    result: TrainResult
+
+
+def train_on_batch(run: GRPORun, experience: Experience[Any]) -> Trained:
+    """Trains on the experience of the current step; the weights are then those of version `state.step + 1`.
+
+    Args:
+        run: The run, whose training accelerators may be used.
+        experience: Scored and filtered.
+
+    Raises:
+        NonFiniteStepError, WorkerError: The weights are those of the step before.
+    """
+    score(run, experience)
+    weigh(run, experience)
+    result = optimise(run, experience)
+    return Trained(experience, step_metrics(run, experience, result), result)
+
+
+def score(run: GRPORun, experience: Experience[Any], *, step_open: bool = False) -> None:
+    """Log-probabilities of the experience, as far as anything reads them. Group-local.
+
+    Args:
+        run: The run.
+        experience: Some groups, or all of a step.
+        step_open: Whether gradients of earlier groups wait for the optimizer.
+    """
+    cfg, loss_cfg, timer = run.config.grpo, run.config.loss_fn, run.timer
+    run.progress.phase("log-probabilities")
+    with timer.time("logprob_inference_prep"):
+        if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
+            run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
+    with timer.time("policy_and_reference_logprobs"):
+        compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
+
+
+def weigh(run: GRPORun, experience: Experience[Any], *, first_row: int = 0) -> None:
+    """Masks and advantages. Group-local, unless `stages.whole_batch_stages` names one of them.
+
+    Args:
+        run: The run.
+        experience: Some groups, or all of a step.
+        first_row: Number of its first sample within the step.
+    """
+    with run.timer.time("advantage_calculation"):
+        global_batch_size = run.config.policy.train_global_batch_size
+        mask_and_weigh(experience, run.store, run.config.grpo, run.config.loss_fn, global_batch_size, first_row)
+
+
+def optimise(run: GRPORun, experience: Experience[Any]) -> TrainResult:
+    """The optimizer's steps on weighed experience."""
+    run.progress.phase("training")
+    with run.timer.time("training_prep"):
+        run.policy.prepare_for_training()
+    with run.timer.time("policy_training"):
+        return train(experience, run.store, run.policy, run.loss_fn, run.config.grpo, run.config.loss_fn, run.timer)

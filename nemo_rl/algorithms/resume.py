@@ -1,0 +1,273 @@
+"""Whether and how a run goes on from the newest checkpoint in its directory.
+
+Compares the configuration with the one that the checkpoint was written under: what can be obeyed is obeyed and named,
+what would make another run of it is refused unless `checkpointing.resume` allows it. Knows no algorithm and no file
+format of weights. Invariants: nothing that differs is passed over in silence; a run that is over starts nothing; no
+prompt is repeated or left out unless the data changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import ValidationError
+
+from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, WEIGHTS, dataset_names
+from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.config.checkpointing import ResumeChange
+from nemo_rl.config.errors import UserError
+from nemo_rl.config.master import MasterConfig, RootConfig
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import flatten_dict
+
+CONFIG_FILE = "config.yaml"
+_LINES = 12
+
+# Keys that make another run, by the name under which `checkpointing.resume` allows them.
+_ANOTHER_RUN: dict[ResumeChange, tuple[str, ...]] = {
+    "data": (
+        "data.train.",
+        "data.shuffle",
+        "data.use_multiple_dataloader",
+        "data.num_prompts_per_dataloader",
+        "data.custom_dataloader",
+    ),
+    "environment": ("env.",),
+    "loss": ("loss_fn.",),
+    "model": ("policy.model_name", "policy.tokenizer.", "policy.hf_config_overrides."),
+    "optimizer": ("policy.optimizer.name",),
+    "seed": ("grpo.seed", "sft.seed"),
+}
+_ROWS_PER_STEP = {
+    True: ("grpo.num_prompts_per_step", "grpo.batch_multiplier"),
+    False: ("policy.train_global_batch_size",),
+}
+# How an environment is run changes no reward.
+_HARMLESS_ENDINGS = (".num_workers", ".step_timeout_s")
+_NOT_COMPARED = ("logger.log_dir", "checkpointing.resume")
+_EFFECT: dict[ResumeChange, str] = {
+    "data": "the new data begin with their first prompt",
+    "environment": "rewards come from the new one",
+    "loss": "the new one is minimised",
+    "model": "the policy goes on from the checkpoint's weights, the new model is only the KL's reference",
+    "optimizer": "its state begins anew",
+    "seed": "the current epoch keeps its order, later ones and sampling follow the new seed",
+    "batch": "the epoch goes on at the prompt where it was",
+}
+_SIZES = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+class ResumeError(UserError, ValueError):
+    """The newest checkpoint belongs to another run than the one that is configured."""
+
+
+class NothingToDo(UserError):
+    """The newest checkpoint is already where the configuration ends; this is no failure."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose value is not the one that the checkpoint was written under."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.now}"
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run goes on from.
+
+    Attributes:
+        checkpoint: Its directory.
+        info: Its counters.
+        obeyed: What differs and simply holds from here on.
+        allowed: What makes another run of it and was allowed, by name.
+        rows_before: Prompts, or conversations, of a step then.
+        compared: Whether the checkpoint's configuration could be read.
+        same_data: Whether the data are those that the checkpoint's position is in.
+    """
+
+    checkpoint: Path
+    info: dict[str, Any]
+    obeyed: list[Difference]
+    allowed: dict[ResumeChange, list[Difference]]
+    rows_before: int = 1
+    compared: bool = True
+    same_data: bool = True
+
+    def lines(self) -> Iterator[str]:
+        """The resume in words."""
+        yield f"resuming from step {self.info['total_steps']} of {self.checkpoint}"
+        if not self.compared:
+            yield f"  what changed since is not known: {self.checkpoint / CONFIG_FILE} is none of this version"
+        for name, differences in self.allowed.items():
+            yield from (f"  allowed as {name}: {difference}" for difference in differences[:_LINES])
+            yield f"  so {_EFFECT[name]}"
+        yield from (f"  from here on {difference}" for difference in self.obeyed[:_LINES])
+        if len(self.obeyed) > _LINES:
+            yield f"  and {len(self.obeyed) - _LINES} more keys, see {self.checkpoint / CONFIG_FILE}"
+
+    @property
+    def fresh_optimizer(self) -> bool:
+        """Whether the optimizer's state stays behind."""
+        return "optimizer" in self.allowed
+
+    def check_unfinished(self, total: int, steps_key: str) -> None:
+        """Whether the run has a step left.
+
+        Args:
+            total: The configuration's last step.
+            steps_key: Dotted key of the number of steps, for the message.
+
+        Raises:
+            NothingToDo: It has none.
+        """
+        step = self.info["total_steps"]
+        if step >= total:
+            raise NothingToDo(
+                f"already at step {step} of {total}; nothing to do: {self.checkpoint} is this run's newest "
+                f"checkpoint. To train on, raise {steps_key} (or the number of epochs); to begin a run of its own, "
+                "give it another checkpointing.checkpoint_dir and logger.log_dir"
+            )
+
+    def restore_position(self, loader: Any, state: RunState, rows_per_step: int) -> bool:
+        """Takes a loader to where the checkpoint left the data; False, and an untouched loader, for other data.
+
+        Args:
+            loader: Has `load_state_dict`.
+            state: The run's counters; those of the epoch are brought in line.
+            rows_per_step: Prompts, or conversations, of a step now.
+        """
+        file = self.checkpoint / LOADER_FILE
+        if not self.same_data or not file.is_file():
+            state.epoch = state.step_in_epoch = 0
+            return False
+        loader.load_state_dict(torch.load(file, weights_only=True))
+        if "batch" in self.allowed:
+            state.step_in_epoch = state.step_in_epoch * self.rows_before // rows_per_step
+        return True
+
+    def total_steps(self, state: RunState, limit: int, epochs: int, steps_per_epoch: int) -> int:
+        """The run's last step, once the position is restored: steps of another size count as they were made."""
+        if self.same_data and "batch" not in self.allowed:
+            return min(limit, epochs * steps_per_epoch)
+        return min(limit, state.step + max(0, (epochs - state.epoch) * steps_per_epoch - state.step_in_epoch))
+
+
+def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume | None:
+    """What the run goes on from; None where it begins.
+
+    Args:
+        config: The run's configuration.
+        checkpointer: Owner of its checkpoint directory.
+
+    Raises:
+        ResumeError: The checkpoint was written under a configuration that makes another run.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    checkpoint = checkpointer.get_latest_checkpoint_path() if config.checkpointing.enabled else None
+    if checkpoint is None:
+        return None
+    info = checkpointer.load_training_info(checkpoint) or {}
+    before = _saved_config(config, checkpoint)
+    if before is None:
+        same_data = info.get("dataset_names") == dataset_names(config)
+        return Resume(checkpoint, info, [], {}, compared=False, same_data=same_data)
+    is_grpo = isinstance(config, MasterConfig)
+    obeyed: list[Difference] = []
+    changed: dict[ResumeChange, list[Difference]] = {}
+    for difference in _differences(before, _flat(config)):
+        name = _makes_another_run(difference.key, is_grpo=is_grpo)
+        (obeyed if name is None else changed.setdefault(name, [])).append(difference)
+    refused = {name: found for name, found in changed.items() if name not in config.checkpointing.resume}
+    if refused:
+        raise ResumeError(_refusal(checkpoint, refused, [*config.checkpointing.resume, *refused]))
+    rows = math.prod(before[key] for key in _ROWS_PER_STEP[is_grpo])
+    return Resume(checkpoint, info, obeyed, changed, int(rows), same_data="data" not in changed)
+
+
+def check_same_shape(model: Any, checkpoint: Path) -> None:
+    """Whether a checkpoint's weights fit the model that is configured, by the sizes in both configurations.
+
+    Args:
+        model: The Hugging Face configuration of `policy.model_name`.
+        checkpoint: The checkpoint.
+
+    Raises:
+        ResumeError: They do not.
+    """
+    file = checkpoint / WEIGHTS / "config.json"
+    if not file.is_file():
+        return
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    other = [
+        f"{name}={saved[name]}, policy.model_name has {getattr(model, name)}"
+        for name in _SIZES
+        if name in saved and hasattr(model, name) and getattr(model, name) != saved[name]
+    ]
+    if other:
+        raise ResumeError(
+            f"{checkpoint} holds a model of another shape ({'; '.join(other)}); name the model that the run began "
+            "with, or give the new run another checkpointing.checkpoint_dir"
+        )
+
+
+def _saved_config(config: RootConfig, checkpoint: Path) -> dict[str, Any] | None:
+    """The checkpoint's configuration, flat, with the keys that are newer than it at their defaults."""
+    try:
+        raw = yaml.safe_load((checkpoint / CONFIG_FILE).read_text(encoding="utf-8"))
+        return _flat(type(config)(**raw))
+    except (OSError, yaml.YAMLError, ValidationError, TypeError):
+        return None
+
+
+def _flat(config: RootConfig) -> dict[str, Any]:
+    return flatten_dict(config.model_dump(mode="json", by_alias=True))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    for key in sorted({*before, *now}):
+        if key not in _NOT_COMPARED and before.get(key) != now.get(key):
+            yield Difference(key, before.get(key), now.get(key))
+
+
+def _makes_another_run(key: str, *, is_grpo: bool) -> ResumeChange | None:
+    if key in _ROWS_PER_STEP[is_grpo]:
+        return "batch"
+    for name, beginnings in _ANOTHER_RUN.items():
+        if key.startswith(beginnings) and not (name == "environment" and key.endswith(_HARMLESS_ENDINGS)):
+            return name
+    return None
+
+
+def _refusal(checkpoint: Path, refused: Mapping[ResumeChange, list[Difference]], names: list[ResumeChange]) -> str:
+    lines = [f"  - {name}: {difference}" for name, found in refused.items() for difference in found[:_LINES]]
+    effects = [f"  {name}: {_EFFECT[name]}" for name in refused]
+    return "\n".join(
+        [
+            f"the run in {checkpoint.parent} is another one; its {checkpoint.name} was written with",
+            *lines,
+            "A run of its own needs another checkpointing.checkpoint_dir (and logger.log_dir). To go on from this "
+            f"checkpoint all the same: checkpointing.resume=[{','.join(names)}]; then",
+            *effects,
+        ]
+    )

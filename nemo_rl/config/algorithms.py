@@ -1,0 +1,279 @@
+"""Keys of `grpo.*`, `reward_penalties.*`, `loss_fn.*` and `sft.*`: when a run generates, trains, validates and stops,
+how rewards become advantages, and what is minimised.
+
+The formulas are in `nemo_rl.loss` and `nemo_rl.algorithms`; this file names their switches. Knows nothing of models or
+devices. Invariant: every default equals the one of NeMo-RL's exemplar recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from nemo_rl.config.section import DefaultFrom, NotYet, Section
+
+
+class RewardShapingConfig(Section):
+    """`grpo.reward_shaping`: DAPO's penalty for responses that come close to the length limit
+    (https://arxiv.org/abs/2503.14476, eq. 13).
+    """
+
+    enabled: bool = Field(False, description="Shape rewards by response length.")
+    overlong_buffer_length: NonNegativeInt = Field(
+        128, description="Tokens before max_response_length over which the penalty grows."
+    )
+    overlong_buffer_penalty: float = Field(1.0, description="Penalty at max_response_length, in reward units.")
+    max_response_length: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
+        512, description="Response length, in tokens, at which the penalty reaches overlong_buffer_penalty."
+    )
+    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Factor on the rewards of truncated responses; when set, the overlong_* keys are not used."
+    )
+
+
+class RewardScalingConfig(Section):
+    """`grpo.reward_scaling`: clamp to the source range, then map linearly onto the target range."""
+
+    enabled: bool = Field(False, description="Scale rewards before shaping.")
+    source_min: float = Field(0.0, description="Lower end of the source range; smaller rewards are clamped to it.")
+    source_max: float = Field(1.0, description="Upper end of the source range; larger rewards are clamped to it.")
+    target_min: float = Field(0.0, description="What source_min becomes.")
+    target_max: float = Field(1.0, description="What source_max becomes.")
+
+
+class AdvEstimatorConfig(Section):
+    """`grpo.adv_estimator`: how group rewards become per-token advantages."""
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = Field(
+        "grpo", description="Estimator; opd needs on_policy_distillation."
+    )
+    normalize_rewards: Annotated[bool, DefaultFrom("${grpo.normalize_rewards}")] = Field(
+        True, description="Divide by the group's standard deviation."
+    )
+    use_leave_one_out_baseline: Annotated[bool, DefaultFrom("${grpo.use_leave_one_out_baseline}")] = Field(
+        True, description="Baseline of a sample is the mean of the other samples of its group."
+    )
+    minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group mean first.")
+    reward_weights: list[float] | dict[str, float] | None = Field(
+        None,
+        description="gdpo: weight of each reward/<name> component, by name, or in the order of the sorted "
+        "names; null weighs each 1.",
+    )
+
+
+class AsyncGRPOConfig(Section):
+    """`grpo.async_grpo`: rollouts run ahead of training into a replay buffer."""
+
+    enabled: bool = Field(False, description="Train while later prompts generate.")
+    max_trajectory_age_steps: NonNegativeInt = Field(
+        1, description="How many steps older than the trained weights a trajectory may be."
+    )
+    max_generation_failures: NonNegativeInt = Field(
+        0, description="Consecutive failed rollouts tolerated before the run stops."
+    )
+    in_flight_weight_updates: bool = Field(False, description="Refit without waiting for running requests.")
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        False, description="Drop the KV cache of running requests after a refit."
+    )
+    mixed_versions: Literal["importance", "mask", "drop"] = Field(
+        "importance",
+        description="What a sample made by several weight versions is worth: corrected by importance, its "
+        "older tokens masked, or dropped.",
+    )
+
+
+class GRPOConfig(Section):
+    """`grpo.*`: the training loop."""
+
+    num_prompts_per_step: PositiveInt = Field(32, description="Prompts per RL step.")
+    num_generations_per_prompt: PositiveInt = Field(16, description="Samples per prompt: the group size.")
+    max_rollout_turns: PositiveInt = Field(1, description="Rounds of generation and environment per sample.")
+    max_num_epochs: PositiveInt = Field(
+        1, description="Passes over the training data; ignored with several dataloaders."
+    )
+    max_num_steps: PositiveInt = Field(
+        1_000_000, description="RL steps; whichever of epochs and steps is reached first ends the run."
+    )
+    normalize_rewards: bool = Field(True, description="Divide advantages by the group's standard deviation.")
+    use_leave_one_out_baseline: bool = Field(
+        True, description="Leave a sample out of its own baseline; also used by dynamic sampling's deviation."
+    )
+    val_period: int = Field(10, description="RL steps between validations; 0 or less switches them off.")
+    val_start_at: int = Field(
+        -1, description="First RL step after which periodic validation runs; -1 means from the start."
+    )
+    val_at_start: bool = Field(False, description="Validate before the first step; logged as step 0.")
+    val_at_end: bool = Field(False, description="Validate after the last step.")
+    max_val_samples: PositiveInt | None = Field(
+        256,
+        description="Prompts per validation, null for all of them; floor(max_val_samples / val_batch_size) batches "
+        "run, at least one.",
+    )
+    val_batch_size: PositiveInt | None = Field(
+        256, description="Prompts per validation batch; null takes all prompts of a validation at once."
+    )
+    val_num_generations_per_prompt: PositiveInt = Field(
+        1, description="Samples per validation prompt; k > 1 adds the metric pass_k."
+    )
+    stop_at_validation_metric: str | None = Field(
+        None, description="Validation metric that ends the run early; null never does."
+    )
+    stop_at_validation_threshold: float | None = Field(
+        None, description="The run ends, after a checkpoint, once the metric is at least this."
+    )
+    overlong_filtering: bool = Field(
+        False, description="Take no loss from truncated samples; their rewards still count in the baseline."
+    )
+    advantage_clip_low: float | None = Field(
+        None, description="Lower clamp on advantages after normalisation; null does not clamp."
+    )
+    advantage_clip_high: float | None = Field(
+        None, description="Upper clamp on advantages after normalisation; null does not clamp."
+    )
+    use_dynamic_sampling: bool = Field(
+        False, description="Drop prompt groups whose rewards do not differ and generate more (DAPO)."
+    )
+    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+        10, description="Generation batches per step before dynamic sampling gives up with an error."
+    )
+    batch_multiplier: float = Field(
+        1, ge=1, description="Loader batch is num_prompts_per_step times this; above 1 only with dynamic sampling."
+    )
+    reward_shaping: RewardShapingConfig = Field(RewardShapingConfig(), description="Length penalty.")
+    reward_scaling: RewardScalingConfig = Field(RewardScalingConfig(), description="Linear map of rewards.")
+    adv_estimator: AdvEstimatorConfig = Field(AdvEstimatorConfig(), description="Advantage estimator.")
+    seq_logprob_error_threshold: float | None = Field(
+        None,
+        description="Sequences whose mean exp|generation - training log-probability| exceeds this are "
+        "masked; null masks none.",
+    )
+    invalid_tool_call_advantage: Annotated[float | None, NotYet("flags of assistant messages come from NeMo-Gym")] = (
+        Field(None, description="Advantage given to messages with an invalid tool call.")
+    )
+    malformed_thinking_advantage: Annotated[float | None, NotYet("flags of assistant messages come from NeMo-Gym")] = (
+        Field(None, description="Advantage given to messages with malformed thinking tags.")
+    )
+    skip_reference_policy_logprobs_calculation: bool = Field(
+        False, description="Skip the reference pass; needs a KL penalty of 0, which implies it."
+    )
+    calculate_advantages_on_gpu: bool = Field(
+        False,
+        description="Accepted from older recipes; no effect: advantages are one number per sample, computed "
+        "on the host in microseconds.",
+    )
+    deduplicate_multimodal_data: Annotated[bool, NotYet("vision-language and audio models")] = Field(
+        False, description="Share images between samples of a group."
+    )
+    debug_payload_metrics: bool = Field(
+        False,
+        description="Accepted from older recipes; no effect: data_plane.observability.enabled counts the "
+        "bytes that move between stages.",
+    )
+    seed: int = Field(42, description="Seed of the run: data order, sampling, initial weights.")
+    async_grpo: AsyncGRPOConfig = Field(AsyncGRPOConfig(), description="Asynchronous training.")
+    rollout_record: str | None = Field(
+        None, description="Directory to which every step's rollouts are written; null writes none."
+    )
+    rollout_replay: str | None = Field(
+        None, description="Directory from which rollouts are read instead of generating; null generates."
+    )
+
+
+class PenaltyTokenIdsConfig(Section):
+    """`reward_penalties.token_ids`."""
+
+    unwanted: list[int] | None = Field(None, description="Token ids counted by penalize_unwanted_tokens.")
+    think_open: list[int] | int | None = Field(None, description="Token id, or ids, that open a thinking block.")
+    think_close: list[int] | int | None = Field(None, description="Token id, or ids, that close a thinking block.")
+
+
+class RewardPenaltiesConfig(Section):
+    """`reward_penalties.*`: penalties on NeMo-Gym trajectories."""
+
+    penalize_duplicated_reasoning: bool = Field(False, description="Penalise reasoning repeated in the answer.")
+    penalize_empty_final_answer: bool = Field(False, description="Penalise an empty final answer.")
+    penalize_unwanted_tokens: bool = Field(False, description="Penalise the tokens of token_ids.unwanted.")
+    penalize_malformed_think_tag: bool = Field(False, description="Penalise unbalanced thinking tags.")
+    token_ids: PenaltyTokenIdsConfig = Field(
+        PenaltyTokenIdsConfig(), description="Token ids that the penalties look for."
+    )
+
+
+class ClippedPGLossConfig(Section):
+    """`loss_fn.*`."""
+
+    loss_class: str | None = Field(
+        None,
+        alias="class",
+        description="Dotted path of a loss of your own, built with this section; null: the clipped loss.",
+    )
+    reference_policy_kl_penalty: NonNegativeFloat = Field(
+        0.01, description="Weight of the KL term to the reference policy; 0 loads no reference model."
+    )
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="KL estimator (http://joschu.net/blog/kl-approx.html)."
+    )
+    kl_input_clamp_value: float | None = Field(
+        20.0, description="Clamp on the log-ratio before the estimator; null does not clamp."
+    )
+    kl_output_clamp_value: float | None = Field(10.0, description="Clamp on the KL of a token; null does not clamp.")
+    ratio_clip_min: NonNegativeFloat = Field(0.2, description="The ratio is clipped below at 1 - this.")
+    ratio_clip_max: NonNegativeFloat = Field(0.2, description="The ratio is clipped above at 1 + this.")
+    ratio_clip_c: float | None = Field(
+        None, gt=1, description="Dual clip: bound -A*c for negative advantages; null is off, usual is 3."
+    )
+    use_on_policy_kl_approximation: bool = Field(
+        False, description="Weigh the KL by the ratio of the current to the generating policy."
+    )
+    use_kl_in_reward: bool = Field(
+        False, description="Subtract the KL from the reward instead of adding it to the loss (reinforce_plus_plus)."
+    )
+    use_importance_sampling_correction: bool = Field(
+        False, description="Weigh tokens by training over generation probability."
+    )
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
+        None, description="How importance weights are truncated."
+    )
+    truncated_importance_sampling_ratio: float | None = Field(
+        None, gt=0, description="Upper bound of the importance weight; null does not truncate."
+    )
+    truncated_importance_sampling_ratio_min: float | None = Field(
+        None, ge=0, description="Lower bound; mandatory for icepop and seq-mask-tis."
+    )
+    sequence_level_importance_ratios: bool = Field(
+        False, description="One ratio per sequence (GSPO); needs token_level_loss false."
+    )
+    token_level_loss: bool = Field(
+        True, description="Average over all tokens of the batch; false averages each sequence first."
+    )
+    force_on_policy_ratio: bool = Field(False, description="Take the ratio as 1; needs one optimizer step per RL step.")
+    use_cispo: bool = Field(
+        False,
+        description="CISPO: clipped, detached ratio times the log-probability (https://arxiv.org/abs/2506.13585).",
+    )
+    disable_ppo_ratio: bool = Field(False, description="REINFORCE: no ratio at all.")
+    positive_example_nll_weight: NonNegativeFloat = Field(
+        0.0, description="Weight of VAPO's negative log-likelihood on rewarded samples."
+    )
+
+
+class SFTConfig(Section):
+    """`sft.*`."""
+
+    max_num_epochs: PositiveInt = Field(1, description="Passes over the training data.")
+    max_num_steps: PositiveInt = Field(
+        60, description="Optimizer steps; whichever of epochs and steps is reached first ends the run."
+    )
+    val_period: int = Field(10, description="Steps between validations; 0 or less switches them off.")
+    val_batches: int = Field(8, description="Batches per validation; 0 or less takes all.")
+    val_global_batch_size: PositiveInt = Field(32, description="Samples per validation batch.")
+    val_micro_batch_size: PositiveInt = Field(
+        1, description="Samples per validation microbatch and data-parallel rank."
+    )
+    val_at_start: bool = Field(True, description="Validate before the first step; logged as step 0.")
+    val_at_end: bool = Field(False, description="Validate after the last step.")
+    only_unmask_final: bool = Field(
+        False, description="Train on the last message of a conversation only, not on every answer in it."
+    )
+    seed: int = Field(42, description="Seed of the run: data order and initial weights.")

@@ -1,0 +1,149 @@
+"""Keys of `cluster.*`, `logger.*`, `data_plane.*` and `weight_sync.*`: what a run stands on.
+
+Accelerators and ports, where metrics go, where rollouts lie, how weights travel. Knows
+names of backends and transports, not the backends. Capacities are in rows, sizes in bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from nemo_rl.config.section import NotYet, Section
+
+
+class ClusterConfig(Section):
+    """`cluster.*`."""
+
+    gpus_per_node: PositiveInt = Field(1, description="Accelerator slots per node: GPUs, or CPU slots with device cpu.")
+    num_nodes: PositiveInt = Field(1, description="Nodes.")
+    master_port_range_low: int = Field(1400, ge=1, le=65535, description="First port for process groups.")
+    master_port_range_high: int = Field(1999, ge=1, le=65535, description="Last port for process groups.")
+    segment_size: PositiveInt | None = Field(
+        None,
+        description="Accepted from older recipes; no effect: Ray does not know NVLink segments, so nodes are "
+        "taken wherever their slots are free.",
+    )
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto", description="Kind of accelerator slot; auto takes CUDA where there is a GPU."
+    )
+    cpu_slots: PositiveInt = Field(2, description="Accelerator slots that a machine without GPUs offers.")
+    cpu_slot_memory_gb: float = Field(4, gt=0, description="Memory budget of one CPU slot, in GB.")
+
+
+class WandbConfig(Section):
+    """`logger.wandb`; further keys pass to wandb.init."""
+
+    model_config = ConfigDict(extra="allow")
+
+    project: str = Field("grpo-dev", description="Project.")
+    name: str = Field("grpo-dev-logger", description="Run name.")
+    entity: str | None = Field(None, description="Team or user; null: the default one.")
+    log_nemo_gym_full_result_tables: Annotated[bool, NotYet("NeMo-Gym")] = Field(
+        False, description="Upload NeMo-Gym's result tables."
+    )
+
+
+class SwanlabConfig(Section):
+    """`logger.swanlab`; further keys pass to swanlab.init."""
+
+    model_config = ConfigDict(extra="allow")
+
+    project: str = Field("grpo-dev", description="Project.")
+    name: str = Field("grpo-dev-logger", description="Run name.")
+
+
+class MlflowConfig(Section):
+    """`logger.mlflow`."""
+
+    experiment_name: str = Field("grpo-dev", description="Experiment.")
+    run_name: str | None = Field("grpo-dev-logger", description="Run name.")
+    run_id: str | None = Field(None, description="Run to continue.")
+    tracking_uri: str | None = Field(None, description="Tracking server; null: a local directory.")
+    artifact_location: str | None = Field(None, description="Where artifacts go.")
+
+
+class GpuMonitoringConfig(Section):
+    """`logger.gpu_monitoring`."""
+
+    collection_interval: float = Field(10, gt=0, description="Seconds between samples.")
+    flush_interval: float = Field(10, gt=0, description="Seconds between writes to the log.")
+
+
+class LoggerConfig(Section):
+    """`logger.*`."""
+
+    log_dir: str = Field("logs", description="Directory of logs; each run takes the next exp_NNN in it.")
+    num_val_samples_to_print: NonNegativeInt = Field(
+        0, description="Validation samples shown on the terminal per validation, from best to worst."
+    )
+    wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
+    tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
+    mlflow_enabled: bool = Field(False, description="Log to MLflow.")
+    swanlab_enabled: bool = Field(False, description="Log to SwanLab.")
+    wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
+    tensorboard: dict[str, Any] = Field(default_factory=dict, description="Arguments of TensorBoard's SummaryWriter.")
+    mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow.")
+    swanlab: SwanlabConfig = Field(SwanlabConfig(), description="SwanLab.")
+    monitor_gpus: bool = Field(True, description="Sample accelerator and memory use.")
+    gpu_monitoring: GpuMonitoringConfig = Field(GpuMonitoringConfig(), description="Sampling of accelerator use.")
+
+
+class ObservabilityConfig(Section):
+    """`data_plane.observability`."""
+
+    enabled: bool = Field(
+        False, description="Count bytes, keys and operations of the data plane, in the log and as Prometheus metrics."
+    )
+
+
+class DataPlaneConfig(Section):
+    """`data_plane.*`."""
+
+    enabled: bool = Field(False, description="Keep rollouts in the data plane.")
+    impl: Literal["transfer_queue"] = Field("transfer_queue", description="Implementation.")
+    backend: Literal["simple", "mooncake_cpu"] = Field(
+        "simple", description="Storage behind TransferQueue: its own actors, or Mooncake in the hosts' memory."
+    )
+    storage_capacity: PositiveInt = Field(
+        1_000_000, description="simple: most rows stored at a time, all partitions together."
+    )
+    num_storage_units: PositiveInt = Field(2, description="simple: storage actors, spread over the nodes.")
+    claim_meta_poll_interval_s: float = Field(
+        0.5, gt=0, description="Seconds between looks for rows or for space that are not there yet."
+    )
+    full_wait_s: float = Field(60.0, ge=0, description="Seconds a write waits for space before it fails.")
+    global_segment_size: PositiveInt | None = Field(
+        None,
+        description="mooncake_cpu: bytes of the segment that each process adds to the store; null: a 32nd of "
+        "the host's memory.",
+    )
+    local_buffer_size: PositiveInt | None = Field(
+        None, description="mooncake_cpu: bytes of each process's buffer; null: a 128th of the host's memory."
+    )
+    controller_address: Annotated[str | None, NotYet("joining a data plane that another run started")] = Field(
+        None, description="Address of a running controller; null starts one."
+    )
+    ack_timeout_ms: PositiveInt | None = Field(
+        None, description="Milliseconds that an operation of the data plane may take; null: 120,000."
+    )
+    observability: ObservabilityConfig = Field(ObservabilityConfig(), description="Counters.")
+
+
+class WeightSyncConfig(Section):
+    """`weight_sync.*`."""
+
+    transport: Literal["auto", "cuda_ipc", "nccl", "host"] = Field(
+        "auto",
+        description="Transport to each target device: auto chooses; cuda_ipc and host refuse targets they "
+        "cannot reach; "
+        "nccl makes a group of the other GPUs, and reaches the sender's own GPU by CUDA IPC.",
+    )
+    bucket_bytes: PositiveInt = Field(
+        256 * 1024**2,
+        description="Size of a bucket. By host, two of them are staged in shared memory; on GPUs as many as "
+        "policy.refit_buffer_size_gb allows.",
+    )
+    verify: bool = Field(False, description="Compare checksums of both sides after each sync.")
+    timeout_s: float = Field(150.0, gt=0, description="Seconds that a whole sync may take.")

@@ -1,0 +1,244 @@
+"""Rules of batches, lengths, losses and rewards: what must divide what, what must fit, and which switches exclude each
+other.
+
+Sizes are in samples, lengths in tokens. One function per reason; assumes the parallel sizes to be sound, which
+`rules.py` checks, and knows no formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from nemo_rl.config.errors import Problem
+from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.placement import data_parallel_size
+from nemo_rl.config.section import not_built
+
+
+def global_batch_divides(config: RootConfig) -> Iterator[str]:
+    policy, ranks = config.policy, data_parallel_size(config)
+    size = policy.train_global_batch_size
+    if size % ranks:
+        yield f"policy.train_global_batch_size is {size}, which the {ranks} data-parallel ranks do not divide"
+    elif _fixed_microbatches(config) and (size // ranks) % policy.train_micro_batch_size:
+        yield (
+            f"policy.train_micro_batch_size is {policy.train_micro_batch_size}, which does not divide the "
+            f"{size // ranks} samples of a rank "
+            f"(policy.train_global_batch_size {size} / {ranks} data-parallel ranks)"
+        )
+
+
+def step_divides_into_optimizer_steps(config: MasterConfig) -> Iterator[str]:
+    grpo, policy = config.grpo, config.policy
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    if samples % policy.train_global_batch_size:
+        yield (
+            f"policy.train_global_batch_size is {policy.train_global_batch_size}, which does not divide the "
+            f"{samples} samples of a step "
+            f"(grpo.num_prompts_per_step {grpo.num_prompts_per_step} * grpo.num_generations_per_prompt "
+            f"{grpo.num_generations_per_prompt})"
+        )
+    ranks = data_parallel_size(config)
+    if samples % ranks == 0 and _fixed_microbatches(config) and (samples // ranks) % policy.logprob_batch_size:
+        yield (
+            f"policy.logprob_batch_size is {policy.logprob_batch_size}, which does not divide the "
+            f"{samples // ranks} samples of a rank and step"
+        )
+
+
+def loader_batch_is_whole(config: MasterConfig) -> Iterator[str]:
+    grpo = config.grpo
+    if grpo.batch_multiplier > 1 and not grpo.use_dynamic_sampling:
+        yield f"grpo.batch_multiplier is {grpo.batch_multiplier}; above 1 it needs grpo.use_dynamic_sampling: true"
+    if not float(grpo.num_prompts_per_step * grpo.batch_multiplier).is_integer():
+        yield (
+            "grpo.num_prompts_per_step * grpo.batch_multiplier is "
+            f"{grpo.num_prompts_per_step * grpo.batch_multiplier}, which is no whole number of prompts"
+        )
+
+
+def early_stop_has_its_metric(config: MasterConfig) -> Iterator[str]:
+    grpo, prefix = config.grpo, "grpo.stop_at_validation_metric"
+    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
+        yield f"{prefix} and grpo.stop_at_validation_threshold belong together; set both or neither"
+    if grpo.stop_at_validation_metric == "pass_k" and grpo.val_num_generations_per_prompt < 2:
+        yield f"{prefix}: pass_k needs grpo.val_num_generations_per_prompt above 1"
+
+
+def sequences_fit(config: RootConfig) -> Iterator[str]:
+    policy = config.policy
+    longest = (
+        -(-policy.max_total_sequence_length // policy.make_sequence_length_divisible_by)
+        * policy.make_sequence_length_divisible_by
+    )
+    for name, batching in (
+        ("sequence_packing", policy.sequence_packing),
+        ("dynamic_batching", policy.dynamic_batching),
+    ):
+        for key, tokens in (
+            ("train_mb_tokens", batching.train_mb_tokens),
+            ("logprob_mb_tokens", batching.logprob_mb_tokens),
+        ):
+            if batching.enabled and tokens < longest:
+                yield (
+                    f"policy.{name}.{key} is {tokens}, too small for one sequence of "
+                    f"policy.max_total_sequence_length {policy.max_total_sequence_length}"
+                )
+
+
+def sft_validation_divides(config: SFTMasterConfig) -> Iterator[str]:
+    sft, ranks = config.sft, data_parallel_size(config)
+    validates = sft.val_period > 0 or sft.val_at_start or sft.val_at_end
+    if validates and sft.val_global_batch_size % (
+        ranks * (sft.val_micro_batch_size if _fixed_microbatches(config) else 1)
+    ):
+        yield (
+            f"sft.val_global_batch_size is {sft.val_global_batch_size}, which {ranks} data-parallel ranks with "
+            f"sft.val_micro_batch_size {sft.val_micro_batch_size} do not divide"
+        )
+
+
+def _fixed_microbatches(config: RootConfig) -> bool:
+    return not (config.policy.sequence_packing.enabled or config.policy.dynamic_batching.enabled)
+
+
+BATCH_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
+    global_batch_divides,
+    step_divides_into_optimizer_steps,
+    loader_batch_is_whole,
+    early_stop_has_its_metric,
+    sequences_fit,
+)
+SFT_BATCH_RULES: tuple[Callable[[SFTMasterConfig], Iterator[str]], ...] = (
+    global_batch_divides,
+    sequences_fit,
+    sft_validation_divides,
+)
+
+
+def cispo_stands_alone(config: MasterConfig) -> Iterator[str]:
+    loss = config.loss_fn
+    if not loss.use_cispo:
+        return
+    others = {
+        "disable_ppo_ratio": loss.disable_ppo_ratio,
+        "force_on_policy_ratio": loss.force_on_policy_ratio,
+        "sequence_level_importance_ratios": loss.sequence_level_importance_ratios,
+        "ratio_clip_c": loss.ratio_clip_c is not None,
+    }
+    for name in (name for name, used in others.items() if used):
+        yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other"
+    if not loss.token_level_loss:
+        yield "loss_fn.use_cispo needs loss_fn.token_level_loss: true"
+
+
+def sequence_ratios_need_a_sequence_loss(config: MasterConfig) -> Iterator[str]:
+    if config.loss_fn.sequence_level_importance_ratios and config.loss_fn.token_level_loss:
+        yield (
+            "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false (GSPO averages "
+            "each sequence first)"
+        )
+
+
+def truncation_has_its_bounds(config: MasterConfig) -> Iterator[str]:
+    loss, prefix = config.loss_fn, "loss_fn.truncated_importance_sampling"
+    kind, high, low = (
+        loss.truncated_importance_sampling_type,
+        loss.truncated_importance_sampling_ratio,
+        loss.truncated_importance_sampling_ratio_min,
+    )
+    if kind is None:
+        if high is not None or low is not None:
+            yield (
+                f"{prefix}_ratio is {high} and {prefix}_ratio_min is {low}, but {prefix}_type is null, so "
+                "nothing would be truncated; tis is the plain clamp"
+            )
+        return
+    if not loss.use_importance_sampling_correction:
+        yield f"{prefix}_type {kind!r} needs loss_fn.use_importance_sampling_correction: true"
+    if high is None:
+        yield f"{prefix}_type {kind!r} needs {prefix}_ratio, the upper bound"
+    if kind in ("icepop", "seq-mask-tis") and low is None:
+        yield f"{prefix}_type {kind!r} needs {prefix}_ratio_min, the lower bound"
+    if high is not None and low is not None and low > high:
+        yield f"{prefix}_ratio_min {low} is above {prefix}_ratio {high}"
+    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        yield f"{prefix}_type 'seq-mask-tis' and loss_fn.sequence_level_importance_ratios exclude each other"
+
+
+def on_policy_ratio_needs_one_optimizer_step(config: MasterConfig) -> Iterator[str]:
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if config.loss_fn.force_on_policy_ratio and config.policy.train_global_batch_size != samples:
+        yield (
+            "loss_fn.force_on_policy_ratio needs policy.train_global_batch_size "
+            f"({config.policy.train_global_batch_size}) to be "
+            f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt ({samples}): one optimizer step per RL step"
+        )
+
+
+def kl_has_a_reference(config: MasterConfig) -> Iterator[str]:
+    loss, grpo = config.loss_fn, config.grpo
+    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
+        yield (
+            "grpo.skip_reference_policy_logprobs_calculation needs loss_fn.reference_policy_kl_penalty: 0, "
+            f"not {loss.reference_policy_kl_penalty}: without reference log-probabilities there is no KL"
+        )
+
+
+def kl_in_reward_has_previous_logprobs(config: MasterConfig) -> Iterator[str]:
+    loss, grpo = config.loss_fn, config.grpo
+    if not loss.use_kl_in_reward:
+        return
+    skipped = loss.force_on_policy_ratio and grpo.seq_logprob_error_threshold is None
+    if loss.reference_policy_kl_penalty != 0 and skipped:
+        yield (
+            "loss_fn.use_kl_in_reward needs previous log-probabilities, which loss_fn.force_on_policy_ratio skips; "
+            "set grpo.seq_logprob_error_threshold, or switch one of them off"
+        )
+    if grpo.adv_estimator.name != "reinforce_plus_plus":
+        yield (
+            "loss_fn.use_kl_in_reward needs grpo.adv_estimator.name: reinforce_plus_plus, not "
+            f"{grpo.adv_estimator.name}"
+        )
+
+
+def fp8_generation_is_corrected(config: MasterConfig) -> Iterator[str]:
+    if config.policy.generation.vllm_cfg.precision == "fp8" and not config.loss_fn.use_importance_sampling_correction:
+        yield "policy.generation.vllm_cfg.precision: fp8 needs loss_fn.use_importance_sampling_correction: true"
+
+
+def distillation_has_teachers(config: MasterConfig) -> Iterator[Problem]:
+    if config.grpo.adv_estimator.name == "opd" and not config.on_policy_distillation.enabled:
+        yield not_built("grpo.adv_estimator.name", "opd", "on-policy distillation", "choose another estimator")
+
+
+def ranges_are_ranges(config: MasterConfig) -> Iterator[str]:
+    grpo = config.grpo
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if low is not None and high is not None and low > high:
+        yield f"grpo.advantage_clip_low {low} is above grpo.advantage_clip_high {high}"
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        yield f"grpo.reward_scaling.source_min {scaling.source_min} is not below source_max {scaling.source_max}"
+    if (
+        shaping.enabled
+        and shaping.stop_properly_penalty_coef is None
+        and shaping.overlong_buffer_length > shaping.max_response_length
+    ):
+        yield (
+            f"grpo.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is longer than "
+            f"grpo.reward_shaping.max_response_length {shaping.max_response_length}"
+        )
+
+
+LOSS_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
+    cispo_stands_alone,
+    sequence_ratios_need_a_sequence_loss,
+    truncation_has_its_bounds,
+    on_policy_ratio_needs_one_optimizer_step,
+    kl_has_a_reference,
+    kl_in_reward_has_previous_logprobs,
+    fp8_generation_is_corrected,
+    distillation_has_teachers,
+    ranges_are_ranges,
+)

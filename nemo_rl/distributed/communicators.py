@@ -1,0 +1,119 @@
+"""Process groups whose communicators can be dropped and made again, while whoever holds the groups keeps working.
+
+A communicator of NCCL keeps device memory as long as it lives. Here every group of a device backend is destroyed, and
+later made again with the same ranks; all objects of the process that held the old group hold the new one afterwards,
+whichever framework they belong to, and it answers to the old name too. Knows no framework. Invariants: groups are made
+in the same order on all ranks; nobody holds a group that was destroyed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import CellType, ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
+from torch.distributed import distributed_c10d
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    group: Any
+    name: Any
+    ranks: tuple[int, ...]
+
+
+class Communicators:
+    """The groups of this process, but for the default one and those that are kept.
+
+    Args:
+        backend: Which groups: those of this backend.
+        timeout_s: Deadline of their collectives.
+        host_group: A group of all ranks on the host, over which ranks agree on what to make; it is never dropped.
+    """
+
+    def __init__(self, backend: str, timeout_s: float, host_group: Any) -> None:
+        self._backend = backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._host_group = host_group
+        self._dropped: list[_Dropped] = []
+
+    @property
+    def dropped(self) -> bool:
+        """Whether groups wait to be made again."""
+        return bool(self._dropped)
+
+    def drop(self) -> None:
+        """Destroys the groups. Collective; nothing to do when they are gone."""
+        if self._dropped:
+            return
+        kept = (dist.group.WORLD, self._host_group)
+        dist.barrier(group=self._host_group)
+        for group, (backend, _store) in list(distributed_c10d._world.pg_map.items()):
+            if backend != self._backend or any(group is other for other in kept):
+                continue
+            entry = _Dropped(group, group.group_name, tuple(dist.get_process_group_ranks(group)))
+            self._dropped.append(entry)
+        for entry in self._dropped:
+            dist.destroy_process_group(entry.group)
+        logger.info("communicators=dropped groups=%d", len(self._dropped))
+
+    def rebuild(self) -> None:
+        """Makes the groups again. Collective; nothing to do when none was dropped."""
+        if not self._dropped:
+            return
+        waiting: dict[tuple[int, ...], list[_Dropped]] = {}
+        for entry in self._dropped:
+            waiting.setdefault(entry.ranks, []).append(entry)
+        for ranks in self._agreed(Counter({ranks: len(entries) for ranks, entries in waiting.items()})):
+            group: Any = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
+            if ranks in waiting:
+                entry = waiting[ranks].pop(0)
+                _register_process_group(entry.name, group)
+                _replace_everywhere(entry.group, group)
+        logger.info("communicators=rebuilt groups=%d", len(self._dropped))
+        self._dropped = []
+
+    def _agreed(self, own: Counter[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Every group of any rank, as often as its members have it, in an order that is the same on all."""
+        said: list[Any] = [None] * dist.get_world_size(self._host_group)
+        dist.all_gather_object(said, own, group=self._host_group)
+        most: Counter[tuple[int, ...]] = Counter()
+        for counts in said:
+            most |= counts
+        return sorted(most.elements())
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    for holder in gc.get_referrers(old):
+        if isinstance(holder, _Dropped):
+            continue
+        if isinstance(holder, dict):
+            _replace_in_dict(holder, old, new)
+        elif isinstance(holder, list):
+            holder[:] = [new if item is old else item for item in holder]
+        elif isinstance(holder, CellType):
+            holder.cell_contents = new
+        elif isinstance(holder, tuple):
+            _replace_everywhere(holder, type(holder)(_replaced(holder, old, new)))
+        elif not isinstance(holder, ModuleType) and hasattr(holder, "__dict__"):
+            _replace_in_dict(vars(holder), old, new)
+
+
+def _replaced(items: Sequence[Any], old: Any, new: Any) -> list[Any]:
+    return [new if item is old else item for item in items]
+
+
+def _replace_in_dict(holder: Any, old: Any, new: Any) -> None:
+    for key in [key for key, value in holder.items() if value is old]:
+        holder[key] = new
+    if any(key is old for key in holder):
+        holder[new] = holder.pop(old)

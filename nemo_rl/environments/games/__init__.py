@@ -1,0 +1,1 @@
+"""NeMo-RL's import path for games."""

@@ -1,0 +1,151 @@
+"""Low-rank adapters on a model's linear layers (https://arxiv.org/abs/2106.09685): only they are trained.
+
+A layer keeps its class's place and its weight's name; beside the frozen weight it gets `lora_A` `[rank, in]` and
+`lora_B` `[out, rank]`, whose product starts at 0. Knows modules, not files or ranks. Invariants: without its adapters
+the model is the base model bit for bit; the output projection of the vocabulary is never adapted.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from nemo_rl.config import LoraConfig
+from nemo_rl.models.policy.model_config import UnsupportedModelError
+
+FACTORS = ("lora_A", "lora_B")
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with a frozen weight and a trained low-rank product beside it.
+
+    Attributes:
+        lora_A, lora_B: the factors.
+        scale: alpha / rank.
+        adapted: false computes with the base weight alone.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scale: float
+    dropout: float
+    drops_input: bool
+    adapted: bool
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        base = F.linear(input, self.weight, self.bias)
+        if not self.adapted:
+            return base
+        inner = F.dropout(input, self.dropout, self.training and self.drops_input)
+        change = F.linear(F.linear(inner, self.lora_A), self.lora_B) * self.scale
+        return base + F.dropout(change, self.dropout, self.training and not self.drops_input)
+
+
+def apply_adapters(model: nn.Module, cfg: LoraConfig) -> list[str]:
+    """Freezes the model and gives the chosen layers adapters, in place; returns their names.
+
+    Raises:
+        UnsupportedModelError: No layer is chosen, or a pattern chooses none.
+    """
+    names = chosen_layers(model, cfg)
+    model.requires_grad_(False)
+    for name in names:
+        _adapt(model.get_submodule(name), cfg)
+    return names
+
+
+def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
+    """Names of the linear layers that get an adapter: all, or those that match `target_modules` (a whole name, its last
+    part, or a pattern with `*`), without those that match `exclude_modules`.
+    """
+    head = getattr(model, "lm_head", None)
+    linear = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
+    for key, patterns in (("target_modules", cfg.target_modules), ("exclude_modules", cfg.exclude_modules)):
+        idle = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in linear)]
+        if idle and (key == "exclude_modules" or not cfg.match_all_linear):
+            kinds = sorted({name.rpartition(".")[2] for name in linear})
+            raise UnsupportedModelError(
+                f"policy.dtensor_cfg.lora_cfg.{key}: {', '.join(idle)} matches no linear layer of "
+                f"{type(model).__name__}; it has {', '.join(kinds)}"
+            )
+    wanted = [name for name in linear if cfg.match_all_linear or any(_matches(name, p) for p in cfg.target_modules)]
+    kept = [name for name in wanted if not any(_matches(name, pattern) for pattern in cfg.exclude_modules)]
+    if not kept:
+        raise UnsupportedModelError(
+            "policy.dtensor_cfg.lora_cfg chooses no layer; set match_all_linear: true, or name target_modules"
+        )
+    return kept
+
+
+def first_factors(model: nn.Module, cfg: LoraConfig) -> dict[str, torch.Tensor]:
+    """Factors at the start, by their names in the model: `lora_A` drawn by its name, `lora_B` 0."""
+    state: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            drawn = torch.empty(cfg.dim, module.in_features)
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if cfg.lora_A_init == "xavier":
+                nn.init.xavier_normal_(drawn, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(drawn, a=5**0.5, generator=generator)
+            state[f"{name}.lora_A"] = drawn
+            state[f"{name}.lora_B"] = torch.zeros(module.out_features, cfg.dim)
+    return state
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter."""
+    return name.rpartition(".")[2] in FACTORS
+
+
+def merged_weight(weight: torch.Tensor, module: AdaptedLinear, device: torch.device) -> torch.Tensor:
+    """The full weight of a layer with its adapter added, in float32. Collective where the layer is sharded."""
+    whole, down, up = (_full(tensor.detach(), device) for tensor in (weight, module.lora_A, module.lora_B))
+    return whole.float() + module.scale * (up.float() @ down.float())
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model has adapters."""
+    return any(isinstance(module, AdaptedLinear) for module in model.modules())
+
+
+@contextmanager
+def base_model(model: nn.Module) -> Iterator[None]:
+    """The model computes without its adapters inside the block."""
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    try:
+        for layer in layers:
+            layer.adapted = False
+        yield
+    finally:
+        for layer in layers:
+            layer.adapted = True
+
+
+def _adapt(layer: Any, cfg: LoraConfig) -> None:
+    kind = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    layer.__class__ = AdaptedLinear
+    layer.lora_A = nn.Parameter(torch.empty(cfg.dim, layer.in_features, **kind))
+    layer.lora_B = nn.Parameter(torch.empty(layer.out_features, cfg.dim, **kind))
+    layer.scale = cfg.alpha / cfg.dim
+    layer.dropout, layer.drops_input = cfg.dropout, cfg.dropout_position == "pre"
+    layer.adapted = True
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
+
+
+def _full(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = tensor.to(device) if tensor.device != device else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,486 @@
+"""The Megatron backend: Megatron-Core's model, pipeline schedules and optimizer behind the policy's `Backend` protocol.
+
+Ties building, passes, residency, export and checkpoints of one rank together; counts and normalisation belong to the
+step. Gradients stay local until the step is finished: Megatron's own hooks that would reduce or scale them after every
+schedule are left empty. Invariants: gradients are reduced over ranks exactly once per step; every rank of a replica
+returns what its last pipeline stage computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.distributed.devices import CPU, CUDA, release_cached_memory
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.megatron import cpu
+from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState, load_optimizer
+from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.megatron.model import BuiltModel, build_model
+from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
+from nemo_rl.models.megatron.residency import MovableStorages, ReferenceWeights, forget_workspaces, optimizer_tensors
+from nemo_rl.models.megatron.weights import ShardedWeights
+from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.microbatch import (
+    idle_microbatch,
+    largest_logits,
+    logit_transform,
+    logprob_rows,
+    microbatch_loss,
+    wants_logits,
+)
+from nemo_rl.models.policy.model_config import compute_dtype, model_config
+from nemo_rl.models.policy.packed import PackedBatch, pack
+from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
+from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.train_step import MicrobatchResult
+from nemo_rl.weight_sync.layout import TensorMeta
+
+# What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
+Ending = Callable[[Mapping[str, Any], PackedBatch, TokenScores | torch.Tensor], tuple[torch.Tensor, Any]]
+
+
+class PipelineStageError(RuntimeError):
+    """Another pipeline stage of this replica failed."""
+
+
+def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> MegatronBackend:
+    """This rank's model, optimizer and schedule, from the base model or a checkpoint. Collective.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+        CheckpointMismatchError: The checkpoint is of another model or optimizer.
+    """
+    virtual = cfg.megatron_cfg.model_overrides.get("virtual_pipeline_model_parallel_size")
+    groups = MegatronGroups(sizes, CUDA if torch.cuda.is_available() else CPU, virtual)
+    hf = model_config(cfg)
+    model = build_model(cfg, hf, groups)
+    weights = ShardedWeights(model.chunks, model.sizes, model.naming, groups)
+    keeps, weights_path = options.init_reference_model, options.weights_path
+    weights.load(weights_path if weights_path is not None and not keeps else cfg.model_name)
+    # The reference is the model the run started from, also when the policy resumes from a checkpoint.
+    copies = [parameter.detach().clone() for parameter in weights.own().values()] if keeps else None
+    if keeps and weights_path is not None:
+        weights.load(weights_path)
+    return MegatronBackend(cfg, groups, hf, model, weights, copies, options)
+
+
+class MegatronBackend:
+    """One rank.
+
+    Args:
+        cfg: The policy section.
+        groups: This rank's.
+        hf: The model's Hugging Face configuration.
+        model: This rank's part of the model, with weights.
+        weights: Its names.
+        reference: Copies of the weights that the run started from, or None.
+        options: Whether it trains, and what it resumes from.
+    """
+
+    def __init__(
+        self,
+        cfg: PolicyConfig,
+        groups: MegatronGroups,
+        hf: Any,
+        model: BuiltModel,
+        weights: ShardedWeights,
+        reference: list[torch.Tensor] | None,
+        options: BackendOptions,
+    ) -> None:
+        self.groups = groups
+        self.weights = weights
+        self.device = groups.device
+        self.model_config = hf
+        self._dtype = compute_dtype(cfg.precision)
+        self._model = model
+        self._chunk_size = cfg.logprob_chunk_size
+        self._clears_cache = cfg.megatron_cfg.empty_unused_memory_level
+        generation = cfg.generation
+        self.transform = logit_transform(generation.temperature, generation.top_p, generation.top_k, hf)
+        self._cut = RowSlice(groups.cp_group if groups.sizes.cp > 1 else None, groups.cp_group.rank(), groups.sizes.cp)
+        frozen = ".mlp.router." if cfg.megatron_cfg.freeze_moe_router else None
+        self._trained = {weight.name: frozen is None or frozen not in weight.name for weight in weights.described}
+        self.chunks: list[Any] = model.chunks
+        self.optimizer: Any = None
+        self.schedule: Any = None
+        if options.init_optimizer:
+            self.chunks = with_gradients(model, cfg)
+            self.optimizer = build_optimizer(self.chunks, cfg)
+            self.schedule = build_schedule(self.optimizer, cfg)
+            if options.optimizer_path is not None:
+                load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
+        self.reference = ReferenceWeights(weights.own().values(), reference) if reference is not None else None
+        self.writer = CheckpointWriter(groups, hf)
+        tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
+        tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
+        self._model_memory = MovableStorages(tensors)
+        self._gradient_memory = MovableStorages(buffer.grad_data for buffer in self._gradient_buffers())
+        self._optimizer_memory: MovableStorages | None = None
+        self._model_tensors = tensors
+        self._at_last_stage = groups.is_last_stage
+
+    @property
+    def rank(self) -> int:
+        """See `Backend`."""
+        return self.groups.rank
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """See `Backend`."""
+        return self.groups.sizes
+
+    def coordinates(self) -> dict[str, int]:
+        """See `Backend`."""
+        return self.groups.coordinates()
+
+    def make_replica_group(self) -> dist.ProcessGroup | None:
+        """See `Backend`."""
+        return self.groups.make_replica_group()
+
+    def kernels(self) -> str:
+        """See `Backend`."""
+        return self._model.kernels
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """See `StepBackend`."""
+        return self.groups.sum_over_data(values)
+
+    def max_over_data(self, value: int) -> int:
+        """See `StepBackend`."""
+        return self.groups.max_over_data(value)
+
+    def gather_over_data(self, numbers: list[int]) -> list[int]:
+        """See `StepBackend`."""
+        return self.groups.gather_over_data(numbers)
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        idle: int,
+        ending: Ending,
+        transform: LogitTransform,
+        *,
+        backward: bool,
+        logits: bool = False,
+        trained_only: bool = False,
+    ) -> list[Any]:
+        """All microbatches through Megatron's schedule; what `ending` made of each, on every rank of the replica."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        cpu.install()
+        virtual = self._model.config.virtual_pipeline_model_parallel_size
+        # The interleaved schedule takes microbatches in groups as large as the pipeline.
+        idle += -(len(microbatches) + idle) % self.sizes.pp if virtual else 0
+        rows: list[Mapping[str, Any] | None] = [*microbatches, *([None] * idle)]
+
+        failures: list[Exception] = []
+
+        def guarded(data: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
+            try:
+                return ending(data, batch, output)
+            except Exception as error:
+                if self.sizes.pp == 1:
+                    raise
+                # Other stages wait for this one's gradients: it goes on with nothing, and all fail together.
+                failures.append(error)
+                return _nothing(output), None
+
+        def forward(batches: Iterator[Mapping[str, Any] | None], chunk: Any) -> Any:
+            data = next(batches)
+            batch = self._packed(data, trained_only=trained_only and data is not None)
+            output = self._through(chunk, batch)
+            return output, partial(self._end, data, batch, guarded, transform, logits, chunk)
+
+        results = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(rows) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(rows),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+        self._raise_together(failures)
+        return self.groups.from_last_stage(list(results)[: len(microbatches)] if self.groups.is_last_stage else None)
+
+    def _raise_together(self, failures: Sequence[Exception]) -> None:
+        said = self.groups.from_last_stage([f"{type(error).__name__}: {error}" for error in failures])
+        if failures:
+            raise failures[0]
+        if said:
+            raise PipelineStageError(f"the last pipeline stage of this replica failed: {said[0]}")
+
+    def _packed(self, data: Mapping[str, Any] | None, *, trained_only: bool = False) -> PackedBatch:
+        multiple = self.sizes.tp * self.sizes.cp
+        return pack(
+            data if data is not None else idle_microbatch(), self.device, multiple=multiple, trained_only=trained_only
+        )
+
+    def _through(self, chunk: Any, batch: PackedBatch) -> torch.Tensor:
+        from nemo_rl.models.megatron.layers import PackedRow
+
+        mine = self._cut.mine(batch)
+        row = PackedRow(segments=self._cut.segments(batch))
+        return chunk(
+            input_ids=batch.input_ids_T[None, mine],
+            position_ids=batch.position_ids_T[None, mine],
+            attention_mask=None,
+            packed_seq_params=row,
+        )
+
+    def _end(
+        self,
+        data: Mapping[str, Any] | None,
+        batch: PackedBatch,
+        ending: Ending,
+        transform: LogitTransform,
+        logits: bool,
+        chunk: Any,
+        hidden: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        if self._model.config.sequence_parallel:
+            # Scoring needs all tokens, and hands back a gradient that is complete on every rank.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        gpt = getattr(chunk, "module", chunk)
+        weight_WD = gpt.shared_embedding_or_output_weight() if self._model.sizes.tied else gpt.output_layer.weight
+        group = self.groups.tp_group if self.sizes.tp > 1 else None
+        output = score_row(
+            hidden.squeeze(1),
+            Projection(weight_WD, None, group, self._chunk_size),
+            batch,
+            transform,
+            self._cut,
+            logits=logits,
+        )
+        # Megatron divides by a number of tokens unless it is told that losses are sums, as they are here.
+        no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
+        if data is None:
+            return _nothing(output), no_tokens, None
+        loss, result = ending(data, batch, output)
+        return loss, no_tokens, result
+
+    def _loss_ending(self, loss_fn: LossFunction) -> Ending:
+        def end(data: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, MicrobatchResult]:
+            loss, result = microbatch_loss(
+                data, loss_fn, batch, output, filters=self.transform.filters, device=self.device
+            )
+            return loss, _for_other_stages(result, self.sizes.pp)
+
+        return end
+
+    def start_step(self) -> None:
+        """See `StepBackend`."""
+        self._require_optimizer()
+        self.discard_gradients()
+
+    def forward_backward(
+        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+    ) -> list[MicrobatchResult]:
+        """See `StepBackend`."""
+        # Every time: log-probabilities may have been computed since the last chunk.
+        self._set_training(True)
+        logits = wants_logits(loss_fn)
+        results = self._run(
+            microbatches,
+            idle,
+            self._loss_ending(loss_fn),
+            self.transform,
+            backward=True,
+            logits=logits,
+            trained_only=not logits,
+        )
+        if self._clears_cache == 2:
+            release_cached_memory(self.device)
+        return results
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    @torch.no_grad()
+    def evaluate(
+        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+    ) -> list[MicrobatchResult]:
+        """See `Backend`."""
+        self._set_training(False)
+        logits = wants_logits(loss_fn)
+        return self._run(
+            microbatches,
+            idle,
+            self._loss_ending(loss_fn),
+            self.transform,
+            backward=False,
+            logits=logits,
+            trained_only=not logits,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, microbatches: Sequence[Mapping[str, Any]], *, filtered: bool, idle: int) -> list[torch.Tensor]:
+        """See `Backend`."""
+        self._set_training(False)
+        transform = self.transform if filtered else self.transform.unfiltered()
+
+        def end(data: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return output.logprobs_T.sum(), logprob_rows(data, batch, output)
+
+        return self._run(microbatches, idle, end, transform, backward=False)
+
+    @torch.no_grad()
+    def topk_logits(
+        self, microbatches: Sequence[Mapping[str, Any]], k: int, *, idle: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See `Backend`."""
+        self._set_training(False)
+
+        def end(_: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
+            return output.sum(), largest_logits(batch, output, k)
+
+        return self._run(microbatches, idle, end, LogitTransform(), backward=False, logits=True)
+
+    def reference_weights(self) -> AbstractContextManager[None]:
+        """See `Backend`."""
+        if self.reference is None:
+            raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
+        return self.reference.swapped_in()
+
+    # -- the end of a step --------------------------------------------------------------------------------------------
+
+    def gradient_norm(self) -> torch.Tensor:
+        """See `StepBackend`: Megatron's one reduction of a step, then its norm, each element once."""
+        from megatron.core.distributed import finalize_model_grads
+
+        cpu.install()
+        finalize_model_grads(self.chunks, None)
+        if self.device.type == "cuda":
+            # The reduction runs on streams of its own, which the norm would not wait for.
+            torch.cuda.synchronize(self.device)
+        self.optimizer.prepare_grads()
+        return torch.as_tensor(self.optimizer.get_grad_norm(), dtype=torch.float64)
+
+    @torch.no_grad()
+    def apply_gradients(self, factor: float) -> None:
+        """See `StepBackend`."""
+        gradients = [
+            parameter.grad
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        self.optimizer.step_with_ready_grads()
+        self.discard_gradients()
+        self._optimizer_memory = None
+        if self._clears_cache >= 1:
+            release_cached_memory(self.device)
+
+    def discard_gradients(self) -> None:
+        """See `StepBackend`."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _require_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise RuntimeError("this policy was built without an optimizer (init_optimizer=False) and cannot train")
+
+    def _gradient_buffers(self) -> list[Any]:
+        if self.optimizer is None:
+            return []
+        return [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def rates(self) -> dict[str, float]:
+        """See `Backend`."""
+        if self.optimizer is None:
+            return {}
+        group = self.optimizer.param_groups[0]
+        return {"lr": float(group["lr"]), "wd": float(self.schedule.get_wd())}
+
+    def step_schedule(self) -> None:
+        """See `Backend`."""
+        self.schedule.step(increment=1)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """See `Backend`."""
+        return self.weights.metas(dtype)
+
+    def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Backend`."""
+        return self.weights.full(dtype, self.device)
+
+    # -- residency ----------------------------------------------------------------------------------------------------
+
+    def to_device(self, *, optimizer: bool) -> None:
+        """See `Backend`."""
+        self._model_memory.to_device()
+        self._gradient_memory.to_device()
+        if optimizer and self._optimizer_memory is not None:
+            self._optimizer_memory.to_device()
+
+    def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
+        """See `Backend`."""
+        if optimizer and self.optimizer is not None:
+            if self._optimizer_memory is None:
+                inner = inner_optimizers(self.optimizer)
+                self._optimizer_memory = MovableStorages(optimizer_tensors(inner, self._model_tensors))
+            self._optimizer_memory.to_host()
+        if model:
+            self._gradient_memory.to_host(keep=keep_gradients)
+            self._model_memory.to_host()
+            forget_workspaces()
+        release_cached_memory(self.device)
+
+    def drop_communicators(self) -> None:
+        """See `Backend`."""
+        self.groups.communicators.drop()
+
+    def rebuild_communicators(self) -> None:
+        """See `Backend`."""
+        self.groups.communicators.rebuild()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
+        """See `Backend`."""
+        self.writer.wait()
+        self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
+        if optimizer_path is not None and self.optimizer is not None:
+            self.writer.save_optimizer(self._state(), self.schedule, self._trained, optimizer_path)
+
+    def _state(self) -> OptimizerState:
+        return OptimizerState(self.optimizer, self.weights, self.device)
+
+    def poll_saved(self) -> bool:
+        """See `Backend`."""
+        return self.writer.poll()
+
+    def wait_saved(self) -> None:
+        """See `Backend`."""
+        self.writer.wait()
+
+
+def _nothing(output: TokenScores | torch.Tensor) -> torch.Tensor:
+    """A loss that is zero, with gradients that are."""
+    scores = output if isinstance(output, torch.Tensor) else output.unfiltered_T
+    return scores.sum() * 0.0
+
+
+def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:
+    """The result on the host where it travels to ranks that have another device."""
+    if stages == 1:
+        return result
+    return MicrobatchResult({name: value.cpu() for name, value in result.metrics.items()}, result.bad_rows_B.cpu())

@@ -1,0 +1,177 @@
+"""What it takes to run Megatron-Core without CUDA: everything that is changed, in one place.
+
+Megatron asks `torch.cuda` for the device of every buffer it makes, names devices "cuda", and checks the precision of
+parameters by their CUDA type names. None of that is arithmetic, so the answers can be the host's:
+
+1. The name `torch` inside Megatron's own modules becomes a view of torch whose `cuda` answers for the host and whose
+   factories take "cuda" to mean the host. Nobody else's torch changes.
+2. `Tensor.cuda()` and `Module.cuda()`, which only fail here, return what they are called on.
+3. The tracker of CUDA random states is Megatron's own for inference, which keeps none: nothing here draws numbers on a
+   device, for dropout is refused.
+4. A parameter's `type()` is that of a CUDA parameter, by which Megatron's optimizer sorts precisions.
+5. Numbers of tokens that experts exchange become numpy arrays, as they do where they come from a device.
+6. Fused functions are not compiled (`options`): on a host compiling them costs more than they save.
+
+Invariant: with CUDA every function here does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOST = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "rand", "randn", "zeros_like", "empty_like")
+_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def _nothing_happens(*_: Any, **__: Any) -> None: ...
+
+
+class _Nothing:
+    """A stream or event of a device that does everything in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Nothing:
+        return _Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        return _nothing_happens
+
+
+class _HostDevice(ModuleType):
+    """`torch.cuda`, answering for the host."""
+
+    Stream = _Nothing
+    Event = _Nothing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return _HOST
+
+    def synchronize(self, *_: Any) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def manual_seed(self, _: int) -> None: ...
+
+    def current_stream(self, *_: Any) -> _Nothing:
+        return _Nothing()
+
+    default_stream = current_stream
+
+    def stream(self, _: Any) -> Any:
+        return nullcontext()
+
+    def get_rng_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, *_: Any, **__: Any) -> None: ...
+
+    @property
+    def random(self) -> _HostDevice:
+        return self
+
+    @property
+    def nvtx(self) -> _Nothing:
+        return _Nothing()
+
+
+def _on_host(make: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _HOST
+        return make(*args, **kwargs)
+
+    return made
+
+
+class _HostTorch(ModuleType):
+    """torch as Megatron's modules see it."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _HostDevice("torch.cuda")
+        for name in _FACTORIES:
+            setattr(self, name, _on_host(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_VIEW = _HostTorch()
+
+
+def install() -> None:
+    """Changes the Megatron modules that are imported so far; called again after further ones are."""
+    if torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.__dict__["torch"] = _VIEW
+    from megatron.core.tensor_parallel import random
+
+    random.__dict__["_lazy_call"] = _nothing_happens
+    random.initialize_rng_tracker(inference_rng_tracker=True)
+    dispatcher = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
+    if dispatcher is not None:
+        dispatcher.__dict__["maybe_move_tensor_to_cpu"] = _as_host_value
+    setattr(torch.Tensor, "cuda", _itself)  # noqa: B010 - torch's stub declares a method
+    setattr(nn.Module, "cuda", _itself)  # noqa: B010
+
+
+def _itself(self: Any, *_: Any, **__: Any) -> Any:
+    return self
+
+
+def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def name_types(module: nn.Module) -> None:
+    """Gives every parameter of a module the type name of its precision on CUDA; called before an optimizer is built."""
+    if torch.cuda.is_available():
+        return
+    for parameter in module.parameters():
+        parameter.__dict__["type"] = _TypeName(_TYPE_NAMES[parameter.dtype])
+
+
+class _TypeName:
+    """A parameter's `type()`; a class, so that the parameter can still be copied and pickled."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self) -> str:
+        return self._name
+
+
+def options() -> dict[str, Any]:
+    """Fields of Megatron's transformer configuration that a host needs; none with CUDA."""
+    if torch.cuda.is_available():
+        return {}
+    return {
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "moe_permute_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "async_tensor_model_parallel_allreduce": False,
+        "batch_p2p_comm": True,
+        "deallocate_pipeline_outputs": False,
+    }

@@ -1,0 +1,108 @@
+"""The parts that are ours in Megatron's model: exact attention over packed rows, rotary positions that start anew in
+every sequence, and norms.
+
+They sit in the slots that Megatron's layer specifications leave open, so that both training backends attend in the same
+way with and without Transformer Engine. Knows rows, no batches and no losses. Invariant: what a layer computes for a
+sequence does not depend on what it was packed with, nor on how the row is cut over context-parallel ranks.
+
+Shapes: T tokens of this rank's slice of the row, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from nemo_rl.models.policy.attention import Segments, packed_attention
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What Megatron hands from layer to layer beside the hidden states, with the borders of the row's sequences.
+
+    It names no packed format of Megatron's own, so that its layers treat the row as one sequence in everything but
+    attention and positions, which are ours.
+    """
+
+    qkv_format: str = "sbhd"
+    segments: Segments | None = None
+
+
+class PackedAttention(MegatronModule):
+    """Attention of every token to the earlier ones of its own sequence, in the slot `core_attention`."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedRow,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[T, 1, H * D] from query, key and value [T, 1, H, D]."""
+        if packed_seq_params.segments is None:
+            raise ValueError("packed attention needs the borders of the row's sequences")
+        heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        out_1THD, _weights = packed_attention(
+            self, *heads_first, None, scaling=self._scale, segments=packed_seq_params.segments
+        )
+        return out_1THD.flatten(2).transpose(0, 1)
+
+
+class RowNorm(nn.Module):
+    """RMS norm (https://arxiv.org/abs/1910.07467) in float32, where Transformer Engine's is absent.
+
+    With sequence parallelism each rank normalises its own tokens; the mark on the weight makes Megatron add up the
+    ranks' gradients.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron's mark
+        self._eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same shape and precision."""
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class PackedGPT(GPTModel):
+    """Megatron's GPT over packed rows: gives the final hidden states instead of logits, which are never whole.
+
+    Args:
+        angles_D: Rotary frequencies of the model, half a head wide.
+        options: Of `GPTModel`.
+    """
+
+    def __init__(self, *, angles_D: torch.Tensor, **options: Any) -> None:
+        super().__init__(position_embedding_type="none", **options)
+        self.register_buffer("angles_D", angles_D, persistent=False)
+        self.angles_D: torch.Tensor
+
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **options: Any) -> Any:
+        prepared = list(super()._preprocess(input_ids=input_ids, position_ids=position_ids, **options))
+        half_TD = position_ids.reshape(-1, 1).float() * self.angles_D
+        prepared[1] = torch.cat([half_TD, half_TD], dim=-1)[:, None, None, :]
+        return tuple(prepared)
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states

@@ -1,0 +1,222 @@
+"""Builds Megatron's model of a Hugging Face configuration, cut as the policy section says.
+
+Decides which implementation of the layers runs: Transformer Engine's where it is installed and there is a GPU, else
+Megatron's own. Knows configurations, no weights and no batches. Invariants: attention is ours in both; every key of
+`policy.megatron_cfg` is honoured here or refused by `checks`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.megatron import cpu
+from nemo_rl.models.megatron.families import Naming, Sizes
+from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed and can run."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """This rank's part of a model.
+
+    Attributes:
+        chunks: One module, or several with virtual stages.
+        config: Megatron's transformer configuration.
+        sizes: Of the model.
+        naming: Of its kind of layers.
+        kernels: Which implementation of the layers it is, in words.
+    """
+
+    chunks: list[nn.Module]
+    config: Any
+    sizes: Sizes
+    naming: Naming
+    kernels: str
+
+
+def build_model(cfg: PolicyConfig, model: Any, groups: MegatronGroups) -> BuiltModel:
+    """The model without weights, on this rank's device.
+
+    Args:
+        cfg: The policy section.
+        model: The Hugging Face configuration.
+        groups: This rank's.
+    """
+    from megatron.core import __version__, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
+
+    from nemo_rl.models.megatron.layers import PackedGPT
+
+    # Megatron-Core 0.16 asks for this name whether or not Transformer Engine, which would define it, is there.
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    cpu.install()
+    engine = has_transformer_engine()
+    sizes = Sizes.of(model)
+    config = transformer_config(cfg, sizes, engine=engine)
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    chunks: list[nn.Module] = []
+    for virtual in range(stages):
+        chunk = PackedGPT(
+            angles_D=rotary_angles(model),
+            config=config,
+            transformer_layer_spec=_layers(config, sizes, virtual if stages > 1 else None, engine=engine),
+            vocab_size=sizes.vocabulary,
+            max_sequence_length=cfg.max_total_sequence_length,
+            pre_process=groups.is_first_stage and virtual == 0,
+            post_process=groups.is_last_stage and virtual == stages - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=sizes.tied,
+            **({"vp_stage": virtual} if stages > 1 else {}),
+        )
+        chunks.append(chunk.to(groups.device))
+    cpu.install()
+    for chunk in chunks:
+        cpu.name_types(chunk)
+        if cfg.megatron_cfg.freeze_moe_router:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(".mlp.router." not in name)
+    kind = "transformer-engine" if engine else "local"
+    return BuiltModel(
+        chunks, config, sizes, Naming(engine, engine and bool(sizes.experts)), f"megatron-core {__version__} ({kind})"
+    )
+
+
+def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
+    """Megatron's configuration of the model and of how it is cut.
+
+    Args:
+        cfg: The policy section.
+        sizes: Of the model.
+        engine: Whether Transformer Engine runs.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mcore, dtype = cfg.megatron_cfg, compute_dtype(cfg.precision)
+    options: dict[str, Any] = {
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.feed_forward,
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.groups,
+        "kv_channels": sizes.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": sizes.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": sizes.family.qkv_bias,
+        "qk_layernorm": sizes.family.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": mcore.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": mcore.pipeline_model_parallel_size,
+        "context_parallel_size": mcore.context_parallel_size,
+        "expert_model_parallel_size": mcore.expert_model_parallel_size,
+        "expert_tensor_parallel_size": mcore.expert_tensor_parallel_size,
+        "num_layers_in_first_pipeline_stage": mcore.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": mcore.num_layers_in_last_pipeline_stage,
+        "sequence_parallel": mcore.sequence_parallel and mcore.tensor_model_parallel_size > 1,
+        # Rows of a step differ in length, and the step divides by global counts once, at its end.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": mcore.moe_token_dispatcher_type,
+        "calculate_per_token_loss": True,
+        "bias_activation_fusion": mcore.bias_activation_fusion,
+        "apply_rope_fusion": mcore.apply_rope_fusion and engine,
+        "gradient_accumulation_fusion": mcore.gradient_accumulation_fusion,
+        "masked_softmax_fusion": False,
+    }
+    options |= _recompute(cfg) | _experts(cfg, sizes, engine=engine) | _fp8(cfg) | cpu.options() | mcore.model_overrides
+    return TransformerConfig(**options)
+
+
+def _recompute(cfg: PolicyConfig) -> dict[str, Any]:
+    mcore = cfg.megatron_cfg
+    if not mcore.activation_checkpointing:
+        return {}
+    if mcore.recompute_granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    modules = {"recompute_modules": mcore.recompute_modules} if mcore.recompute_modules is not None else {}
+    return {"recompute_granularity": "selective", **modules}
+
+
+def _experts(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]:
+    mcore = cfg.megatron_cfg
+    if not sizes.experts:
+        return {}
+    return {
+        "num_moe_experts": sizes.experts,
+        "moe_ffn_hidden_size": sizes.feed_forward,
+        "moe_router_topk": sizes.experts_per_token,
+        # The softmax over the chosen experts alone equals that over all, divided by the mass of the chosen.
+        "moe_router_pre_softmax": False,
+        "moe_router_load_balancing_type": mcore.moe_router_load_balancing_type,
+        "moe_router_dtype": mcore.moe_router_dtype,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_permute_fusion": mcore.moe_permute_fusion and engine,
+        "moe_grouped_gemm": engine,
+    }
+
+
+def _fp8(cfg: PolicyConfig) -> dict[str, Any]:
+    fp8 = cfg.megatron_cfg.fp8_cfg
+    return {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param} if fp8.enabled else {}
+
+
+def _layers(config: Any, sizes: Sizes, virtual: int | None, *, engine: bool) -> Any:
+    """The layers of one chunk, as Megatron specifies them."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from nemo_rl.models.megatron.layers import PackedAttention, RowNorm
+
+    options: dict[str, Any] = {"num_experts": sizes.experts or None, "qk_layernorm": sizes.family.qk_norm}
+    if engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=bool(sizes.experts), **options)
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    # Megatron's own norm cannot work on tokens that are cut over ranks.
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RowNorm
+    if sizes.family.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RowNorm
+    here = get_num_layers_to_build(config, vp_stage=virtual)
+    return TransformerBlockSubmodules(layer_specs=[spec] * here, layer_norm=RowNorm)
+
+
+def rotary_angles(model: Any) -> torch.Tensor:
+    """Rotary frequencies [head dimension / 2] of a model, as transformers computes them.
+
+    Raises:
+        UnsupportedModelError: Its positions also scale attention, or change with the length of a sequence.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    embedding = LlamaRotaryEmbedding(config=model)
+    if embedding.attention_scaling != 1.0 or "dynamic" in str(getattr(embedding, "rope_type", "")):
+        raise UnsupportedModelError(
+            f"policy.megatron_cfg.enabled: rotary embeddings of type {embedding.rope_type!r} are not supported by this "
+            "backend; train the model with policy.dtensor_cfg.enabled=true"
+        )
+    return embedding.inv_freq.detach().float().cpu().clone()

@@ -1,0 +1,123 @@
+"""Moves Megatron's memory between the device and the host, storage by storage.
+
+Megatron's parameters and gradients are views into a few large buffers, and its optimizer keeps views of those: moving
+tensors would break them apart. Here a storage is copied to the host and shrunk to nothing in place, and grown and
+filled again, so that every view stays what it was. On a CPU slot there is only one memory, and nothing moves.
+Invariant: a move never changes a value, but for gradients that nobody waits for, which come back as zeros.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm")
+
+
+class MovableStorages:
+    """Some storages that move together.
+
+    Args:
+        tensors: Tensors whose storages they are; several may share one.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.is_cuda}
+        self._storages = list(unique.values())
+        self._host: list[torch.Tensor | None] | None = None
+        self._sizes = [storage.nbytes() for storage in self._storages]
+
+    def to_host(self, *, keep: bool = True) -> None:
+        """Frees the device's memory; without `keep` the values are forgotten. Nothing to do when they are there."""
+        if self._host is not None or not self._storages:
+            return
+        self._host = []
+        for storage in self._storages:
+            copy = None
+            if keep:
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                copy.copy_(_bytes(storage), non_blocking=True)
+            self._host.append(copy)
+        torch.cuda.synchronize()
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def to_device(self) -> None:
+        """Takes the memory again. Nothing to do when it is there."""
+        if self._host is None:
+            return
+        for storage, size, copy in zip(self._storages, self._sizes, self._host, strict=True):
+            storage.resize_(size)
+            if copy is None:
+                _bytes(storage).zero_()
+            else:
+                _bytes(storage).copy_(copy, non_blocking=True)
+        torch.cuda.synchronize()
+        self._host = None
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class ReferenceWeights:
+    """A copy of this rank's parameters on the host, and the swap that puts them in for a while.
+
+    Args:
+        parameters: The model's, in the order of `copies`.
+        copies: What the reference computes with.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._copies = [copy.cpu().pin_memory() if torch.cuda.is_available() else copy for copy in copies]
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the reference weights inside the block; the current ones come back bit for bit."""
+        current = [parameter.detach().clone() for parameter in self._parameters]
+        try:
+            for parameter, copy in zip(self._parameters, self._copies, strict=True):
+                parameter.copy_(copy, non_blocking=True)
+            yield
+        finally:
+            for parameter, own in zip(self._parameters, current, strict=True):
+                parameter.copy_(own)
+
+
+def optimizer_tensors(optimizers: Iterable[Any], model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What optimizers hold beside the model's own memory: their state, and parameters in float32."""
+    known = {tensor.untyped_storage()._cdata for tensor in model}
+    found: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            continue
+        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+        found += [parameter.data for group in inner.param_groups for parameter in group["params"]]
+    return [tensor for tensor in found if tensor.dim() > 0 and tensor.untyped_storage()._cdata not in known]
+
+
+def forget_workspaces() -> None:
+    """Lets go of the workspaces that Transformer Engine keeps for its matrix products, tens of MiB for each stream; it
+    makes new ones when it needs them.
+    """
+    for name in _WORKSPACES:
+        if name not in sys.modules:
+            continue
+        module = importlib.import_module(name)
+        for attribute, value in list(vars(module).items()):
+            if "workspace" not in attribute:
+                continue
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+            elif isinstance(value, (list, dict)):
+                value.clear()
+            elif isinstance(value, torch.Tensor):
+                setattr(module, attribute, None)

@@ -1,0 +1,255 @@
+"""Weights in and out of a model that is cut over tensor, pipeline and expert parallel ranks, under the names of Hugging
+Face files.
+
+Reading takes from the files only what this rank holds; writing gathers one parameter after the other, so that never
+more than one is whole. Knows files and groups, not layers. Invariants: every rank yields the same names and full
+tensors in the same order; what was read comes out again bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_rl.models.megatron.families import Naming, Sizes, Weight, weights_of
+from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.policy.model_config import CheckpointMismatchError, ModelNotFoundError
+from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.weight)(\d+)")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
+
+
+class ModelFiles:
+    """The tensors of a Hugging Face directory, read one by one.
+
+    Args:
+        source: Directory or Hugging Face id.
+
+    Raises:
+        ModelNotFoundError: There are no weights.
+    """
+
+    def __init__(self, source: str) -> None:
+        folder = Path(source) if os.path.isdir(source) else _downloaded(source)
+        self._source = source
+        self._open: dict[Path, Any] = {}
+        self._state: Mapping[str, torch.Tensor] = {}
+        self._file: dict[str, Path] = {}
+        index = folder / "model.safetensors.index.json"
+        pickled = folder / "pytorch_model.bin"
+        if index.exists():
+            names = json.loads(index.read_text())["weight_map"]
+            self._file = {name: folder / file for name, file in names.items()}
+        elif (folder / "model.safetensors").exists():
+            path = folder / "model.safetensors"
+            self._file = dict.fromkeys(self._handle(path).keys(), path)
+        elif pickled.exists():
+            self._state = torch.load(pickled, weights_only=True, mmap=True)
+        else:
+            raise ModelNotFoundError(
+                f"{source}: there is neither model.safetensors (or its index) nor pytorch_model.bin"
+            )
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._open:
+            from safetensors import safe_open
+
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path]
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """One tensor.
+
+        Raises:
+            CheckpointMismatchError: It is missing or of another shape.
+        """
+        if name not in self._file and name not in self._state:
+            raise CheckpointMismatchError(f"{self._source}: the weight {name} is missing; it holds another model")
+        tensor = self._state[name] if name in self._state else self._handle(self._file[name]).get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointMismatchError(
+                f"{self._source}: the weight {name} has shape {tuple(tensor.shape)}, the configured model "
+                f"{tuple(shape)}; it holds another model"
+            )
+        return tensor
+
+
+def _downloaded(source: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"policy.model_name={source!r} cannot be loaded: {error}") from error
+
+
+class ShardedWeights:
+    """The parameters of a model as this rank holds them.
+
+    Args:
+        chunks: This rank's parts of the model, Megatron's GPT modules.
+        sizes: Of the model.
+        naming: Of its kind of layers.
+        groups: This rank's.
+
+    Attributes:
+        described: Every parameter of the whole model, in order.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module], sizes: Sizes, naming: Naming, groups: MegatronGroups) -> None:
+        self._groups = groups
+        self.described = list(weights_of(sizes, naming))
+        self._tied = sizes.tied
+        self._experts_here = sizes.experts // groups.sizes.ep
+        self._own = {
+            self._global_name(chunk, name): parameter
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+        }
+        known = {weight.name for weight in self.described} | ({"output_layer.weight"} if self._tied else set())
+        unknown = sorted(set(self._own) - known)
+        if unknown:
+            raise CheckpointMismatchError(
+                f"Megatron's model has parameters that no Hugging Face name is known for: {unknown}"
+            )
+        self._mark_cuts()
+        stages: list[Any] = [None] * groups.sizes.pp
+        dist.all_gather_object(stages, set(self._own), group=groups.pp_group)
+        # Experts of other expert-parallel ranks are on the same stage as the layer's router.
+        self._stage = {
+            weight.name: next(
+                number for number, names in enumerate(stages) if _anchor(weight) in names or weight.name in names
+            )
+            for weight in self.described
+        }
+
+    def _global_name(self, chunk: nn.Module, name: str) -> str:
+        found = _LAYER.match(name)
+        if found is None:
+            return name
+        layers: Any = chunk.get_submodule("decoder.layers")
+        number = int(layers[int(found[1])].layer_number) - 1
+        name = f"decoder.layers.{number}.{name[found.end() :]}"
+        first = self._experts_here * self._groups.ep_group.rank()
+        return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
+
+    def _mark_cuts(self) -> None:
+        """Tells Megatron which parameters are parts, so that its norm counts whole ones once; its layers say so only
+        where they also draw initial weights.
+        """
+        for weight in self.described:
+            for parameter in self.copies(weight):
+                if weight.cut != "whole":
+                    setattr(parameter, "tensor_model_parallel", True)  # noqa: B010 - Megatron's marks
+                    setattr(parameter, "partition_dim", int(weight.cut == "columns"))  # noqa: B010
+                    setattr(parameter, "partition_stride", 1)  # noqa: B010
+
+    def _cut_over(self, weight: Weight) -> dist.ProcessGroup:
+        return self._groups.tp_group if weight.expert is None else self._groups.etp_group
+
+    @torch.no_grad()
+    def load(self, source: str) -> None:
+        """Reads this rank's part of every parameter.
+
+        Raises:
+            ModelNotFoundError: There are no weights.
+            CheckpointMismatchError: They are of another model.
+        """
+        files = ModelFiles(source)
+        for weight in self.described:
+            for target in self.copies(weight):
+                whole = weight.join([files.tensor(name, shape) for name, shape in weight.parts])
+                target.copy_(self.part(weight, whole))
+
+    def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """Names, shapes and dtypes of an export, in order."""
+        return [TensorMeta(name, shape, dtype_name(dtype)) for weight in self.described for name, shape in weight.parts]
+
+    @torch.no_grad()
+    def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors; collective over the replica. Experts travel over expert-parallel ranks, every
+        parameter over stages.
+        """
+        for weight in self.described:
+            whole = self.gather(weight, self._own.get(weight.name), device, dtype)
+            for (name, _), tensor in zip(weight.parts, weight.split(whole), strict=True):
+                yield name, tensor
+
+    def own(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by their global names."""
+        return self._own
+
+    def copies(self, weight: Weight) -> list[nn.Parameter]:
+        """This rank's parameters that hold a weight: none, one, or with several stages the last one's own copy of a
+        tied embedding.
+        """
+        names = [weight.name, *(["output_layer.weight"] if self._tied and weight.name == _EMBEDDING else [])]
+        return [self._own[name] for name in names if name in self._own]
+
+    def part(self, weight: Weight, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of anything that is cut like a weight."""
+        group = self._cut_over(weight)
+        return weight.shard(whole, group.rank(), group.size())
+
+    def gather(
+        self, weight: Weight, local: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """The whole of anything that is cut like a weight, on every rank of the replica. Collective.
+
+        Args:
+            weight: Which one.
+            local: This rank's part, None on ranks without one.
+            device: Where the whole is wanted.
+            dtype: Its precision; None keeps that of the weights.
+        """
+        groups, stage = self._groups, self._stage[weight.name]
+        whole: torch.Tensor | None = None
+        if groups.pp_group.rank() == stage:
+            if local is not None:
+                local = local.detach().to(device=device, dtype=dtype or local.dtype)
+                whole = weight.paste(_all_gather(local, self._cut_over(weight), whole=weight.cut == "whole"))
+            if weight.expert is not None:
+                whole = self._from(groups.ep_group, weight.expert // self._experts_here, whole, weight, dtype, device)
+        return self._from(groups.pp_group, stage, whole, weight, dtype, device)
+
+    def _from(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        tensor: torch.Tensor | None,
+        weight: Weight,
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> torch.Tensor:
+        if tensor is None:
+            any_own = next(iter(self._own.values()))
+            rows = sum(shape[0] for _, shape in weight.parts)
+            tensor = torch.empty((rows, *weight.parts[0][1][1:]), dtype=dtype or any_own.dtype, device=device)
+        if group.size() > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[rank], group=group)
+        return tensor
+
+
+def _anchor(weight: Weight) -> str:
+    found = _LAYER.match(weight.name)
+    return f"decoder.layers.{found[1]}.mlp.router.weight" if found is not None and weight.expert is not None else ""
+
+
+def _all_gather(local: torch.Tensor, group: dist.ProcessGroup, *, whole: bool) -> list[torch.Tensor]:
+    if whole or group.size() == 1:
+        return [local]
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return parts

@@ -1,0 +1,234 @@
+"""The seam between a policy's worker and the framework that runs its model, and the registry of those frameworks.
+
+A backend owns the model of one rank: its forward and backward passes, its weights, its optimizer and schedule, where
+they lie, and its process groups. The worker owns steps, batches and sync sessions. Knows no framework: a backend is a
+dotted name, imported where it is used. Invariant: every method that is collective is called on all ranks in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.distributed.worker_groups import resolve_fqn
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.policy.train_step import MicrobatchResult, StepBackend
+
+if TYPE_CHECKING:
+    from nemo_rl.weight_sync.layout import TensorMeta
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What a policy asks of its backend besides its configuration.
+
+    Attributes:
+        init_optimizer: Whether this policy trains.
+        init_reference_model: Whether the weights that the run started from are kept.
+        weights_path: Checkpoint weights to start from.
+        optimizer_path: Checkpoint optimizer state to start from.
+    """
+
+    init_optimizer: bool = True
+    init_reference_model: bool = True
+    weights_path: str | None = None
+    optimizer_path: str | None = None
+
+
+class Backend(StepBackend, Protocol):
+    """One rank's model on a training framework."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """Ranks along every axis."""
+        ...
+
+    @property
+    def model_config(self) -> Any:
+        """The model's Hugging Face configuration."""
+        ...
+
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis, under the names that drivers use."""
+        ...
+
+    def make_replica_group(self) -> torch.distributed.ProcessGroup | None:
+        """A host-side group of the ranks that see the same samples as this one, None where there is no other.
+        Collective.
+        """
+        ...
+
+    def kernels(self) -> str:
+        """Which implementation of the layers runs, for the log and the run record."""
+        ...
+
+    # -- passes without gradients -------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+    ) -> list[MicrobatchResult]:
+        """Losses and metrics without a backward pass, in evaluation mode."""
+        ...
+
+    def logprobs(self, microbatches: Sequence[Mapping[str, Any]], *, filtered: bool, idle: int) -> list[torch.Tensor]:
+        """[B, S] log-probabilities of each microbatch on the host, with or without generation's filters."""
+        ...
+
+    def topk_logits(
+        self, microbatches: Sequence[Mapping[str, Any]], k: int, *, idle: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Values and token ids [B, S, k] of the k largest logits of each microbatch, on the host."""
+        ...
+
+    def reference_weights(self) -> AbstractContextManager[None]:
+        """The model computes with the weights that the run started from inside the block.
+
+        Raises:
+            RuntimeError: They were not kept.
+        """
+        ...
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """Names, shapes and dtypes of what `full_weights` yields, in order; the same on every rank."""
+        ...
+
+    def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face names and full tensors. Collective: every rank consumes it. `dtype` may be applied by a rank
+        that gathers; None keeps the precision of the weights.
+        """
+        ...
+
+    # -- optimizer and schedule ---------------------------------------------------------------------------------------
+
+    def rates(self) -> dict[str, float]:
+        """`lr` and `wd` of the next step; nothing for a policy that does not train."""
+        ...
+
+    def step_schedule(self) -> None:
+        """Steps the learning-rate schedule once."""
+        ...
+
+    # -- residency ----------------------------------------------------------------------------------------------------
+
+    def to_device(self, *, optimizer: bool) -> None:
+        """Model, and optimizer state if asked for, on the device."""
+        ...
+
+    def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
+        """Model or optimizer state to the host, freed memory given back.
+
+        Args:
+            model: Whether the model goes.
+            optimizer: Whether the optimizer state goes.
+            keep_gradients: Whether a step is open, whose gradients must come back as they are.
+        """
+        ...
+
+    def drop_communicators(self) -> None:
+        """Gives the memory of device communicators back. Collective."""
+        ...
+
+    def rebuild_communicators(self) -> None:
+        """Makes dropped communicators usable again; nothing to do when none was dropped. Collective."""
+        ...
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
+        """Snapshots weights (a Hugging Face directory) and optimizer state; files follow in the background."""
+        ...
+
+    def poll_saved(self) -> bool:
+        """Whether everything is on disk.
+
+        Raises:
+            OSError: The disk is full or the directory cannot be written.
+        """
+        ...
+
+    def wait_saved(self) -> None:
+        """Waits until everything is on disk.
+
+        Raises:
+            OSError: The disk is full or the directory cannot be written.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """A training framework.
+
+    Attributes:
+        name: For messages and the run record.
+        builder: Dotted name of `(policy section, parallel sizes, BackendOptions) -> Backend`, called on every rank.
+        checker: Dotted name of `(policy section, Hugging Face configuration) -> None`, called by the driver before
+            anything starts; raises a typed error for a model or package that does not fit.
+        device_checker: Dotted name of `(policy section, cuda) -> None`, called once the kind of slot is known.
+    """
+
+    name: str
+    builder: str
+    checker: str
+    device_checker: str
+
+    def build(self, cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> Backend:
+        """This rank's backend. Collective."""
+        return cast(Backend, resolve_fqn(self.builder)(cfg, sizes, options))
+
+    def check(self, cfg: PolicyConfig, model: Any) -> None:
+        """Whether the model can be trained as configured, before anything starts.
+
+        Args:
+            cfg: The policy section.
+            model: The model's Hugging Face configuration.
+
+        Raises:
+            UnsupportedModelError: Its sizes do not divide, or it is of an unknown kind.
+            KernelUnavailableError: A package is asked for and not installed.
+            OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
+        """
+        resolve_fqn(self.checker)(cfg, model)
+
+    def check_device(self, cfg: PolicyConfig, *, cuda: bool) -> None:
+        """Whether the accelerators can run the kernels.
+
+        Raises:
+            KernelUnavailableError: They cannot.
+        """
+        resolve_fqn(self.device_checker)(cfg, cuda=cuda)
+
+
+BACKENDS = {
+    "dtensor": BackendSpec(
+        "dtensor",
+        "nemo_rl.models.dtensor.backend.build_backend",
+        "nemo_rl.models.dtensor.checks.check_policy",
+        "nemo_rl.models.dtensor.checks.check_device",
+    ),
+    "megatron": BackendSpec(
+        "megatron",
+        "nemo_rl.models.megatron.backend.build_backend",
+        "nemo_rl.models.megatron.checks.check_policy",
+        "nemo_rl.models.megatron.checks.check_device",
+    ),
+}
+
+
+def backend_spec(cfg: PolicyConfig) -> BackendSpec:
+    """The framework that the policy section enables."""
+    return BACKENDS["megatron" if cfg.megatron_cfg.enabled else "dtensor"]

@@ -1,0 +1,89 @@
+"""The files of a policy checkpoint that every backend writes alike, and the thread that writes them.
+
+A snapshot is taken on the host while the step waits; files follow in the background, so the next step does not. Knows
+no framework. Invariant: the weights directory is a whole Hugging Face model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+
+class BackgroundWriter:
+    """Writes files one after the other in a thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: list[Future[Any]] = []
+
+    def submit(self, write: Callable[..., Any], *args: Any) -> None:
+        """Queues a write."""
+        self._pending.append(self._pool.submit(write, *args))
+
+    def poll(self) -> bool:
+        """Whether everything is on disk.
+
+        Raises:
+            OSError: The disk is full or the directory cannot be written.
+        """
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
+        for future in done:
+            future.result()
+        return not self._pending
+
+    def wait(self) -> None:
+        """Waits until everything is on disk.
+
+        Raises:
+            OSError: The disk is full or the directory cannot be written.
+        """
+        pending = self._pending
+        self._pending = []
+        for future in pending:
+            future.result()
+
+
+def host_copy(tree: Any) -> Any:
+    """The tree of dictionaries with its tensors copied to the host."""
+    if isinstance(tree, dict):
+        return {key: host_copy(value) for key, value in tree.items()}
+    return tree.to("cpu", copy=True) if isinstance(tree, torch.Tensor) else tree
+
+
+def write_model_directory(
+    model: Any, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, save_format: str
+) -> None:
+    """Writes a directory that transformers loads.
+
+    Args:
+        model: Has `config`, and `generation_config` or None.
+        state: Full weights on the host under their Hugging Face names.
+        path: The directory.
+        dtype: The precision in which the model is used.
+        save_format: `safetensors` or `torch_save`.
+    """
+    os.makedirs(path, exist_ok=True)
+    config = model.config
+    config.save_pretrained(path)
+    with open(os.path.join(path, "config.json")) as file:
+        plain = json.load(file)
+    # Readers that follow the config load in the precision the model is used in; the file itself keeps float32.
+    plain["dtype"] = str(dtype).removeprefix("torch.")
+    plain.pop("_attn_implementation", None)
+    with open(os.path.join(path, "config.json"), "w") as file:
+        json.dump(plain, file, indent=2)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(path)
+    if save_format == "torch_save":
+        torch.save(state, os.path.join(path, "pytorch_model.bin"))
+        return
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(state, path, max_shard_size="5GB", metadata={"format": "pt"})

@@ -1,0 +1,128 @@
+"""The model that a configuration names, as far as its own small configuration file tells, before any weights are read.
+
+Decides whether there is a model, and whether its sizes divide as asked. Knows no mesh and no FSDP, so that a driver
+that only checks imports neither. Invariant: what is refused here is refused before Ray starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl.config import DTensorConfig, PolicyConfig
+from nemo_rl.config.errors import UserError
+
+
+class UnsupportedModelError(UserError, ValueError):
+    """The model cannot be cut the way the configuration asks."""
+
+
+class CheckpointMismatchError(UserError, ValueError):
+    """Weights do not belong to the configured model."""
+
+
+class ModelNotFoundError(UserError, ValueError):
+    """There is no loadable model at `policy.model_name`."""
+
+
+class KernelUnavailableError(UserError, ValueError):
+    """The configuration asks for a kernel that this machine cannot run or that is not installed."""
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The torch dtype of `policy.precision`."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
+
+
+def model_config(cfg: PolicyConfig, source: str | None = None) -> Any:
+    """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
+
+    Raises:
+        ModelNotFoundError: Nothing can be loaded from there.
+    """
+    from transformers import AutoConfig
+
+    name = source or cfg.model_name
+    if _looks_like_a_path(name) and not Path(name).expanduser().exists():
+        raise ModelNotFoundError(f"policy.model_name={name!r}: there is no such directory; {_nearest_directory(name)}")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(
+            f"policy.model_name={name!r}: no model configuration could be loaded from there ({reason})"
+        ) from error
+    for key, value in cfg.hf_config_overrides.items():
+        setattr(config, key, value)
+    return config
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """Whether a name can only be meant as a directory: one on the hub has one slash, and no folder here begins it."""
+    first, *rest = Path(name).parts or ("",)
+    return name.startswith(("/", ".", "~")) or len(rest) > 1 or (len(rest) == 1 and Path(first).is_dir())
+
+
+def _nearest_directory(name: str) -> str:
+    """What there is on the way to a directory that does not exist."""
+    parent = Path(name).expanduser().parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    inside = sorted(path.name for path in parent.iterdir() if path.is_dir())[:8]
+    return f"{parent} holds {', '.join(inside) or 'no directory'}"
+
+
+def number_of_experts(config: Any) -> int:
+    """Experts of a layer by the model's Hugging Face configuration, 0 for a model without."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def check_experts(config: Any, cfg: DTensorConfig) -> None:
+    """Whether the model's experts can be shared out as configured.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        cfg: `policy.dtensor_cfg`.
+
+    Raises:
+        UnsupportedModelError: It has none, or they do not divide.
+    """
+    ranks, experts = cfg.expert_parallel_size, number_of_experts(config)
+    key = f"policy.dtensor_cfg.expert_parallel_size={ranks}"
+    if ranks > 1 and experts == 0:
+        raise UnsupportedModelError(
+            f"{key}, but the model ({getattr(config, 'model_type', 'unknown type')}) has no experts; set it to 1"
+        )
+    if experts % ranks:
+        sizes = ", ".join(str(size) for size in range(1, experts + 1) if experts % size == 0)
+        raise UnsupportedModelError(f"{key} does not divide the model's {experts} experts; possible: {sizes}")
+
+
+_CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+def check_divisible(
+    config: Any, tp: int, key: str = "policy.dtensor_cfg.tensor_parallel_size", sizes: Sequence[str] = _CUT_SIZES
+) -> None:
+    """Whether heads and vocabulary divide over `tp` ranks.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        tp: Tensor-parallel ranks.
+        key: Where the number comes from, for the message.
+        sizes: What is cut.
+
+    Raises:
+        UnsupportedModelError: They do not.
+    """
+    for what in sizes:
+        value = getattr(config, what, None)
+        if value is not None and value % tp:
+            raise UnsupportedModelError(f"{key}={tp} does not divide the model's {what}={value}")

@@ -1,0 +1,138 @@
+"""Scores of a packed row whose tokens are cut over context-parallel ranks.
+
+Each rank computes the hidden states of one contiguous slice and scores it; here the slices become the row again. Knows
+hidden states and projections, no framework and no model. Invariant: every rank of a replica has the same scores for the
+whole row, and gradients flow into its own slice only, so that the sum over ranks counts each token once.
+
+Shapes: T tokens of the row or of this rank's slice, D hidden size, W this rank's slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.models.policy.attention import Segments
+from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.scoring import (
+    LogitTransform,
+    TokenScores,
+    copy_to_ranks,
+    gather_logits,
+    local_logits,
+    score_tokens,
+)
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """This rank's place among those that share a row.
+
+    Attributes:
+        group: They, or None where there is one.
+        rank: This rank's number among them.
+        ranks: How many there are.
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    ranks: int = 1
+
+    def mine(self, batch: PackedBatch) -> slice:
+        """This rank's tokens of the row."""
+        tokens = batch.input_ids_T.shape[0] // self.ranks
+        return slice(tokens * self.rank, tokens * (self.rank + 1))
+
+    def segments(self, batch: PackedBatch) -> Segments:
+        """What attention needs to know of the row."""
+        return Segments(batch.cu_seqlens, batch.max_seqlen, self.group, self.mine(batch).start)
+
+    def wanted(self, batch: PackedBatch) -> torch.Tensor | None:
+        """Wanted positions inside this rank's slice of the row."""
+        if batch.wanted_W is None or self.group is None:
+            return batch.wanted_W
+        mine = self.mine(batch)
+        local = batch.wanted_W - mine.start
+        local = local[(local >= 0) & (local < mine.stop - mine.start)]
+        return local if local.numel() else local.new_zeros(1)
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Every slice of the row; only this rank's carries a gradient."""
+        if self.group is None:
+            return local
+        parts = [torch.empty_like(local) for _ in range(self.ranks)]
+        dist.all_gather(parts, local.detach().contiguous(), group=self.group)
+        parts[self.rank] = local
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The output projection as this rank holds it.
+
+    Attributes:
+        weight_WD: Its rows for this rank's part of the vocabulary.
+        bias_W: Its bias, or None.
+        group: Ranks that share the vocabulary, or None.
+        chunk: Tokens whose logits exist at a time; None chooses.
+        compiled: Whether the scoring of a chunk is compiled.
+    """
+
+    weight_WD: torch.Tensor
+    bias_W: torch.Tensor | None = None
+    group: dist.ProcessGroup | None = None
+    chunk: int | None = None
+    compiled: bool = False
+
+
+def score_row(
+    hidden_TD: torch.Tensor,
+    head: Projection,
+    batch: PackedBatch,
+    transform: LogitTransform,
+    cut: RowSlice,
+    *,
+    logits: bool = False,
+) -> TokenScores | torch.Tensor:
+    """Scores of the row's targets, or with `logits` the transformed logits [T, V] themselves.
+
+    Args:
+        hidden_TD: Final hidden states of this rank's slice, the same on every rank that shares the vocabulary.
+        head: The output projection.
+        batch: The row.
+        transform: Temperature and filters.
+        cut: How the row is cut over ranks.
+        logits: Whether whole logits are wanted.
+    """
+    if logits:
+        raw_TV = gather_logits(
+            local_logits(copy_to_ranks(hidden_TD, head.group), head.weight_WD, head.bias_W), head.group
+        )
+        return cut.whole(transform.model_logits(raw_TV))
+    target_T, wanted = batch.target_ids_T[cut.mine(batch)], cut.wanted(batch)
+    if wanted is not None:
+        hidden_TD, target_T = hidden_TD[wanted], target_T[wanted]
+    scores = score_tokens(
+        hidden_TD,
+        head.weight_WD,
+        head.bias_W,
+        target_T,
+        transform,
+        chunk=head.chunk,
+        group=head.group,
+        compiled=head.compiled,
+    )
+    logprobs_T = cut.whole(_placed(scores.logprobs_T, wanted, batch, cut))
+    if not transform.filters:
+        return TokenScores(logprobs_T, logprobs_T)
+    return TokenScores(logprobs_T, cut.whole(_placed(scores.unfiltered_T, wanted, batch, cut)))
+
+
+def _placed(scores: torch.Tensor, wanted: torch.Tensor | None, batch: PackedBatch, cut: RowSlice) -> torch.Tensor:
+    """Scores at their positions of the (slice of the) row, zero elsewhere."""
+    if wanted is None:
+        return scores
+    mine = cut.mine(batch)
+    return scores.new_zeros(mine.stop - mine.start).index_copy(0, wanted, scores)

@@ -1,0 +1,370 @@
+"""One rank of a policy: the Ray actor's class, whatever framework runs the model.
+
+Cuts its rows into microbatches, runs steps and scoring on a `Backend`, and opens weight exports and caches, all as
+methods that take plain values. Which ranks are called with what is the policy's business, how a model runs the
+backend's. Invariant: every method that is collective is called on all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.config.placement import parallel_sizes
+from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_rl.distributed.devices import (
+    device_name,
+    device_uuid,
+    free_memory,
+    memory_in_use,
+    release_cached_memory,
+    synchronize,
+)
+from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.loss.normalization import count_valid, normalize_metrics
+from nemo_rl.models.policy.backend import BackendOptions, backend_spec
+from nemo_rl.models.policy.batches import microbatches
+from nemo_rl.models.policy.model_config import compute_dtype
+from nemo_rl.models.policy.train_step import StepResult, TrainStep, TrainStepStateError
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
+from nemo_rl.weight_sync.layout import TensorMeta
+from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+
+logger = logging.getLogger(__name__)
+
+_STAGING_SHARE = 0.3
+
+
+class PolicyWorker(TQWorkerMixin):
+    """One rank.
+
+    Args:
+        cfg: The policy section.
+        init_optimizer: Whether this policy trains.
+        init_reference_model: Whether a copy of the initial weights is kept.
+        weights_path: Checkpoint weights to start from.
+        optimizer_path: Checkpoint optimizer state to start from.
+    """
+
+    def __init__(
+        self,
+        cfg: PolicyConfig,
+        *,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+    ) -> None:
+        self.cfg = cfg
+        torch.manual_seed(0)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path)
+        sizes = parallel_sizes(cfg, int(os.environ["WORLD_SIZE"]))
+        self.backend = backend_spec(cfg).build(cfg, sizes, options)
+        self.step = TrainStep(self.backend)
+        self._mbs = cfg.train_micro_batch_size
+        self._sender: WeightSender | None = None
+        self._cache: CacheBuilder | None = None
+        if self.backend.rank == 0:
+            logger.info("backend=%s kernels=%s sizes=%s", backend_spec(cfg).name, self.backend.kernels(), sizes)
+
+    def describe(self) -> dict[str, Any]:
+        """Device identity and name of this rank, its backend and kernels, and the model's sizes (None where its
+        configuration does not say).
+        """
+        try:
+            shape = TransformerShape.from_hf_config(self.backend.model_config)
+        except UnknownArchitecture as error:
+            logger.warning("flops=unknown reason=%s", error)
+            shape = None
+        device = self.backend.device
+        return {
+            "device": device_uuid(device),
+            "device_name": device_name(device),
+            "rank": self.backend.rank,
+            "pid": os.getpid(),
+            "shape": shape,
+            "backend": backend_spec(self.cfg).name,
+            "kernels": self.backend.kernels(),
+        }
+
+    def _local_coords(self) -> dict[str, int]:
+        return self.backend.coordinates()
+
+    def _make_replica_group(self) -> torch.distributed.ProcessGroup | None:
+        return self.backend.make_replica_group()
+
+    # -- scoring ------------------------------------------------------------------------------------------------------
+
+    def _cut(self, data: BatchedDataDict[Any], size: int) -> tuple[list[BatchedDataDict[Any]], int]:
+        """The microbatches of these rows, and how many more another rank has."""
+        self.backend.rebuild_communicators()
+        parts = microbatches(data, self.cfg, size)
+        return parts, self.backend.max_over_data(len(parts)) - len(parts)
+
+    def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, *, filtered: bool) -> torch.Tensor:
+        parts, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
+        width = data["input_ids"].shape[1]
+        rows = [
+            torch.nn.functional.pad(part, (0, width - part.shape[1]))
+            for part in self.backend.logprobs(parts, filtered=filtered, idle=idle)
+        ]
+        return torch.cat([torch.zeros((0, width)), *rows])
+
+    def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """`logprobs [B, S]` under the current weights."""
+        return BatchedDataDict({"logprobs": self._score(data, micro_batch_size, filtered=True)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """`reference_logprobs [B, S]` under the initial weights.
+
+        Raises:
+            RuntimeError: No reference was kept.
+        """
+        with self.backend.reference_weights():
+            return BatchedDataDict({"reference_logprobs": self._score(data, micro_batch_size, filtered=False)})
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """`topk_logits` and `topk_indices`, [B, S, k]."""
+        batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
+        width = data["input_ids"].shape[1]
+        parts = self.backend.topk_logits(batches, k, idle=idle)
+        values, indices = (
+            torch.cat([torch.nn.functional.pad(p[which], (0, 0, 0, width - p[which].shape[1])) for p in parts])
+            for which in (0, 1)
+        )
+        return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self, data: SlicedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool, gbs: int, mbs: int
+    ) -> dict[str, Any]:
+        """One step per local global-batch part; `gbs` counts samples over all data-parallel ranks."""
+        local = gbs // self.backend.sizes.dp
+        results: list[StepResult] = []
+        rates = self.backend.rates()
+        # A packed shard may hold more or fewer rows than its equal part of a global batch; its plan says how many
+        # batches there are.
+        steps = data.size // local if data.elem_counts_per_gb is None else len(data.elem_counts_per_gb)
+        for index in range(steps):
+            batch = data.get_batch(index, local)
+            if eval_mode:
+                results.append(self._evaluate(batch, loss_fn, mbs))
+                continue
+            self.begin_train_step(loss_fn, mbs=mbs)
+            self.train_microbatches(batch)
+            results.append(self.step.finish(self.cfg.max_grad_norm))
+        if any(result.stepped for result in results) and not eval_mode:
+            self.backend.step_schedule()
+        return self._report(results, rates)
+
+    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """Opens a step. `gbs` is part of NeMo-RL's call; the step is as large as the chunks that arrive."""
+        self.backend.rebuild_communicators()
+        self.step.begin(loss_fn)
+        self._mbs = mbs or self.cfg.train_micro_batch_size
+
+    def train_microbatches(self, data: BatchedDataDict[Any]) -> None:
+        """Adds one chunk of samples to the open step; this rank's part may have no rows."""
+        self.step.microbatches(microbatches(data, self.cfg, self._mbs))
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Steps the optimizer and the schedule."""
+        rates = self.backend.rates()
+        result = self.step.finish(self.cfg.max_grad_norm)
+        if result.stepped:
+            self.backend.step_schedule()
+        if self.backend.rank == 0:
+            logger.info("step=finished chunks=%d grad_norm=%.6g", result.chunks, result.grad_norm)
+        return self._report([result], rates)
+
+    def abort_train_step(self) -> None:
+        """Closes an open step without stepping."""
+        self.step.abort()
+
+    def _evaluate(self, batch: BatchedDataDict[Any], loss_fn: LossFunction, mbs: int) -> StepResult:
+        counts = torch.stack(count_valid(batch)).to(self.backend.device)
+        counts = self.backend.sum_over_data(counts).tolist()
+        parts, idle = self._cut(batch, mbs)
+        sums = [result.metrics for result in self.backend.evaluate(parts, loss_fn, idle=idle)]
+        metrics = {
+            name: [float(v) for v in values]
+            for name, values in normalize_metrics(
+                {n: torch.stack([s[n].double() for s in sums]) for n in sums[0]}, loss_fn, *counts
+            ).items()
+        }
+        loss = self.backend.sum_over_data(
+            torch.tensor(sum(metrics["loss"]), dtype=torch.float64, device=self.backend.device)
+        )
+        return StepResult(float(loss), 0.0, metrics, *counts)
+
+    def _report(self, results: Sequence[StepResult], rates: dict[str, float]) -> dict[str, Any]:
+        metrics: dict[str, list[float]] = {}
+        for result in results:
+            for name, values in result.metrics.items():
+                metrics.setdefault(name, []).extend(values)
+        metrics["global_valid_seqs"] = [result.valid_seqs for result in results]
+        metrics["global_valid_toks"] = [result.valid_toks for result in results]
+        return {
+            "loss": [result.loss for result in results],
+            "grad_norm": results[-1].grad_norm if results else 0.0,
+            "all_mb_metrics": metrics,
+            "num_steps": len(results),
+            "skipped_steps": sum(not result.stepped for result in results),
+            **rates,
+        }
+
+    # -- residency ----------------------------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Model and optimizer on the device, communicators in place."""
+        self.backend.rebuild_communicators()
+        self.backend.to_device(optimizer=True)
+
+    def prepare_for_lp_inference(self) -> None:
+        """Model on the device; the optimizer too unless `policy.offload_optimizer_for_logprob`."""
+        self.backend.rebuild_communicators()
+        stays = not self.cfg.offload_optimizer_for_logprob
+        self.backend.to_device(optimizer=stays)
+        if not stays:
+            self.backend.offload(model=False, optimizer=True, keep_gradients=True)
+
+    def offload_optimizer(self) -> None:
+        """Optimizer state to the host, freed memory given back."""
+        self.backend.offload(model=False, optimizer=True, keep_gradients=self.step.is_open)
+
+    def offload_model(self) -> None:
+        """Model to the host, freed memory given back; the gradients of an open step survive."""
+        self.backend.offload(model=True, optimizer=False, keep_gradients=self.step.is_open)
+
+    def drop_communicators(self) -> None:
+        """Gives the memory of device communicators back until they are needed; none may be in use."""
+        if self.step.is_open:
+            raise TrainStepStateError("a train step is open: finish or abort it before communicators are dropped")
+        self.close_export()
+        self.backend.drop_communicators()
+        release_cached_memory(self.backend.device)
+
+    def release_cached_memory(self) -> None:
+        """Gives cached memory back without moving anything."""
+        release_cached_memory(self.backend.device)
+
+    def free_memory(self) -> int:
+        """Bytes free on this rank's device."""
+        return free_memory(self.backend.device)
+
+    def memory_in_use(self) -> int:
+        """Bytes in use on this rank's device."""
+        return memory_in_use(self.backend.device)
+
+    # -- weight export ------------------------------------------------------------------------------------------------
+
+    def _export_dtype(self) -> torch.dtype:
+        return compute_dtype(self.cfg.precision)
+
+    def tensor_metas(self) -> list[TensorMeta]:
+        """What an export yields, in order."""
+        return self.backend.tensor_metas(self._export_dtype())
+
+    def staging_budget(self) -> int:
+        """Bytes this rank may spend on one staging window (there are two)."""
+        if self.cfg.refit_buffer_size_gb is not None:
+            return int(self.cfg.refit_buffer_size_gb * (1 << 30))
+        return int(_STAGING_SHARE * free_memory(self.backend.device) / 2)
+
+    def begin_export(self, spec: SendSpec) -> None:
+        """Starts a session's export on this rank."""
+        self.backend.rebuild_communicators()
+        self.close_export()
+        weights = self.backend.full_weights(self._export_dtype())
+        self._sender = WeightSender(spec, weights, self.backend.device, source=self.backend.rank)
+
+    def build_cpu_bucket_cache(self, step: int, bucket_bytes: int, served: str | None = None) -> CacheManifest | None:
+        """Packs the current weights as version `step` into host memory on the first rank; every rank takes part in the
+        export.
+
+        Args:
+            step: The version.
+            bucket_bytes: Size of a bucket.
+            served: Path of the buffer that sessions read, which stays as it is; None before the first.
+
+        Returns:
+            What the cache holds, from the rank that owns it.
+        """
+        self.backend.rebuild_communicators()
+        weights = self.backend.full_weights(self._export_dtype())
+        if self.backend.rank != 0:
+            for _ in weights:
+                pass
+            return None
+        if self._cache is None:
+            self._cache = CacheBuilder(bucket_bytes, self.backend.device)
+        return self._cache.build(step, self.tensor_metas(), weights, served=served)
+
+    def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
+        """Starts a session that sends a built version from this rank."""
+        self.close_export()
+        self._sender = WeightSender(spec, iter(manifest.weights()), self.backend.device, source=CACHE_OWNER)
+
+    def export_window(self, index: int) -> dict[str, Any] | None:
+        """Packs and publishes one window."""
+        return self._open_sender().export_window(index)
+
+    def send_window(self, index: int) -> None:
+        """Pushes one window where the transport pushes."""
+        self._open_sender().send_window(index)
+
+    def _open_sender(self) -> WeightSender:
+        if self._sender is None:
+            raise RuntimeError("no weight export is open on this rank")
+        return self._sender
+
+    def close_export(self) -> None:
+        """Ends an open export; nothing to do when there is none."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None, save_format: str = "safetensors") -> None:
+        """Snapshots weights and optimizer; files follow in the background."""
+        self.backend.rebuild_communicators()
+        self.backend.save(weights_path, optimizer_path, save_format)
+
+    def checkpoint_written(self) -> bool:
+        """Whether the files of the last snapshot are written; asked again and again, so that training goes on
+        meanwhile.
+        """
+        return self.backend.poll_saved()
+
+    def weight_checksums(self) -> dict[str, str]:
+        """A digest of every full weight, equal on every rank; for tests of exact equality."""
+        return {
+            name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
+            for name, tensor in self.backend.full_weights(None)
+        }
+
+    def shutdown(self) -> None:
+        """Leaves the data plane and the process groups."""
+        self.backend.wait_saved()
+        if self._cache is not None:
+            self._cache.close()
+        self.close_data_plane()
+        synchronize(self.backend.device)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,271 @@
+"""Runs pipelines on a pool from a command line: on one made for them, or on one that is open.
+
+`run_together` opens a pool, runs some files side by side, shows who does what, and ends; `serve`, `submit` and their
+kind work with a pool that outlives them; `run_under_control_plane` is what `RLIX_CONTROL_PLANE=rlix` makes of
+`examples/run_grpo.py`. Knows no scheduling. Invariant: a mistake in a file or a mapping is reported before Ray starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.cli import add_pool_arguments
+from nemo_rl.time_sharing.job import Job, read_jobs
+from nemo_rl.time_sharing.pool import (
+    POOL_NAME,
+    PoolError,
+    Standing,
+    close_pool,
+    open_pool,
+)
+from nemo_rl.time_sharing.standings_table import StandingsTable
+from nemo_rl.time_sharing.topology import Pool
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+_ANSWER_S = 60.0
+_POLL_S = 1.0
+_HOUR_S = 3600.0
+
+
+def run_together(arguments: Sequence[str]) -> int:
+    """`examples/run_time_sharing.py`: some pipelines on a pool made for them; the exit code.
+
+    Returns:
+        0 when every pipeline is done and the record keeps every invariant, 1 otherwise, 2 for a wrong command line or
+        configuration, 130 when interrupted.
+    """
+    parser = argparse.ArgumentParser(
+        prog="run_time_sharing.py",
+        description="Runs GRPO pipelines side by side on one pool of GPUs; further arguments are overrides for all.",
+    )
+    parser.add_argument(
+        "--pipelines", nargs="+", required=True, metavar="FILE", help="configurations, and overrides for all of them"
+    )
+    add_pool_arguments(parser)
+    chosen, overrides = parser.parse_known_args(list(arguments))
+    return guarded(lambda: _run_together(chosen, overrides))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Runs a command; what a user can put right becomes one line, an interrupt exit code 130."""
+    level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return work()
+    except UserError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: every pipeline was ended; their last finished checkpoints are complete\n")
+        return EXIT_INTERRUPTED
+
+
+def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
+    pool = Pool(chosen.nodes, chosen.gpus)
+    files, own = _files_and_overrides(chosen.pipelines)
+    jobs = read_jobs(files, pool, [*own, *overrides])
+    from nemo_rl.distributed.ray_runtime import shutdown_ray
+
+    log_dir = _new_log_dir(chosen.log_dir)
+    try:
+        actor = _open(pool, chosen.device, log_dir)
+        try:
+            _submit_all(actor, jobs)
+            standings = _watch(actor, [job.name for job in jobs])
+        finally:
+            close_pool(actor)
+    finally:
+        shutdown_ray()
+    ok = all(standing.outcome is not None and standing.outcome.kind == "done" for standing in standings)
+    return EXIT_OK if _checked(log_dir) and ok else EXIT_FAILED
+
+
+def _files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Overrides that follow a list of files belong to the list, as far as the command line's parser knows."""
+    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
+    return [Path(argument) for argument in arguments if argument not in overrides], overrides
+
+
+def _open(pool: Pool, device: str, log_dir: Path) -> Any:
+    from nemo_rl.distributed.ray_runtime import init_ray
+
+    accelerator = init_ray(device=device, cpu_slots=pool.size)
+    return open_pool(pool, accelerator, log_dir)
+
+
+def _new_log_dir(root: Path) -> Path:
+    from nemo_rl.utils.logger import get_next_experiment_dir
+
+    return Path(get_next_experiment_dir(str(root))).absolute()
+
+
+def _submit_all(actor: Any, jobs: Sequence[Job]) -> None:
+    import ray
+
+    for job in jobs:
+        ray.get(actor.submit.remote(job), timeout=_ANSWER_S)
+
+
+def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
+    """Shows the pipelines until all of them have ended; how they stand then."""
+    import ray
+
+    with StandingsTable() as table:
+        while True:
+            everybody: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+            ours = [standing for standing in everybody if standing.name in names]
+            table.show(ours)
+            if all(standing.outcome is not None for standing in ours):
+                return ours
+            time.sleep(_POLL_S)
+
+
+def _checked(log_dir: Path) -> bool:
+    """Whether the records of the scheduler and of all pipelines together keep every invariant; says what does not."""
+    from nemo_rl.time_sharing.history.check import check
+    from nemo_rl.utils.record import merge_records
+
+    violations = check(merge_records(sorted(log_dir.glob("*.jsonl"))))
+    for violation in violations:
+        sys.stderr.write(f"{violation}\n")
+    if not violations:
+        sys.stderr.write(f"record kept every invariant: {log_dir}\n")
+    return not violations
+
+
+# -- a pool that stays ------------------------------------------------------------------------------------------------
+
+
+def serve(chosen: argparse.Namespace) -> int:
+    """Opens a pool and keeps it until it is interrupted."""
+    pool = Pool(chosen.nodes, chosen.gpus)
+    from nemo_rl.distributed.ray_runtime import shutdown_ray
+
+    log_dir = _new_log_dir(chosen.log_dir)
+    try:
+        actor = _open(pool, chosen.device, log_dir)
+        sys.stderr.write(
+            f"pool: {pool.size} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
+        )
+        try:
+            while True:
+                time.sleep(_HOUR_S)
+        finally:
+            close_pool(actor)
+    finally:
+        shutdown_ray()
+
+
+def submit(chosen: argparse.Namespace) -> int:
+    """Submits files to the open pool; with `--wait`, until they have ended."""
+    actor, pool = _join()
+    files, overrides = _files_and_overrides(chosen.files)
+    jobs = read_jobs(files, pool, overrides)
+    _submit_all(actor, jobs)
+    names = [job.name for job in jobs]
+    sys.stdout.write("".join(f"{name}\n" for name in names))
+    if not chosen.wait:
+        return EXIT_OK
+    return _follow(actor, names)
+
+
+def _follow(actor: Any, names: Sequence[str]) -> int:
+    import ray
+
+    try:
+        standings = _watch(actor, names)
+    except KeyboardInterrupt:
+        for name in names:
+            ray.get(actor.cancel.remote(name), timeout=_ANSWER_S)
+        raise
+    return EXIT_OK if all(s.outcome is not None and s.outcome.kind == "done" for s in standings) else EXIT_FAILED
+
+
+def status(chosen: argparse.Namespace) -> int:
+    """Shows every pipeline of the open pool."""
+    import ray
+
+    actor, _ = _join()
+    with StandingsTable() as table:
+        table.show(ray.get(actor.standings.remote(), timeout=_ANSWER_S))
+    return EXIT_OK
+
+
+def drain(chosen: argparse.Namespace) -> int:
+    """Lets pipelines go once they have given back what they hold."""
+    return _each(chosen.names, "drain")
+
+
+def cancel(chosen: argparse.Namespace) -> int:
+    """Ends pipelines whatever they do."""
+    return _each(chosen.names, "cancel")
+
+
+def _each(names: Sequence[str], method: str) -> int:
+    import ray
+
+    actor, _ = _join()
+    for name in names:
+        try:
+            ray.get(getattr(actor, method).remote(name), timeout=_ANSWER_S)
+        except ray.exceptions.RayTaskError as error:
+            raise PoolError(str(error.cause)) from error
+    return EXIT_OK
+
+
+def _join() -> tuple[Any, Pool]:
+    """The pool of the Ray cluster that RAY_ADDRESS names, or that runs on this machine.
+
+    Raises:
+        PoolError: No cluster answers, or no pool is open on it.
+    """
+    from nemo_rl.distributed.ray_runtime import running_cluster
+
+    address = running_cluster()
+    if address is None:
+        raise PoolError(
+            "no Ray cluster runs on this machine and RAY_ADDRESS names none; open a pool with "
+            "python -m nemo_rl.time_sharing serve --gpus N"
+        )
+    import ray
+
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    try:
+        actor = ray.get_actor(POOL_NAME, namespace="nemo_rl_time_sharing")
+    except ValueError as error:
+        raise PoolError(
+            f"no pool is open on the Ray cluster {address}; open one with python -m nemo_rl.time_sharing serve --gpus N"
+        ) from error
+    pool, _ = ray.get(actor.shape.remote(), timeout=_ANSWER_S)
+    return actor, pool
+
+
+def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
+    """What `RLIX_CONTROL_PLANE=rlix` makes of `examples/run_grpo.py`: the run is submitted to the open pool, and
+    followed to its end.
+    """
+    parser = argparse.ArgumentParser(description="Trains a policy with GRPO on a shared pool.")
+    parser.add_argument("--config", type=Path, default=default_config, help="YAML file")
+    chosen, overrides = parser.parse_known_args(list(arguments))
+
+    def work() -> int:
+        actor, pool = _join()
+        jobs = read_jobs([chosen.config], pool, overrides)
+        _submit_all(actor, jobs)
+        return _follow(actor, [job.name for job in jobs])
+
+    return guarded(work)

@@ -1,0 +1,268 @@
+"""A pool of GPUs that pipelines are submitted to: the scheduler, the reserved slots, and who runs there.
+
+`PoolActor` outlives whoever submits; it starts each pipeline as an actor of its own and notes how it ended. Knows no
+run from the inside. Invariants: a pipeline that ended in any way is unregistered, so that its GPUs are verified free
+and given on; its outcome is kept for whoever asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.actors import (
+    CONTROL_NAMESPACE,
+    Orchestrator,
+    agent_actor_name,
+    start_scheduler,
+    stop_scheduler,
+)
+from nemo_rl.time_sharing.job import Job
+from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.types import Limits
+
+logger = logging.getLogger(__name__)
+
+POOL_NAME = "pool"
+LIVE_LIMITS = Limits(
+    heartbeat_s=2.0,
+    lease_s=60.0,
+    wake_s=900.0,
+    drain_s=180.0,
+    sleep_s=180.0,
+    sync_s=300.0,
+    grant_s=60.0,
+    min_hold_s=5.0,
+)
+"""Bounds for live engines: a first wake builds one."""
+_ANSWER_S = 30.0
+_START_S = 300.0
+_THREADS = 32
+
+
+class PoolError(UserError, RuntimeError):
+    """There is no such pool or pipeline, or the pool cannot take it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One pipeline of the pool.
+
+    Attributes:
+        name: Its id.
+        train: Its training GPUs.
+        infer: Its generation GPUs.
+        submitted_at: Seconds since the epoch.
+        ended_at: The same; None while it runs.
+        progress: What it was doing when last asked.
+        outcome: How it ended; None while it runs.
+    """
+
+    name: str
+    train: tuple[int, ...]
+    infer: tuple[int, ...]
+    submitted_at: float
+    ended_at: float | None = None
+    progress: Progress | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass
+class _Life:
+    job: Job
+    incarnation: int
+    actor: Any
+    result: Any
+    submitted_at: float
+    ended_at: float | None = None
+    outcome: Outcome | None = None
+
+
+class PoolActor(Orchestrator):
+    """Runs pipelines on a pool, inside Ray.
+
+    Args:
+        handles: The pool.
+    """
+
+    def __init__(self, handles: PoolHandles) -> None:
+        super().__init__(handles.scheduler, handles.pool)
+        self._handles = handles
+        self._lives: dict[str, _Life] = {}
+        self._lock = threading.Lock()
+
+    def shape(self) -> tuple[Pool, str]:
+        """The pool's shape, and where its logs are."""
+        return self._handles.pool, self._handles.log_dir
+
+    def handles(self) -> PoolHandles:
+        """What a pipeline needs of the pool."""
+        return self._handles
+
+    def submit(self, job: Job) -> str:
+        """Starts a pipeline; its name.
+
+        Raises:
+            PoolError: A pipeline of this name runs already.
+            RegistrationError: It does not fit the pool.
+        """
+        import ray
+
+        job.topology(self._handles.pool)
+        with self._lock:
+            known = self._lives.get(job.name)
+            if known is not None and known.outcome is None:
+                raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
+            # Larger than any before, also those of an earlier pool over the same log.
+            incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
+            pipeline: Any = ray.remote(NemoRLFullFinetunePipeline)
+            actor = pipeline.options(
+                name=agent_actor_name(incarnation),
+                namespace=agent_namespace(job.name),
+                num_cpus=0,
+                max_concurrency=_THREADS,
+            ).remote(job, self._handles, incarnation)
+            life = _Life(job, incarnation, actor, actor.run.remote(), time.time())
+            self._lives[job.name] = life
+        threading.Thread(target=self._watch, args=(life,), name=f"watch-{job.name}", daemon=True).start()
+        return job.name
+
+    def _watch(self, life: _Life) -> None:
+        import ray
+
+        try:
+            outcome: Outcome = ray.get(life.result)
+        except ray.exceptions.RayError as error:
+            # A defect keeps its traceback; a process that is gone has a first line that says so.
+            failed = isinstance(error, ray.exceptions.RayTaskError)
+            outcome = Outcome("failed", str(error)) if failed else Outcome("died", str(error).partition("\n")[0])
+        if outcome.kind != "done":
+            logger.error("pipeline=%s outcome=%s reason=%s", life.job.name, outcome.kind, outcome.reason)
+            # Its processes are ended and its GPUs verified free before anybody else gets them.
+            self.unregister_pipeline(life.job.name)
+        with self._lock:
+            life.outcome, life.ended_at = outcome, time.time()
+        if outcome.kind == "done":
+            ray.kill(life.actor, no_restart=True)
+
+    def standings(self) -> list[Standing]:
+        """Every pipeline that was submitted, in order."""
+        import ray
+
+        with self._lock:
+            lives = dict(self._lives)
+        asked = {name: life.actor.progress.remote() for name, life in lives.items() if life.outcome is None}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
+        answers: dict[str, Progress] = {}
+        for name, ref in asked.items():
+            if ref in ready:
+                try:
+                    answers[name] = ray.get(ref)
+                except ray.exceptions.RayError:
+                    continue
+        return [
+            Standing(
+                name,
+                life.job.train,
+                life.job.infer,
+                life.submitted_at,
+                life.ended_at,
+                answers.get(name),
+                life.outcome,
+            )
+            for name, life in lives.items()
+        ]
+
+    def cancel(self, name: str) -> None:
+        """Ends a pipeline whatever it does; its checkpoints stay.
+
+        Raises:
+            PoolError: There is none of this name.
+        """
+        self._known(name)
+        self.unregister_pipeline(name)
+
+    def drain(self, name: str) -> None:
+        """Gives a pipeline nothing more and lets it go when it has given back what it holds.
+
+        Raises:
+            PoolError: There is none of this name.
+        """
+        self._known(name)
+        self.drain_pipeline(name)
+
+    def _known(self, name: str) -> None:
+        if name not in self._lives:
+            raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._lives)}")
+
+
+def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE_LIMITS) -> Any:
+    """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
+
+    Args:
+        pool: The shape.
+        accelerator: Kind of slot.
+        log_dir: Existing directory for the scheduler's log and the agents' records.
+        limits: The scheduler's.
+
+    Raises:
+        ResourceInsufficientError: The Ray cluster does not have the slots.
+        SchedulerInUse: A pool is open on this Ray cluster already.
+    """
+    import ray
+
+    from nemo_rl.time_sharing.shared_cluster import reserve_pool
+
+    scheduler = start_scheduler(log_dir, pool, limits)
+    groups = reserve_pool(pool, accelerator)
+    handles = PoolHandles(scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir))
+    actor: Any = (
+        ray.remote(PoolActor)
+        .options(
+            name=POOL_NAME,
+            namespace=CONTROL_NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=_THREADS,
+        )
+        .remote(handles)
+    )
+    ray.get(actor.shape.remote(), timeout=_START_S)
+    return actor
+
+
+def close_pool(actor: Any) -> None:
+    """Ends the pool: every pipeline that still runs, the scheduler, and the reservation."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
+    for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
+        if standing.outcome is None:
+            ray.get(actor.cancel.remote(standing.name), timeout=_ANSWER_S)
+    wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
+    stop_scheduler(handles.scheduler)
+    ray.kill(actor, no_restart=True)
+    for group in handles.groups:
+        remove_placement_group(group)
+
+
+def wait_for_pipelines(actor: Any, *, timeout_s: float, poll_s: float = 0.5) -> Mapping[str, Outcome]:
+    """Waits until every pipeline has ended, or `timeout_s` has passed; the outcomes so far."""
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        standings: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+        outcomes = {standing.name: standing.outcome for standing in standings if standing.outcome is not None}
+        if len(outcomes) == len(standings) or time.monotonic() > deadline:
+            return outcomes
+        time.sleep(poll_s)

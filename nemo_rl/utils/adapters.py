@@ -1,0 +1,125 @@
+"""Low-rank adapters as files in PEFT's format, and what they make of a model on disk.
+
+A directory with `adapter_config.json` and `adapter_model.safetensors`, which PEFT and vLLM read; tensors are called
+`base_model.model.<module>.lora_A.weight` (`[rank, in]`) and `lora_B.weight` (`[out, rank]`). Knows files, no module in
+memory. Invariant: merged, a weight is `W + alpha / rank * B @ A` (https://arxiv.org/abs/2106.09685), added in float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.config.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+class AdapterError(UserError, ValueError):
+    """A directory holds no adapter, or one that does not fit."""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What `adapter_config.json` says, as far as it is read here.
+
+    Attributes:
+        base_model_name_or_path: the model that it adapts.
+        r: rank.
+        lora_alpha: scale times rank.
+        target_modules: last names of the adapted modules.
+    """
+
+    base_model_name_or_path: str
+    r: int
+    lora_alpha: float
+    target_modules: list[str]
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' product."""
+        return self.lora_alpha / self.r
+
+
+def is_adapter(directory: str | Path) -> bool:
+    """Whether a directory holds an adapter."""
+    return (Path(directory) / CONFIG_FILE).is_file()
+
+
+def write_adapter(directory: str | Path, info: AdapterInfo, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes an adapter.
+
+    Args:
+        directory: made where it is not there.
+        info: goes into `adapter_config.json`.
+        tensors: by `<module>.lora_A` and `<module>.lora_B`.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    named = {f"{_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, path / TENSORS_FILE, {"format": "pt"})
+    fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+    (path / CONFIG_FILE).write_text(json.dumps({**fixed, **asdict(info)}, indent=2), encoding="utf-8")
+
+
+def read_adapter(directory: str | Path) -> tuple[AdapterInfo, dict[str, torch.Tensor]]:
+    """An adapter's configuration, and its tensors by `<module>.lora_A` and `<module>.lora_B`.
+
+    Raises:
+        AdapterError: there is none, or it is not one of plain low-rank factors.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(directory)
+    if not is_adapter(path) or not (path / TENSORS_FILE).is_file():
+        raise AdapterError(f"{path}: holds no adapter ({CONFIG_FILE} and {TENSORS_FILE})")
+    written = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        info = AdapterInfo(**{name: written[name] for name in AdapterInfo.__dataclass_fields__})
+    except KeyError as error:
+        raise AdapterError(f"{path / CONFIG_FILE}: says nothing of {error}") from error
+    tensors = {}
+    for name, tensor in load_file(path / TENSORS_FILE).items():
+        short = name.removeprefix(_PREFIX).removesuffix(".weight")
+        if not short.endswith((".lora_A", ".lora_B")):
+            raise AdapterError(f"{path / TENSORS_FILE}: {name} is no factor of a low-rank adapter")
+        tensors[short] = tensor
+    return info, tensors
+
+
+def merged(name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """A weight of the base model with its adapter added; as it is where it has none."""
+    module = name.removesuffix(".weight")
+    down, up = adapters.get(f"{module}.lora_A"), adapters.get(f"{module}.lora_B")
+    if down is None or up is None:
+        return weight
+    return (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+
+
+def base_directory(name_or_path: str) -> Path:
+    """The directory of an adapter's base model, downloaded where it is a name on the hub.
+
+    Raises:
+        AdapterError: it is neither.
+    """
+    path = Path(name_or_path).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise AdapterError(
+            f"{name_or_path}: the adapter's base model is neither here nor on the hub: {error}"
+        ) from error

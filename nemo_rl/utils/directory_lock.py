@@ -1,0 +1,78 @@
+"""A directory that one run writes at a time.
+
+Holds an advisory lock on `<directory>/.lock`, which the system gives back when the process ends, however it ends. Knows
+no file of the run. Invariant: of two runs that ask for the same directory, on one machine or over a file system that
+shares locks, one is refused by name before it writes anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl.config.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+
+
+class DirectoryInUse(UserError, RuntimeError):
+    """Another run writes there."""
+
+
+@contextmanager
+def locked(directory: Path | str, key: str) -> Iterator[None]:
+    """Holds a directory for the block; it is made if need be.
+
+    A directory that cannot be made or written is left to those who write there: they name it.
+
+    Args:
+        directory: The directory.
+        key: Dotted key that names it, for messages.
+
+    Raises:
+        DirectoryInUse: Another run holds it.
+    """
+    path = Path(directory) / LOCK_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        logger.info("lock=impossible path=%s: %s", path, error)
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise DirectoryInUse(
+                    f"{key}={directory}: another run writes there ({_owner(path)}); wait for its end, end it, or give "
+                    f"this run another {key}"
+                ) from error
+            # Some network file systems have no locks.
+            logger.warning("lock=unsupported path=%s: %s; start no second run there", path, error)
+        else:
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}))
+            file.flush()
+        yield
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "who is not known"
+    return f"process {owner['process']} on {owner['host']} since {owner['since']}"

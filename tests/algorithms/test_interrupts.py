@@ -1,0 +1,87 @@
+"""Signals end a run where it stands, after its step, or wait for its end; and what is saved is said truly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.algorithms.interrupts import Interrupts, what_is_saved
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.directory_lock import DirectoryInUse, locked
+from nemo_rl.utils.timer import TimeoutChecker
+
+
+def test_a_signal_ends_at_once_after_the_step_or_waits_for_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    timeout = TimeoutChecker()
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        interrupts.save_first(timeout.end_after_step)
+        assert not timeout.check_save()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.save_asked and timeout.check_save() and not timeout.check_save()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        interrupts.ending()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    said = capfd.readouterr().err
+    assert "finished and saved first" in said and said.count("already ending") == 1
+
+
+def saved(root: Path, step: int, *checkpoints: int, **checkpointing: Any) -> str:
+    cfg = CheckpointingConfig(checkpoint_dir=str(root), **checkpointing)
+    manager = CheckpointManager(cfg)
+    for number in checkpoints:
+        manager.finalize_checkpoint(manager.init_tmp_checkpoint(number, {}))
+    run: Any = SimpleNamespace(state=GRPOState(step=step), checkpointer=manager)
+    return what_is_saved(run, cfg)
+
+
+def test_an_interrupted_run_says_what_it_loses(tmp_path: Path) -> None:
+    assert "after step 18: no checkpoint was written yet, 18 steps are lost; checkpointing.save_on_signal" in saved(
+        tmp_path, 18
+    )
+    assert f"the newest checkpoint is {tmp_path}/step_17, 1 step is lost" in saved(tmp_path, 18, 17)
+    assert f"all of it is in {tmp_path}/step_20" in saved(tmp_path, 20, 20)
+    assert "nothing is saved" in saved(tmp_path, 20, enabled=False)
+
+
+def test_a_directory_is_one_runs_until_it_ends_however_it_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    hold = f"""
+import sys, time
+from nemo_rl.utils.directory_lock import locked
+with locked({str(folder)!r}, "logger.log_dir"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with (
+            pytest.raises(DirectoryInUse, match=rf"logger\.log_dir={folder}: another run .*process {process.pid} on"),
+            locked(folder, "logger.log_dir"),
+        ):
+            raise AssertionError("it was given twice")
+    finally:
+        process.kill()
+        process.wait()
+    with locked(folder, "logger.log_dir"):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_left_to_those_who_write_there() -> None:
+    with locked("/dev/null/logs", "logger.log_dir"):
+        pass

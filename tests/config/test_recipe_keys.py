@@ -1,0 +1,205 @@
+"""Every key that NeMo-RL's GRPO recipes set is known: honoured, of no effect, or refused as a part that is not built.
+
+`recipe_keys.tsv` lists these keys with the value of the default recipe and the values seen most often. A rule between
+keys may be broken where one of them changes alone, which is no matter of names; so rules are left out here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.grpo.validation import batch_size, batches_to_run
+from nemo_rl.config import MasterConfig
+from nemo_rl.config.errors import NotBuilt
+from nemo_rl.config.layers import Layer, merge
+from nemo_rl.config.tree import put
+from nemo_rl.config.validate import examine, validate
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of the table."""
+
+    key: str
+    default: str
+    seen: list[Any]
+
+
+def rows() -> list[Row]:
+    """The table; values that it cuts short are left out."""
+    lines = (Path(__file__).parent / "recipe_keys.tsv").read_text().splitlines()
+    cells = [line.split("\t") for line in lines if not line.startswith(("#", "key\t"))]
+    return [Row(key, default, [*_values(seen)]) for key, _, default, seen in cells]
+
+
+def _values(text: str) -> Iterator[Any]:
+    for value in text.split(" | "):
+        try:
+            yield json.loads(value)
+        except json.JSONDecodeError:
+            continue
+
+
+TABLE = rows()
+
+
+def default_recipe() -> dict[str, Any]:
+    """The recipe that all others inherit from, as far as the table gives its values."""
+    recipe: dict[str, Any] = {}
+    for row in TABLE:
+        for value in _values(row.default if row.default != "-" else ""):
+            put(recipe, row.key.split("."), value)
+    return recipe
+
+
+def test_the_default_recipe_runs_here(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = default_recipe()
+    for key in (
+        "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d",
+        "grpo.stop_at_validation_threshold",
+        "policy.generation.vllm_cfg.http_refit_api_key_env_var",
+        "policy.generation.vllm_cfg.http_refit_server_port",
+    ):
+        node: Any = recipe
+        for part in key.split("."):
+            node = node[part]
+    config = validate(recipe, MasterConfig)
+    assert config.policy.model_name == "Qwen/Qwen2.5-1.5B"
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert "keys that change nothing here" in note and "http_refit_server_port" in note
+
+
+SECTIONS = {row.key.rpartition(".")[0] for row in TABLE}
+
+
+def recipes() -> Iterator[dict[str, Any]]:
+    """Recipes that together hold every value of the table's keys that are no sections: the first ones seen of all keys,
+    the second ones, and so on.
+    """
+    plain = [row for row in TABLE if row.key not in SECTIONS]
+    for turn in range(max(len(row.seen) for row in TABLE)):
+        recipe = default_recipe()
+        for row in plain:
+            if row.seen:
+                put(recipe, row.key.split("."), row.seen[turn % len(row.seen)])
+        yield recipe
+
+
+def switched_on(recipe: Any) -> Any:
+    """The recipe with every part switched on."""
+    if isinstance(recipe, dict):
+        return {key: True if key == "enabled" else switched_on(value) for key, value in recipe.items()}
+    return recipe
+
+
+def mistakes(recipe: dict[str, Any]) -> list[str]:
+    """What is wrong with a recipe besides parts that are not built."""
+    examined = examine(merge([Layer("recipe", recipe)]), MasterConfig)
+    return [str(problem) for problem in examined.problems if not isinstance(problem, NotBuilt)]
+
+
+def test_every_key_of_the_table_is_known_with_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/tmp")
+    monkeypatch.setattr("nemo_rl.config.validate.broken_rules", lambda config: [])
+    assert len(TABLE) > 700
+    for recipe in recipes():
+        assert mistakes(recipe) == []
+        assert mistakes(switched_on(recipe)) == []
+    for row in TABLE:
+        for value in row.seen if row.key in SECTIONS else []:
+            recipe = default_recipe()
+            put(recipe, row.key.split("."), value)
+            assert mistakes(recipe) == [], row.key
+
+
+def test_a_misspelt_key_is_found_beside_null_ones() -> None:
+    recipe = default_recipe()
+    put(recipe, ["policy", "generation", "vllm_cfg", "http_refit_server_port"], None)
+    put(recipe, ["policy", "generation", "vllm_cfg", "tensor_paralel_size"], None)
+    put(recipe, ["policy", "megatron_cfg", "optimizer", "lrr"], 1)
+    assert sorted(mistakes(recipe)) == [
+        "policy.generation.vllm_cfg.tensor_paralel_size: unknown key. Did you mean 'tensor_parallel_size'?",
+        "policy.megatron_cfg.optimizer.lrr: unknown key. Did you mean 'lr'?",
+    ]
+
+
+def test_a_recipe_of_another_framework_is_told_from_a_misspelt_one() -> None:
+    (line,) = mistakes({"actor_rollout_ref": {"model": {"path": "x"}}, "algorithm": {}, "trainer": {"nnodes": 1}})
+    assert "configuration of another framework" in line and "grpo" in line
+    assert mistakes({"grpoo": {"seed": 1}, "policy": {}}) == ["grpoo: unknown key. Did you mean 'grpo'?"]
+
+
+def test_the_layout_of_older_releases_is_read() -> None:
+    old = {"data": {"dataset_name": "DAPOMath17K", "prompt_file": None, "max_input_seq_length": 256}}
+    old["policy"] = {"activation_checkpointing_enabled": True}
+    old["grpo"] = {"num_val_generations_per_prompt": 4}
+    examined = examine(old, MasterConfig)
+    config = examined.config
+    assert config is not None and examined.problems == []
+    assert [(entry.dataset_name, entry.prompt_file) for entry in config.data.train] == [("DAPOMath17K", None)]
+    assert config.data.validation is not None and config.data.validation[0].dataset_name == "DAPOMathAIME2024"
+    assert config.policy.dtensor_cfg.activation_checkpointing and config.grpo.val_num_generations_per_prompt == 4
+    assert any("layout of releases before 0.5" in note for note in examined.notes)
+
+
+def test_the_puzzle_game_makes_its_own_puzzles() -> None:
+    game = {"sliding_puzzle_game": {"cfg": {"game_config": {"size": 4, "shuffle_moves": 6}, "max_moves": 30}}}
+    examined = examine({"env": game}, MasterConfig)
+    config = examined.config
+    assert config is not None and config.env.sliding_puzzle is not None and config.env.sliding_puzzle.max_moves == 30
+    assert config.data.train[0].task_config == {"size": 4, "shuffle_moves": 6}
+    assert config.data.train[0].env_name == "sliding_puzzle" and config.data.train[0].prompt_file is None
+
+
+def test_null_and_minus_one_mean_no_limit() -> None:
+    recipe: dict[str, Any] = {
+        "grpo": {"max_val_samples": None, "val_batch_size": None},
+        "data": {"max_input_seq_length": None},
+        "policy": {"generation": {"top_k": -1, "val_top_k": -1}},
+    }
+    config = validate(recipe, MasterConfig)
+    assert batch_size(config.grpo, 70) == 70 and batches_to_run(config.grpo, 1) == 1
+    assert config.data.max_input_seq_length == config.policy.max_total_sequence_length
+    assert config.policy.generation.top_k is config.policy.generation.val_top_k is None
+
+
+def test_a_validation_smaller_than_its_batch_is_one_batch() -> None:
+    grpo = validate({"grpo": {"max_val_samples": 64, "val_batch_size": 256}}, MasterConfig).grpo
+    assert batch_size(grpo, 1000) == 64 and batches_to_run(grpo, 16) == 1
+    grpo = validate({"grpo": {"max_val_samples": 70, "val_batch_size": 32}}, MasterConfig).grpo
+    assert batch_size(grpo, 1000) == 32 and batches_to_run(grpo, 32) == 2
+
+
+def test_entries_take_every_key_from_the_default_entry() -> None:
+    recipe = {"data": {"default": {"dataset_name": "gsm8k", "repeat": 2}, "train": {}, "validation": {"split": "test"}}}
+    config = validate(recipe, MasterConfig)
+    assert [(entry.dataset_name, entry.repeat) for entry in config.data.train] == [("gsm8k", 2)]
+    assert config.data.validation is not None and config.data.validation[0].dataset_name == "gsm8k"
+
+
+def test_what_is_wrong_in_a_section_that_is_not_enabled_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    recipe: dict[str, Any] = {"policy": {"megatron_cfg": {"enabled": False, "pipeline_model_parallel_size": None}}}
+    assert validate(recipe, MasterConfig).policy.megatron_cfg.pipeline_model_parallel_size == 1
+    assert "policy.megatron_cfg.pipeline_model_parallel_size" in caplog.text
+    recipe["policy"]["megatron_cfg"] |= {"enabled": True}
+    assert any("pipeline_model_parallel_size: None" in line for line in mistakes(recipe))
+
+
+def test_a_part_that_is_not_built_says_what_to_do() -> None:
+    recipe: dict[str, Any] = {
+        "policy": {"generation": {"backend": "sglang", "sglang_cfg": {"tp_size": 2}}},
+        "data": {"default": {"env_name": "vlm", "processor": "vlm_hf_data_processor"}},
+    }
+    problems = examine(recipe, MasterConfig).problems
+    assert [problem.part for problem in problems if isinstance(problem, NotBuilt)] == [
+        "generation backends other than vllm",
+        "vision-language and audio models",
+        "vision-language and audio models",
+    ]
+    assert [problem for problem in problems if not isinstance(problem, NotBuilt)] == []

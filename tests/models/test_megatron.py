@@ -1,0 +1,247 @@
+"""The Megatron backend computes what the DTensor backend does, however its ranks share the model, and over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.config import ConfigError, PolicyConfig
+from nemo_rl.models.megatron.checks import check_device, check_policy
+from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, model_config
+from tests.models.policy_ranks import (
+    MEGATRON,
+    megatron_of_one,
+    megatron_of_two,
+    run_config,
+    training_batch,
+)
+from tests.ranks import run_ranks
+
+KEY = "policy.megatron_cfg"
+PACKED = ["policy.sequence_packing.enabled=true"]
+# Where ranks share gradients out, only one of them has each in full: the step's result shows them all the same.
+WHOLE = [*MEGATRON, f"{KEY}.optimizer.use_distributed_optimizer=false"]
+PLAIN = ["policy.scheduler=null", "policy.optimizer.kwargs={lr: 0.005, weight_decay: 0.0, betas: [0.9, 0.999]}"]
+ONE = {"dtensor": PLAIN, "dtensor packed": [*PLAIN, *PACKED], "megatron": WHOLE, "megatron packed": [*WHOLE, *PACKED]}
+TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
+TWO = {
+    "dp 2": WHOLE,
+    "dp 2, optimizer shared out": list(MEGATRON),
+    "dp 2 packed": [*WHOLE, *PACKED],
+    "tp 2": [*WHOLE, *TP2],
+    "tp 2, sequence parallel, packed": [*WHOLE, *TP2, *PACKED, f"{KEY}.sequence_parallel=true"],
+    "pp 2": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2"],
+    "pp 2 packed, layers recomputed": [
+        *WHOLE,
+        *PACKED,
+        f"{KEY}.pipeline_model_parallel_size=2",
+        f"{KEY}.activation_checkpointing=true",
+    ],
+    "cp 2": [*WHOLE, f"{KEY}.context_parallel_size=2"],
+    "cp 2 packed": [*WHOLE, *PACKED, f"{KEY}.context_parallel_size=2"],
+}
+EXPERTS = {
+    "ep 2": [*WHOLE, f"{KEY}.expert_model_parallel_size=2"],
+    "ep 2 packed": [*WHOLE, *PACKED, f"{KEY}.expert_model_parallel_size=2"],
+    "tp 2": [*WHOLE, *TP2, f"{KEY}.sequence_parallel=true", f"{KEY}.expert_tensor_parallel_size=2"],
+}
+
+
+STORIES = ["dp 2, optimizer shared out", "pp 2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron")
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model: Path, tiny_moe_model: Path, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(
+        megatron_of_two, 2, str(tiny_model), str(tiny_moe_model), str(folder), TWO, EXPERTS, STORIES, timeout_s=280.0
+    )
+
+
+@pytest.fixture(scope="module")
+def one(tiny_model: Path, tiny_moe_model: Path, folder: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
+    alone = {"dtensor": PLAIN, "megatron": WHOLE}
+    return run_ranks(megatron_of_one, 1, str(tiny_model), str(tiny_moe_model), str(folder), ONE, alone)[0]
+
+
+def _assert_same_step(got: dict[str, Any], want: dict[str, Any], *, gradient: bool = True) -> None:
+    assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+    assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    assert got["next_loss"] == pytest.approx(want["next_loss"], rel=1e-3, abs=1e-4)
+    if gradient:
+        error = np.linalg.norm(got["gradient"] - want["gradient"])
+        assert error <= 1e-4 * np.linalg.norm(want["gradient"])
+
+
+@pytest.mark.parametrize("how", ["", " packed"])
+def test_both_backends_compute_the_same_step(one: dict[str, Any], how: str) -> None:
+    got, want = one["cases"][f"megatron{how}"], one["cases"][f"dtensor{how}"]
+    _assert_same_step(got, want)
+    np.testing.assert_allclose(got["logprobs"], want["logprobs"], atol=1e-4)
+    for name, values in want["metrics"].items():
+        assert got["metrics"][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_of_megatron_compute_the_step_of_one_of_dtensor(
+    one: dict[str, Any], two: list[dict[str, Any]], case: str
+) -> None:
+    for rank in two:
+        _assert_same_step(rank["cases"][case], one["cases"]["dtensor"], gradient="shared out" not in case)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_on_two_ranks_of_megatron_compute_the_step_of_one(
+    one: dict[str, Any], two: list[dict[str, Any]], case: str
+) -> None:
+    alone = one["experts"]
+    # transformers stacks a layer's experts in memory, Megatron gives those of the files: their gradients differ in
+    # order, so that only norms compare across backends.
+    _assert_same_step(alone["megatron"], alone["dtensor"], gradient=False)
+    for rank in two:
+        _assert_same_step(rank["experts"][case], alone["megatron"])
+
+
+@pytest.fixture(params=STORIES)
+def story(request: pytest.FixtureRequest, two: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = two[0]["stories"][request.param]
+    return found
+
+
+def test_errors_leave_the_worker_as_before_the_step(story: dict[str, Any]) -> None:
+    assert story["whole weights"] == story["chunked weights"]
+    assert "no train step open" in story["finish without begin"] and "already open" in story["begin twice"]
+    assert "samples of the step with values that are not finite: [6]" in story["nan"]
+    assert "planted" in story["loss raises"]
+    for after in ("abort", "nan", "raise"):
+        assert story[f"weights after {after}"] == story["chunked weights"]
+    first, second = story["second weights"]
+    assert first == second != story["whole weights"]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(story: dict[str, Any]) -> None:
+    assert story["resumed weights"] == story["second weights"][1]
+    assert story["resumed third"]["loss"] == story["third"]["loss"]
+    assert story["resumed third"]["lr"] == story["third"]["lr"]
+    assert story["resumed third weights"] == story["third weights"]
+
+
+def test_a_checkpoint_resumes_on_another_grid(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    saved, resumed = two[0]["expert story"], one["resumed experts"]
+    assert resumed["second"]["loss"] == pytest.approx(saved["second"]["loss"], rel=1e-5)
+    assert resumed["second"]["grad_norm"] == pytest.approx(saved["second"]["grad_norm"], rel=1e-5)
+    for name, weight in saved["exported"].items():
+        assert weight.shape == saved["metas"][name]
+        np.testing.assert_array_equal(resumed["exported"][name], weight)
+
+
+def test_exported_names_are_those_of_the_models_own_files(tiny_moe_model: Path, two: list[dict[str, Any]]) -> None:
+    from safetensors import safe_open
+
+    with safe_open(tiny_moe_model / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping, only the method
+    assert [rank["expert story"]["metas"] for rank in two] == [shapes, shapes]
+
+
+def test_a_checkpoint_loads_in_transformers(one: dict[str, Any], folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "ep" / "weights", dtype=torch.float32)
+    data = training_batch()
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids = data["input_ids"][row, :length]
+        with torch.no_grad():
+            alone = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        np.testing.assert_allclose(one["resumed experts"]["logprobs"][row, 1:length], alone.numpy(), atol=2e-5)
+
+
+def test_reference_weights_and_largest_logits_are_those_of_dtensor(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    got, want = two[0]["reference"], one["reference"]
+    assert got["weights untouched"]
+    np.testing.assert_array_equal(got["reference before"], got["reference after"])
+    for name in ("reference before", "topk_logits"):
+        np.testing.assert_allclose(got[name], want[name], atol=1e-4)
+    np.testing.assert_array_equal(got["topk_indices"], want["topk_indices"])
+
+
+def _policy(model: Path, *overrides: str, world: int = 4) -> PolicyConfig:
+    return run_config(model, world, *MEGATRON, *overrides).policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{KEY}.tensor_model_parallel_size=4"], "num_key_value_heads=2; possible: 1, 2"),
+        ([f"{KEY}.pipeline_model_parallel_size=4"], "num_hidden_layers=2; possible: 1, 2"),
+        ([f"{KEY}.expert_model_parallel_size=2"], "the model has no experts; set it to 1"),
+    ],
+)
+def test_grids_that_the_model_does_not_allow_are_refused_with_those_that_would_do(
+    tiny_model: Path, overrides: list[str], message: str
+) -> None:
+    cfg = _policy(tiny_model, *overrides)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_policy(cfg, model_config(cfg))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{KEY}.expert_model_parallel_size=3"], "4 experts; possible: 1, 2, 4"),
+        ([f"{KEY}.tensor_model_parallel_size=2"], "needs policy.megatron_cfg.sequence_parallel=true"),
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true"],
+            "expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2",
+        ),
+    ],
+)
+def test_grids_that_experts_do_not_allow_are_refused(tiny_moe_model: Path, overrides: list[str], message: str) -> None:
+    cfg = _policy(tiny_moe_model, *overrides, world=1 if "=3" in overrides[0] else 2)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_policy(cfg, model_config(cfg))
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model: Path) -> None:
+    cfg = _policy(tiny_model)
+    model = model_config(cfg)
+    model.model_type = "gpt2"
+    with pytest.raises(UnsupportedModelError, match="'gpt2' is not known; possible: llama, qwen2, qwen3, qwen3_moe"):
+        check_policy(cfg, model)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cuda_graph_impl=local",
+        "mtp_num_layers=1",
+        "moe_router_load_balancing_type=aux_loss",
+        "moe_token_dispatcher_type=flex",
+        "peft.enabled=true",
+        "optimizer.optimizer=sgd",
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(tiny_model: Path, override: str) -> None:
+    cfg = _policy(tiny_model, f"{KEY}.{override}")
+    with pytest.raises(ConfigError, match=f"{KEY}.{override.partition('=')[0]}"):
+        check_policy(cfg, model_config(cfg))
+
+
+@pytest.mark.parametrize("key", ["fp8_cfg.enabled", "gradient_accumulation_fusion"])
+def test_keys_that_need_transformer_engine_are_refused_without_it(tiny_model: Path, key: str) -> None:
+    with pytest.raises(KernelUnavailableError, match=f"{KEY}.{key}=true needs Transformer Engine"):
+        check_device(_policy(tiny_model, f"{KEY}.{key}=true"), cuda=False)
+
+
+def test_both_backends_at_once_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="are both true; enable exactly one"):
+        run_config(tiny_model, 1, f"{KEY}.enabled=true")
