@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.resume import NothingToDo
-from nemo_rl.algorithms.sft import setup as sft_setup
+from nemo_rl.algorithms.sft import assembly
+from nemo_rl.algorithms.sft.assembly import setup
 from nemo_rl.algorithms.sft.driver import sft_train
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
-from nemo_rl.algorithms.sft.setup import setup
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.errors import DataError
@@ -131,7 +131,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise AssertionError("Ray was needed")
 
-    monkeypatch.setattr(sft_setup, "init_ray", fail)
+    monkeypatch.setattr(assembly, "init_ray", fail)
 
 
 @pytest.mark.usefixtures("no_ray")
