@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
@@ -81,6 +82,7 @@ class World:
         state: GRPOState | None = None,
         resumed_from: Path | None = None,
         plane: StoredClient | None = None,
+        config: Path = CONFIG,
     ) -> None:
         self.plane = plane
         self.happened: list[str] = []
@@ -92,7 +94,7 @@ class World:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.saved: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        config = load_master_config(CONFIG, [*SMALL, f"checkpointing.checkpoint_dir={tmp_path}/ck", *overrides])
+        config = load_master_config(config, [*SMALL, f"checkpointing.checkpoint_dir={tmp_path}/ck", *overrides])
         loader = loader or Loader()
         self.run: Any = SimpleNamespace(
             config=config,
@@ -225,11 +227,11 @@ class World:
         self._train_on(data)
         self.happened.append(f"train {len(self.trained)}")
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def submit_finish_train_step(self) -> Any:
         assert self.step_open
         self.step_open = False
         self.happened.append("finish")
-        return self._result()
+        return SimpleNamespace(result=self._result)
 
     def abort_train_step(self) -> None:
         self.step_open = False
@@ -269,3 +271,13 @@ class Hooks:
         self._world.happened.append(f"after training {step}")
         self._world.served = step + 1 if self._refits else self._world.served
         return step + 1 if self._refits else None
+
+
+def save_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints in memory: what would be written, by step."""
+
+    def save(run: Any, *_: Any, loader: Any, also: Any) -> None:
+        run.policy.happened.append(f"save {run.state.step}")
+        run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
+
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.save_checkpoint", save)

@@ -23,19 +23,13 @@ from nemo_rl.experience.hooks import HooksError
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
-from tests.algorithms.driver_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World
+from tests.algorithms.driver_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
 
 
 @pytest.fixture(autouse=True)
 def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints in memory: what would be written, by step."""
-
-    def save(run: Any, *_: Any, loader: Any, also: Any) -> None:
-        run.policy.happened.append(f"save {run.state.step}")
-        run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
-
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.save_checkpoint", save)
+    save_in_memory(monkeypatch)
 
 
 def events(world: World, kind: type) -> list[Any]:
