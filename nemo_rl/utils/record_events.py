@@ -205,11 +205,14 @@ class GroupAdmitted:
 @event_kind("group_committed")
 @dataclass(frozen=True, slots=True)
 class GroupCommitted:
-    """All samples of a group are written and scored, with the newest weight version among their tokens."""
+    """All samples of a group are written and scored, with the newest weight version among their tokens; `restored`
+    where that was before a restart, and an earlier record has its tokens.
+    """
 
     group_id: str
     version: int
     tokens: int = 0
+    restored: bool = False
 
 
 @event_kind("group_trained")
