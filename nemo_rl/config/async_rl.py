@@ -90,11 +90,11 @@ class RolloutFailureConfig(Section):
 class StallWatchdogConfig(Section):
     """`async_rl.stall_watchdog`."""
 
-    interval_s: float = Field(30, gt=0, description="Accepted; a stall is seen when it happens.")
+    interval_s: float = Field(30, gt=0, description="Accepted with any value; a stall is seen when it happens.")
     stall_timeout_s: float = Field(600, gt=0, description="Seconds without progress that count as a stall.")
     stall_action: Literal["warn", "abort"] = Field("warn", description="What a stall does.")
     gym_subprocess_check: bool = Field(
-        True, description="Accepted; it is about NeMo-Gym's processes, of which there are none."
+        True, description="Accepted with any value; it is about NeMo-Gym's processes, of which there are none."
     )
 
 
