@@ -107,7 +107,9 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(
 
     trained(configured(parts, tiny_model, max_num_steps=3))
     resumed = trained(configured(parts, tiny_model))
-    assert list(read_metrics(Path(resumed.config.logger.log_dir)).series["train/loss"]) == [4, 5, 6]
+    assert resumed.state.consumed_samples == 48
+    # The metrics of a resumed run cover the part that it goes on from.
+    assert read_metrics(Path(resumed.config.logger.log_dir)).series["train/loss"] == metrics.series["train/loss"]
     expected, found = weights(whole / "checkpoints"), weights(parts / "checkpoints")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     initial = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
