@@ -7,28 +7,28 @@ sees the actor's end when it ends.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _forking = False
 
 
 @contextmanager
 def forked_engine() -> Iterator[None]:
-    """Inside the block vLLM forks the engine's process; afterwards its own rules hold again.
+    """Inside the block vLLM forks the engine's process; the processes of that one start by vLLM's own rules.
 
     Only for engines without CUDA: a process must not be forked once it has touched a GPU.
     """
     global _forking  # noqa: PLW0603 - what is registered at fork cannot be taken back
-    from vllm.utils import system_utils
+    from vllm.v1.engine import utils
 
     _forking = True
     try:
-        with patch.dict(os.environ, {_METHOD: "fork"}), patch.object(system_utils, "is_in_ray_actor", lambda: False):
+        with patch.object(utils, "get_mp_context", lambda: multiprocessing.get_context("fork")):
             yield
     finally:
         _forking = False
