@@ -87,7 +87,14 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """May change a finished batch and adds metrics to the log; does neither unless overridden."""
+        """What the environment measures of a finished validation, logged as `validation/<environment>/<name>`.
+
+        Args:
+            batch: `rewards`, `generated_lengths` and each `reward/<name>` that `step` gave [B], and `task_name`.
+
+        Returns:
+            The batch, and the metrics; none unless overridden.
+        """
         return batch, {}
 
     def shutdown(self) -> None:
