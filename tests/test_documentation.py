@@ -50,7 +50,7 @@ def test_the_walk_throughs_dataset_and_environment_do_what_they_say(task: Path) 
 
 
 def test_the_walk_throughs_loss_adds_up_over_parts_of_a_batch(task: Path) -> None:
-    from nemo_rl.algorithms.grpo.setup import make_loss
+    from nemo_rl.algorithms.grpo.assembly import make_loss
 
     loss_fn = make_loss(load_master_config(str(task)).loss_fn)
     generator = torch.Generator().manual_seed(0)

@@ -149,8 +149,8 @@ class NemoRLFullFinetunePipeline:
         return control.waited_s if isinstance(control, LentAccelerators) else 0.0
 
     def _live(self) -> Outcome:
+        from nemo_rl.algorithms.grpo.assembly import close, setup
         from nemo_rl.algorithms.grpo.loop import drive
-        from nemo_rl.algorithms.grpo.setup import close, setup
         from nemo_rl.algorithms.launch import directories_of_its_own
         from nemo_rl.time_sharing.lent import LentAccelerators
 
