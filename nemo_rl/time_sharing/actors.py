@@ -140,6 +140,11 @@ class SchedulerActor:
         with self._serving() as core:
             core.unregister(pipeline, time.time())
 
+    def wanted(self, pipeline: str) -> bool:
+        """See `Scheduler.wanted`; False for one that is not registered."""
+        with self._serving() as core:
+            return pipeline in core.state.pipelines and core.wanted(pipeline)
+
     def describe(self) -> dict[str, Any]:
         """What the scheduler knows, for people: pipelines with their ranks, holds and waits."""
         with self._serving() as core:

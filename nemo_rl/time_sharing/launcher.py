@@ -2,7 +2,7 @@
 
 `run_together` opens a pool, runs some files side by side, shows who does what, and ends; `serve`, `submit` and their
 kind work with a pool that outlives them; `run_under_control_plane` is what `RLIX_CONTROL_PLANE=rlix` makes of
-`examples/run_grpo.py`. Knows no scheduling. Invariant: a mistake in a file or a mapping is reported before Ray starts.
+`examples/run_*.py`. Knows no scheduling. Invariant: a mistake in a file or a mapping is reported before Ray starts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def run_together(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="run_time_sharing.py",
-        description="Runs GRPO pipelines side by side on one pool of GPUs; further arguments are overrides for all.",
+        description="Runs GRPO, SFT, evaluations and commands side by side on one pool of GPUs; further arguments are "
+        "overrides for all that have the key.",
     )
     parser.add_argument(
         "--pipelines", nargs="+", required=True, metavar="FILE", help="configurations, and overrides for all of them"
@@ -114,10 +115,20 @@ def _new_log_dir(root: Path) -> Path:
 
 
 def _submit_all(actor: Any, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        _ask(actor.submit.remote(job))
+
+
+def _ask(answer: Any) -> Any:
+    """The pool's answer; its refusal is the user's to read, without the trace of the actor."""
     import ray
 
-    for job in jobs:
-        ray.get(actor.submit.remote(job), timeout=_ANSWER_S)
+    try:
+        return ray.get(answer, timeout=_ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise PoolError(str(error.cause)) from error
+        raise
 
 
 def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
@@ -216,14 +227,9 @@ def cancel(chosen: argparse.Namespace) -> int:
 
 
 def _each(names: Sequence[str], method: str) -> int:
-    import ray
-
     actor, _ = _join()
     for name in names:
-        try:
-            ray.get(getattr(actor, method).remote(name), timeout=_ANSWER_S)
-        except ray.exceptions.RayTaskError as error:
-            raise PoolError(str(error.cause)) from error
+        _ask(getattr(actor, method).remote(name))
     return EXIT_OK
 
 
@@ -255,10 +261,10 @@ def _join() -> tuple[Any, Pool]:
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
-    """What `RLIX_CONTROL_PLANE=rlix` makes of `examples/run_grpo.py`: the run is submitted to the open pool, and
+    """What `RLIX_CONTROL_PLANE=rlix` makes of the scripts under `examples`: the run is submitted to the open pool, and
     followed to its end.
     """
-    parser = argparse.ArgumentParser(description="Trains a policy with GRPO on a shared pool.")
+    parser = argparse.ArgumentParser(description="Runs on a shared pool.")
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file")
     chosen, overrides = parser.parse_known_args(list(arguments))
 

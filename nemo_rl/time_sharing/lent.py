@@ -134,6 +134,7 @@ class LentPlacement:
 def leave_accelerators(policy: Policy) -> None:
     """Training state to the host, communicators dropped, memory given back."""
     policy.offload_to_cpu()
+    policy.destroy_nccl_groups()
 
 
 class LentAccelerators:

@@ -23,8 +23,8 @@ from nemo_rl.time_sharing.actors import (
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.job import Job
-from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.job import Job, Kind
+from nemo_rl.time_sharing.pipeline import LentPipeline, Outcome, PoolHandles, Progress
 from nemo_rl.time_sharing.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import Limits
@@ -123,7 +123,7 @@ class PoolActor(Orchestrator):
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            pipeline: Any = ray.remote(NemoRLFullFinetunePipeline)
+            pipeline: Any = ray.remote(_pipeline_class(job.kind))
             actor = pipeline.options(
                 name=agent_actor_name(incarnation),
                 namespace=agent_namespace(job.name),
@@ -202,6 +202,24 @@ class PoolActor(Orchestrator):
     def _known(self, name: str) -> None:
         if name not in self._lives:
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._lives)}")
+
+
+def _pipeline_class(kind: Kind) -> type[LentPipeline]:
+    if kind is Kind.SFT:
+        from nemo_rl.time_sharing.sft_pipeline import SFTPipeline
+
+        return SFTPipeline
+    if kind is Kind.EVALUATION:
+        from nemo_rl.time_sharing.evaluation_pipeline import EvaluationPipeline
+
+        return EvaluationPipeline
+    if kind is Kind.EXTERNAL:
+        from nemo_rl.time_sharing.command_pipeline import CommandPipeline
+
+        return CommandPipeline
+    from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline
+
+    return NemoRLFullFinetunePipeline
 
 
 def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE_LIMITS) -> Any:

@@ -272,6 +272,18 @@ class Scheduler:
             self._plan_if_due()
         self._flush()
 
+    def wanted(self, name: str) -> bool:
+        """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
+        held = {gpu for cluster in self.state.pipelines[name].held.values() for gpu in cluster.gpus}
+        for other, pipeline in self.state.pipelines.items():
+            if other == name or pipeline.fenced:
+                continue
+            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
+            hungry = pipeline.hungry_since is not None and not pipeline.held
+            if held & (asked | (pipeline.topology.mapped_gpus if hungry else set())):
+                return True
+        return False
+
     def tick(self, reading: float) -> float:
         """Does what is due by time alone; returns the steady time to call again at the latest."""
         self._advance(reading)

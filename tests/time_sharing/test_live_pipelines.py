@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -30,10 +31,24 @@ from tests.end_to_end.test_runs import BASE, ROOT, Command
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 3
+STEPS = 2
+LIVES = 4
 SHARED = (*BASE, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=1", "policy.optimizer.kwargs.lr=0.001")
 # A request that loses its shard starts its turn again with its own seed, so that who shares draws what it draws alone.
 SYNCHRONOUS = ("policy.generation.on_preempt=redo_turn",)
+
+
+# Twenty pieces of work, with a place to go on from.
+COMMAND = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+place = pathlib.Path(sys.argv[1])
+done = int(place.read_text()) if place.exists() else 0
+while done < 20:
+    time.sleep(0.2)
+    done += 1
+    place.write_text(str(done))
+"""
 
 
 def write(folder: Path, name: str, model: Path, config: str, **sections: Any) -> Path:
@@ -54,40 +69,71 @@ def weights(folder: Path, name: str, step: int = STEPS) -> bytes:
     return (folder / name / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors").read_bytes()
 
 
-def test_pipelines_that_share_two_slots_train_what_they_train_alone(tiny_model: Path, tmp_path: Path) -> None:
-    files = [
-        write(tmp_path, "turns", tiny_model, "grpo_arithmetic_cpu.yaml"),
-        write(tmp_path, "ahead", tiny_model, "grpo_arithmetic_async_cpu.yaml"),
-    ]
+def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """GRPO trains on slot 0 and generates on both; fine-tuning and a command take turns on slot 1; an evaluation
+    generates on slot 0.
+    """
+    turns = write(tmp_path, "inner", tiny_model, "grpo_arithmetic_cpu.yaml")
+    sft = write(tmp_path, "warm", tiny_model, "sft_arithmetic_cpu.yaml")
+    evaluated = {
+        "defaults": str(ROOT / "examples" / "configs" / "eval_arithmetic_cpu.yaml"),
+        "generation": {"model_name": str(tiny_model)},
+        "tokenizer": {"name": str(tiny_model)},
+        "data": {"max_samples": 16},
+        "eval": {"save_path": str(tmp_path / "evaluated")},
+    }
+    (tmp_path / "evaluated.yaml").write_text(yaml.safe_dump(evaluated))
+    script = tmp_path / "work.py"
+    script.write_text(COMMAND)
+    probe = {"external": {"command": [sys.executable, str(script), str(tmp_path / "worked")], "stop_s": 20}}
+    (tmp_path / "command.yaml").write_text(yaml.safe_dump(probe))
+    wrappers = {
+        "turns": {"nemo_config_path": str(turns), "nemo_config_overrides": [*SHARED, *SYNCHRONOUS]},
+        "warm_start": {"nemo_config_path": str(sft), "train_device_mapping": [1], "slice_s": 1},
+        "score": {"nemo_config_path": "evaluated.yaml", "infer_device_mapping": [0]},
+        "probe": {"nemo_config_path": "command.yaml", "infer_device_mapping": [1]},
+    }
+    for name, wrapper in wrappers.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(wrapper))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
     line = [sys.executable, "examples/run_time_sharing.py", "--gpus", "2", "--device", "cpu"]
-    line += ["--log-dir", str(tmp_path / "pool"), "--pipelines", *map(str, files), *SHARED, *SYNCHRONOUS]
+    line += ["--log-dir", str(tmp_path / "pool"), "--pipelines", *(str(tmp_path / f"{name}.yaml") for name in wrappers)]
+    line += ["sft.max_num_steps=60", "sft.val_period=0"]
     ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stderr
     assert "record kept every invariant" in ended.stderr
 
     entries = list(merge_records(sorted((tmp_path / "pool" / "latest").glob("*.jsonl"))))
-    for name in ("turns", "ahead"):
-        of = [entry.event for entry in entries if entry.source.startswith(f"{name}/")]
-        trained = [event.group_id for event in of if isinstance(event, GroupTrained)]
-        assert len(trained) == len(set(trained)) == STEPS * 4
-        assert [event.version for event in of if isinstance(event, StepFinished)] == [1, 2, 3]
-        # Ranks on the training GPUs left and came back with the version of the moment.
-        assert any(isinstance(event, ShardSlept) for event in of)
-        assert max(event.version for event in of if isinstance(event, ShardRouted)) >= 1
+    of = [entry.event for entry in entries if entry.source.startswith("turns/")]
+    trained = [event.group_id for event in of if isinstance(event, GroupTrained)]
+    assert len(trained) == len(set(trained)) == STEPS * 4
+    assert [event.version for event in of if isinstance(event, StepFinished)] == [1, 2]
+    # Ranks on the training GPUs left and came back with the version of the moment.
+    assert any(isinstance(event, ShardSlept) for event in of)
+    assert max(event.version for event in of if isinstance(event, ShardRouted)) >= 1
+
+    # Fine-tuning gave its slot back while the command waited, and both came to their end.
+    granted = [e.event for e in entries if isinstance(e.event, ev.Granted) and e.event.pipeline == "warm_start"]
+    assert len(granted) >= 2
+    assert weights(tmp_path, "warm", 60)
+    assert (tmp_path / "worked").read_text() == "20"
+    assert json.loads((tmp_path / "evaluated" / "summary.json").read_text())["problems"] == 16
 
     alone = Command(tiny_model, tmp_path / "alone")
     alone.folder.mkdir()
     alone.finish(*SHARED, *SYNCHRONOUS)
     assert (alone.checkpoint(STEPS) / "policy" / "weights" / "model.safetensors").read_bytes() == weights(
-        tmp_path, "turns"
+        tmp_path, "inner"
     )
 
 
-def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path, "lonely", tiny_model, "grpo_arithmetic_cpu.yaml")
+@pytest.mark.parametrize("driver", ["grpo", "sft"])
+def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(
+    driver: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = write(tmp_path, "lonely", tiny_model, f"{driver}_arithmetic_cpu.yaml")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RLIX_CONTROL_PLANE": "rlix", "RAY_ADDRESS": "local"}
-    line = [sys.executable, "examples/run_grpo.py", "--config", str(file)]
+    line = [sys.executable, f"examples/run_{driver}.py", "--config", str(file)]
     ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1 and "open a pool with python -m nemo_rl.time_sharing serve" in ended.stderr
@@ -125,7 +171,7 @@ def test_an_engine_and_a_pipeline_that_are_killed_cost_nobody_else_anything(
     monkeypatch.chdir(ROOT)
     survivor = write(tmp_path, "survivor", tiny_model, "grpo_arithmetic_async_cpu.yaml")
     victim = write(tmp_path, "victim", tiny_model, "grpo_arithmetic_cpu.yaml")
-    overrides = [*SHARED, "grpo.max_num_steps=5"]
+    overrides = [*SHARED, f"grpo.max_num_steps={LIVES}"]
     jobs = {job.name: job for job in read_jobs([survivor, victim], Pool(1, 2), overrides)}
     for job in jobs.values():
         ray.get(pool.submit.remote(job), timeout=60)
@@ -154,7 +200,7 @@ def test_an_engine_and_a_pipeline_that_are_killed_cost_nobody_else_anything(
     ray.get(pool.submit.remote(jobs["victim"]), timeout=60)
     until(lambda: standing("victim").outcome is not None, 400, "the victim's second life")
     assert standing("victim").outcome.kind == "done", standing("victim").outcome
-    assert checkpoint("victim", 5).exists() and checkpoint("survivor", 5).exists()
+    assert checkpoint("victim", LIVES).exists() and checkpoint("survivor", LIVES).exists()
 
     entries = list(merge_records(sorted((tmp_path / "pool").glob("*.jsonl")), recover=True))
     assert [str(violation) for violation in check(entries, ended=False)] == []
