@@ -86,7 +86,7 @@ class SchedulerActor:
         self._reaping: set[str] = set()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()
-        self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
+        self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify, explains=True)
         with self._serving() as core:
             # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
             if any(isinstance(entry.event, (PoolOpened, StateSaved)) for entry in past):

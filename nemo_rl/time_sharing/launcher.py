@@ -14,12 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.cli import add_pool_arguments
+from nemo_rl.time_sharing.cli import DEFAULT_PORT, add_page_arguments, add_pool_arguments
 from nemo_rl.time_sharing.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import (
     POOL_NAME,
@@ -55,6 +56,7 @@ def run_together(arguments: Sequence[str]) -> int:
         "--pipelines", nargs="+", required=True, metavar="FILE", help="configurations, and overrides for all of them"
     )
     add_pool_arguments(parser)
+    add_page_arguments(parser)
     chosen, overrides = parser.parse_known_args(list(arguments))
     return guarded(lambda: _run_together(chosen, overrides))
 
@@ -85,8 +87,9 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         actor = _open(pool, chosen.device, log_dir)
         try:
-            _submit_all(actor, jobs)
-            standings = _watch(actor, [job.name for job in jobs])
+            with _page(actor, log_dir, chosen.host, chosen.port):
+                _submit_all(actor, jobs)
+                standings = _watch(actor, [job.name for job in jobs])
         finally:
             close_pool(actor)
     finally:
@@ -106,6 +109,31 @@ def _open(pool: Pool, device: str, log_dir: Path) -> Any:
 
     accelerator = init_ray(device=device, cpu_slots=pool.size)
     return open_pool(pool, accelerator, log_dir)
+
+
+@contextmanager
+def _page(actor: Any, log_dir: Path, host: str, port: int) -> Iterator[None]:
+    """The pool's page is served inside the block; where the default port is another pool's, on a free one."""
+    import ray
+
+    from nemo_rl.time_sharing.page_server import PageError, PageServer, PoolView
+
+    def standings() -> Sequence[Standing]:
+        everybody: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+        return everybody
+
+    view, token = PoolView(log_dir, standings), os.environ.get("NRL_POOL_TOKEN")
+    try:
+        server = PageServer(view, host=host, port=port, token=token)
+    except PageError:
+        if port != DEFAULT_PORT:
+            raise
+        server = PageServer(view, host=host, port=0, token=token)
+    sys.stderr.write(f"page: {server.url}\n")
+    try:
+        yield
+    finally:
+        server.close()
 
 
 def _new_log_dir(root: Path) -> Path:
@@ -173,8 +201,9 @@ def serve(chosen: argparse.Namespace) -> int:
             f"pool: {pool.size} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
         )
         try:
-            while True:
-                time.sleep(_HOUR_S)
+            with _page(actor, log_dir, chosen.host, chosen.port):
+                while True:
+                    time.sleep(_HOUR_S)
         finally:
             close_pool(actor)
     finally:

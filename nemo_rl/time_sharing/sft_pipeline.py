@@ -108,7 +108,7 @@ class LentTraining:
     def give_back(self, run: SFTRun) -> None:
         """Moves everything of the run to the host and releases the GPUs, where they are held."""
         if self._held is not None:
-            leave_accelerators(run.policy)
+            leave_accelerators(run.policy, self._cluster.accelerator)
             self._runtime.release(ACTOR_TRAIN)
             self._held = None
 

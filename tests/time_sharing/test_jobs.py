@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
+from nemo_rl.distributed.devices import CPU
 from nemo_rl.time_sharing.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.sft_pipeline import LentTraining
 from nemo_rl.time_sharing.topology import Pool, RegistrationError
@@ -109,14 +110,13 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         policy = SimpleNamespace(
             prepare_for_training=lambda: where.append("device"), offload_to_cpu=lambda: where.append("host")
         )
-        policy.destroy_nccl_groups = lambda: None
         progress = SimpleNamespace(phase=lambda text: None)
         timer = SimpleNamespace(time=lambda name: nullcontext())
         state = SimpleNamespace(step=0)
 
     run: Any = Run()
     placement = LentTraining(
-        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(accelerator=CPU),  # type: ignore[arg-type]
         runtime,
         lambda: wanted,
         slice_s=slice_s,
