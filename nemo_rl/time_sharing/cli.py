@@ -21,6 +21,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.report import write_report
 from nemo_rl.time_sharing.scenario import Scenario, load_scenario
 from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
@@ -33,7 +34,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.timeline import build_timeline
 from nemo_rl.time_sharing.trace import write_trace
 from nemo_rl.time_sharing.validator import validate
-from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordWriter, merge_records, read_record
+from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -408,7 +409,9 @@ def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
     )
     logs = list(dict.fromkeys(path for segments in kept for path in segments))
     entries = list(
-        merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover)
+        merge_by_machine_time(logs, recover=chosen.recover)
+        if len(logs) > 1
+        else read_record(logs[0], recover=chosen.recover)
     )
     if not entries:
         raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")

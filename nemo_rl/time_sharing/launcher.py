@@ -176,9 +176,9 @@ def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
 def _checked(log_dir: Path) -> bool:
     """Whether the records of the scheduler and of all pipelines together keep every invariant; says what does not."""
     from nemo_rl.time_sharing.history.check import check
-    from nemo_rl.utils.record import merge_records
+    from nemo_rl.time_sharing.merged import merge_by_machine_time
 
-    violations = check(merge_records(sorted(log_dir.glob("*.jsonl"))))
+    violations = check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     for violation in violations:
         sys.stderr.write(f"{violation}\n")
     if not violations:

@@ -26,12 +26,13 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.events import LogClosed
 from nemo_rl.time_sharing.history.check import NothingToCheck, check
 from nemo_rl.time_sharing.log_tail import LogTail
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.report import report_data
 from nemo_rl.time_sharing.report_page import PAGE
 from nemo_rl.time_sharing.standings_table import cells
 from nemo_rl.time_sharing.timeline import Timeline, TimelineBuilder
-from nemo_rl.utils.record import RecordError, merge_records
+from nemo_rl.utils.record import RecordError
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.pool import Standing
@@ -103,7 +104,7 @@ class PoolView:
     def _judged(self) -> list[Any]:
         """What the checker finds in all records of the pool, once the log is closed."""
         try:
-            return list(check(merge_records(sorted(self._log_dir.glob("*.jsonl"))), ended=True))
+            return list(check(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl"))), ended=True))
         except (RecordError, NothingToCheck) as error:
             return [error]
 

@@ -25,7 +25,7 @@ PAGE = """<!doctype html>
 <h2>GPUs held</h2><canvas id="share"></canvas>
 <h2>Hand-overs: from the decision to give GPUs until they are used</h2><canvas id="hand"></canvas>
 <h2>Pipelines</h2><table id="table"></table>
-<div id="why"><h2>Decisions</h2><p class="hint"><input id="find" type="search" placeholder="pipeline or word"> The newest first; hands on GPUs are explained by the scheduler as it decides.</p><ul id="decisions"></ul></div>
+<div id="why"><h2>Decisions</h2><p class="hint"><input id="find" type="search" placeholder="pipeline or word"> The newest first, in the scheduler's own words.</p><ul id="decisions"></ul></div>
 <h2>Checked invariants</h2><div id="checks"></div>
 <div id="tip"></div>
 <script>

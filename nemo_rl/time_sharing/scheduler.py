@@ -473,5 +473,5 @@ class Scheduler:
             self._emit(ev.PlanRejected(texts))
         if not sound.empty:
             if self._explains:
-                self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(sound)), dict(sound.entitled)))
+                self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(sound, now)), dict(sound.entitled)))
             self._executor.start(sound)

@@ -22,10 +22,10 @@ from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.actors import agent_actor_name
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.job import read_jobs
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.pool import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.utils.record import merge_records
 from nemo_rl.utils.record_events import GroupTrained, ShardRouted, ShardSlept, StepFinished, VersionPublished
 from tests.end_to_end.test_runs import BASE, ROOT, Command
 
@@ -103,7 +103,7 @@ def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny
     assert ended.returncode == 0, ended.stderr
     assert "record kept every invariant" in ended.stderr
 
-    entries = list(merge_records(sorted((tmp_path / "pool" / "latest").glob("*.jsonl"))))
+    entries = list(merge_by_machine_time(sorted((tmp_path / "pool" / "latest").glob("*.jsonl"))))
     of = [entry.event for entry in entries if entry.source.startswith("turns/")]
     trained = [event.group_id for event in of if isinstance(event, GroupTrained)]
     assert len(trained) == len(set(trained)) == STEPS * 4
@@ -202,7 +202,7 @@ def test_an_engine_and_a_pipeline_that_are_killed_cost_nobody_else_anything(
     assert standing("victim").outcome.kind == "done", standing("victim").outcome
     assert checkpoint("victim", LIVES).exists() and checkpoint("survivor", LIVES).exists()
 
-    entries = list(merge_records(sorted((tmp_path / "pool").glob("*.jsonl")), recover=True))
+    entries = list(merge_by_machine_time(sorted((tmp_path / "pool").glob("*.jsonl")), recover=True))
     assert [str(violation) for violation in check(entries, ended=False)] == []
     assert any(isinstance(entry.event, ev.Fenced) for entry in entries)
     # The rank whose engine was killed came back, with the version of that moment.
