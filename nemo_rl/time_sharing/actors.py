@@ -309,11 +309,19 @@ def start_scheduler(
 def stop_scheduler(scheduler: Any) -> None:
     """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
     heartbeats only.
+
+    Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
     """
     import ray
 
-    ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
-    ray.kill(scheduler, no_restart=True)
+    try:
+        ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
+    finally:
+        ray.kill(scheduler, no_restart=True)
+        _wait_until_gone()
+
+
+def _wait_until_gone() -> None:
     deadline = time.monotonic() + _STOP_S
     while SCHEDULER_NAME in actors_in(CONTROL_NAMESPACE):
         if time.monotonic() > deadline:
