@@ -21,7 +21,7 @@ from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig, RootConf
 from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
 from nemo_rl.config.overrides import parse_override
-from nemo_rl.config.placement import training_world_size
+from nemo_rl.config.placement import ParallelSizesError, parallel_sizes, training_world_size
 from nemo_rl.config.schema import is_known
 from nemo_rl.time_sharing.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.topology import Pool, Topology, register
@@ -193,7 +193,11 @@ def _read_job(
     source: _Source, pool: Pool, overrides: Sequence[str], first_free: int, *, taken: Sequence[str]
 ) -> tuple[Job, int]:
     wrapper = source.wrapper
-    config = _config(source, [*map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
+    own = _wrapper_overrides(wrapper) if source.config is MasterConfig else []
+    config = _config(source, [*own, *map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
+    per_node = wrapper.get("num_gpus_per_node")
+    if per_node is not None and per_node != pool.gpus_per_node:
+        raise ConfigError([f"num_gpus_per_node: {per_node}, but the pool's nodes have {pool.gpus_per_node}"])
     name = _name(str(wrapper.get("exp_name") or source.file.stem), taken)
     train: tuple[int, ...] = ()
     if isinstance(config, RootConfig):
@@ -235,10 +239,32 @@ def _wrapper(file: Path) -> dict[str, Any]:
     unknown = sorted(set(content) - _WRAPPER_KEYS)
     if unknown:
         raise ConfigError([f"{file}: unknown keys {unknown}; a wrapper has {sorted(_WRAPPER_KEYS)}"])
-    for cluster, key in (("actor_train", "train_device_mapping"), ("actor_infer", "infer_device_mapping")):
+    problems = []
+    for cluster, key in ((ACTOR_TRAIN, "train_device_mapping"), (ACTOR_INFER, "infer_device_mapping")):
         section = content.get(cluster) or {}
         content.setdefault(key, section.get("device_mapping"))
+        if section.get("offload_nccl") is False:
+            problems.append(f"{cluster}.offload_nccl: false, but communicators that stay would keep memory of the pool")
+    level = _sleep_level(content)
+    if level not in (None, 1, 2):
+        problems.append(f"{ACTOR_INFER}: sleep_level {level}; engines sleep at level 1 or 2")
+    if problems:
+        raise ConfigError(problems, str(file))
     return content
+
+
+def _sleep_level(wrapper: Mapping[str, Any]) -> Any:
+    infer = wrapper.get(ACTOR_INFER) or {}
+    strategy = (infer.get("strategy_args") or {}).get("strategy_config") or infer.get("strategy_config") or {}
+    return strategy.get("sleep_level")
+
+
+def _wrapper_overrides(wrapper: Mapping[str, Any]) -> list[str]:
+    """What a wrapper's own keys say of a GRPO configuration."""
+    level, verify = _sleep_level(wrapper), wrapper.get("verify_model_after_sync")
+    return [f"policy.generation.vllm_cfg.sleep_level={level}"] * (level is not None) + [
+        f"weight_sync.verify={str(bool(verify)).lower()}"
+    ] * (verify is not None)
 
 
 def _name(wanted: str, taken: Sequence[str]) -> str:
@@ -274,10 +300,28 @@ def _check(job: Job) -> None:
         problems.append(f"{job.name}: training GPUs {outside} are not among its generation GPUs {list(job.infer)}")
     if not job.infer:
         problems.append(f"{job.name}: external.gpus asks for more GPUs than the pool has; lower it")
+    if isinstance(job.config, RootConfig):
+        problems += _divides(job.name, job.config, len(job.train))
     if isinstance(job.config, MasterConfig) and job.config.grpo.rollout_replay is not None:
         problems.append(f"{job.name}: grpo.rollout_replay generates nothing; there is nothing to share")
     if problems:
         raise ConfigError(problems)
+
+
+def _divides(name: str, config: RootConfig, world: int) -> list[str]:
+    """What is wrong with training this configuration on `world` GPUs."""
+    try:
+        sizes = parallel_sizes(config.policy, world)
+    except ParallelSizesError as error:
+        return [f"{name}: {error}"]
+    problems = []
+    if world // sizes.pp % sizes.ep:
+        problems.append(f"{name}: expert parallel size {sizes.ep} does not divide the {world} GPUs that train")
+    batch = config.policy.train_global_batch_size
+    if batch % sizes.dp:
+        what = f"policy.train_global_batch_size {batch} does not divide over {sizes.dp} data-parallel ranks"
+        problems.append(f"{name}: {what} ({world} training GPUs)")
+    return problems
 
 
 def _options(wrapper: Mapping[str, Any], job: Job) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
 
 
 def close_pool(actor: Any) -> None:
-    """Ends the pool: every pipeline that still runs, the scheduler, the reservation; each whatever became of the others."""
+    """Ends the pool: its pipelines, the scheduler and the reservation, each whatever became of the others."""
     import ray
 
     with ExitStack() as parts:

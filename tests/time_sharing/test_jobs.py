@@ -59,11 +59,49 @@ def test_a_wrapper_chooses_gpus_share_and_slice(tmp_path: Path) -> None:
     assert job.options["weight"] == 2.0
 
 
+def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
+    stub = {"offload_nccl": True, "strategy_args": {"strategy_name": "vllm", "strategy_config": {"sleep_level": 1}}}
+    wrapper = {
+        "pipeline_cls": "nemo_rl.time_sharing.pipeline.NemoRLFullFinetunePipeline",
+        "nemo_config_path": str(GRPO),
+        "nemo_config_overrides": ["grpo.max_num_steps=6"],
+        "verify_model_after_sync": False,
+        "num_gpus_per_node": 2,
+        "rlix_max_colocated_worker_groups": 4,
+        "actor_train": {"device_mapping": [1]},
+        "actor_infer": {"device_mapping": [0, 1], **stub},
+    }
+    job = only(file(tmp_path, "seed", **wrapper))
+    assert (job.train, job.infer) == ((1,), (0, 1)) and isinstance(job.config, MasterConfig)
+    assert job.config.grpo.max_num_steps == 6 and not job.config.weight_sync.verify
+    assert job.config.policy.generation.vllm_cfg.sleep_level == 1
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ({"nemo_config_path": str(SFT), "pipeline_cls": "x.NemoRLFullFinetunePipeline"}, "run by SFTPipeline"),
         ({"nemo_config_path": str(GRPO), "gpus": 2}, "unknown keys .'gpus'."),
+        ({"nemo_config_path": str(GRPO), "actor_train": {"offload_nccl": False}}, "offload_nccl: false"),
+        ({"nemo_config_path": str(GRPO), "actor_infer": {"strategy_config": {"sleep_level": 3}}}, "sleep_level 3"),
+        ({"nemo_config_path": str(GRPO), "num_gpus_per_node": 8}, "the pool's nodes have 2"),
+        (
+            {"nemo_config_path": str(GRPO), "nemo_config_overrides": ["policy.dtensor_cfg.tensor_parallel_size=2"]},
+            "is 2, which does not divide the 1 accelerators that train",
+        ),
+        (
+            {
+                "nemo_config_path": str(GRPO),
+                "nemo_config_overrides": [
+                    "grpo.num_prompts_per_step=1",
+                    "grpo.num_generations_per_prompt=5",
+                    "policy.train_global_batch_size=5",
+                    "policy.train_micro_batch_size=1",
+                ],
+                "train_device_mapping": [0, 1],
+            },
+            "5 does not divide over 2 data-parallel ranks",
+        ),
         ({"external": {"command": []}}, "external.command"),
         ({"external": {"command": ["true"], "gpu": 1}}, "external.gpu"),
         ({"external": {"command": ["true"]}, "grpo": {}}, "has no other; found grpo"),
@@ -74,6 +112,18 @@ def test_a_wrapper_chooses_gpus_share_and_slice(tmp_path: Path) -> None:
 def test_a_job_that_cannot_run_is_refused_with_its_mistake(tmp_path: Path, content: dict[str, Any], said: str) -> None:
     with pytest.raises((ConfigError, RegistrationError), match=said):
         only(file(tmp_path, "bad", **content))
+
+
+@pytest.mark.parametrize(
+    ("names", "trains"),
+    [("a", [(0, 1)]), ("b_0 b_1", [(0, 1), (2, 3)]), ("e", [(0, 1)]), ("f_0 f_1", [(0, 1), (2, 3)])],
+)
+def test_the_scenarios_of_the_seeds_can_be_submitted(names: str, trains: list[tuple[int, ...]]) -> None:
+    folder = CONFIGS.parent / "time_sharing" / "pipelines"
+    jobs = read_jobs([folder / f"scenario_{name}.yaml" for name in names.split()], Pool(1, 4))
+    assert [job.train for job in jobs] == trains
+    assert {job.infer for job in jobs} == {(0, 1, 2, 3)}
+    assert len({job.config.checkpointing.checkpoint_dir for job in jobs if job.config}) == len(jobs)  # type: ignore[union-attr]
 
 
 class Runtime:
