@@ -164,7 +164,7 @@ class SFTPipeline(LentPipeline):
         """See `LentPipeline.live`."""
         from nemo_rl.algorithms.launch import directories_of_its_own
         from nemo_rl.algorithms.sft.driver import sft_train
-        from nemo_rl.algorithms.sft.setup import close, setup
+        from nemo_rl.algorithms.sft.assembly import close, setup
 
         job, config, limits = self._job, self._job.config, self._handles.limits
         if not isinstance(config, SFTMasterConfig):
