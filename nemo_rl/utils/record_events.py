@@ -354,6 +354,17 @@ class StepBegun:
     step: int
 
 
+@event_kind("step_span")
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """The driver was busy with `what` for step `step`, from `begun` to `ended` in seconds on the record's clock."""
+
+    step: int
+    what: str
+    begun: float
+    ended: float
+
+
 @event_kind("step_finished")
 @dataclass(frozen=True, slots=True)
 class StepFinished:
