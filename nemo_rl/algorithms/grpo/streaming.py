@@ -332,12 +332,14 @@ def _joined(run: GRPORun, parts: Sequence[Experience[Any]]) -> Experience[Any]:
 
 
 def _joined_metrics(parts: Sequence[Experience[Any]]) -> dict[str, Any]:
-    """Extremes of extremes, sums of counts, and means by rows."""
+    """Lists joined, extremes of extremes, sums of counts, and means by rows."""
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
         values = [value for value, _ in found]
-        if "max" in name:
+        if isinstance(values[0], list):
+            joined[name] = [one for value in values for one in value]
+        elif "max" in name:
             joined[name] = max(values)
         elif "min" in name:
             joined[name] = min(values)
