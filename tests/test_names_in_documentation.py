@@ -20,8 +20,6 @@ SUFFIXES = ("py", "yaml", "sh", "md", "toml", "sub", "html", "txt", "tsv")
 FOREIGN = {"from_nemo_rl.md"}
 # Written by a run, or by the reader.
 WRITTEN = re.compile(r"^(logs|results|checkpoints?|step_|exp_|samples|policy|out|my_|\.|~|/)")
-    r"^(logs|results|checkpoints?|step_|exp_|samples|policy|out|my_|\.|~|/|\w+\.(txt|md|yaml|html|py)$)"
-)
 HOMES = ("", "nemo_rl/", "docs/", "examples/", "examples/configs/", "tests/")
 TOP_LEVEL = {*MasterConfig.model_fields, *SFTMasterConfig.model_fields, *EvalMasterConfig.model_fields}
 
