@@ -206,6 +206,7 @@ def throughput(args: argparse.Namespace) -> None:
             values = metrics.scalars(key)[1][2:]
             return statistics.mean(values) if values else 0.0
 
+        generation = "exposed_generation" if contender.separate else "generation"
         step_s = later("timing/train/total_step_time")
         rates[name] = {
             "samples_per_s": args.prompts * args.generations / step_s,
