@@ -183,11 +183,8 @@ def throughput(args: argparse.Namespace) -> None:
 
     work = Path(args.work)
     model = make_model(args.shape, work)
-    prompts = make_prompts(
-        args.prompts * (args.steps + max([*args.ages, *args.windows, 0]) + 1),
-        args.prompt_tokens,
-        work / "long_tail.jsonl",
-    )
+    batches = args.steps + max([*args.ages, *args.windows, 0]) + 1
+    prompts = make_prompts(args.prompts * batches, args.prompt_tokens, work / "long_tail.jsonl")
     rates: dict[str, dict[str, float]] = {}
     contenders = [
         Contender("sync", 0),
@@ -213,9 +210,7 @@ def throughput(args: argparse.Namespace) -> None:
             "step_s": step_s,
             "train_s": later("timing/train/policy_training"),
             "logprob_s": later("timing/train/policy_and_reference_logprobs"),
-            "generation_s": later(
-                "timing/train/exposed_generation" if contender.separate else "timing/train/generation"
-            ),
+            "generation_s": later(f"timing/train/{generation}"),
             "refit_s": later("refit/total_s"),
             "mean_tokens": later("train/mean_gen_tokens_per_sample"),
             "longest": later("train/max_gen_tokens_per_sample"),
