@@ -72,10 +72,12 @@ class RolloutFailureConfig(Section):
 class StallWatchdogConfig(Section):
     """`async_rl.stall_watchdog`."""
 
-    interval_s: float = Field(30, gt=0, description="Seconds between looks.")
+    interval_s: float = Field(30, gt=0, description="Accepted with any value; a stall is seen when it happens.")
     stall_timeout_s: float = Field(600, gt=0, description="Seconds without progress that count as a stall.")
     stall_action: Literal["warn", "abort"] = Field("warn", description="What a stall does.")
-    gym_subprocess_check: bool = Field(True, description="Also watch NeMo-Gym's processes.")
+    gym_subprocess_check: bool = Field(
+        True, description="Accepted with any value; it is about NeMo-Gym's processes, of which there are none."
+    )
 
 
 class GenerationFleetHealthConfig(Section):
@@ -109,7 +111,11 @@ class AsyncRLConfig(Section):
     sampler: SamplerConfig = Field(SamplerConfig(), description="Choice of groups to train.")
     min_groups_for_streaming_train: PositiveInt = Field(32, description="Prompt groups that start a training chunk.")
     max_inflight_prompts: PositiveInt = Field(32, description="Prompts generated at a time.")
-    max_buffered_rollouts: PositiveInt = Field(64, description="Prompt groups that may wait for training.")
+    max_buffered_rollouts: PositiveInt = Field(
+        64,
+        description="Prompt groups that may wait for training; must hold what the sampler looks ahead, and has no "
+        "effect beyond that.",
+    )
     recompute_kv_cache_after_weight_updates: bool = Field(
         False, description="Drop the KV cache of running requests after a refit."
     )

@@ -28,10 +28,10 @@ from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.experience.trajectory_collector import CollectorError, GroupRollouts, group_name
+from nemo_rl.experience.trajectory_collector import CollectorError, GroupRollouts, committed, group_name
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +196,10 @@ class StreamCollector:
                 identity = f"{self._prompts.epoch}-{batch['idx'][row]}"
                 samples = number_samples(batch.slice(row, row + 1), self._generations, key.number)
                 self._admit(key, _Prompt(samples, identity))
-                if key in self._buffer:
-                    self.queue.launched(key, self._buffer[key].generated_at)
+                if (held := self._buffer.get(key)) is not None:
+                    self.queue.launched(key, held.generated_at)
                     self.queue.ready(key)
+                    self._record.emit(committed(held, restored=True))
 
     def _admit(self, key: GroupKey, prompt: _Prompt) -> None:
         self._prompt_of[key] = prompt
@@ -293,13 +294,12 @@ class StreamCollector:
             return False
 
     def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
-        rows = rollout.columns.rows
-        newest, tokens = int(rows["newest_version"].max()), int(rows["generated_lengths"].sum())
+        group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
         with self._changed:
             self._committing.discard(key)
             self._tasks.pop(key, None)
-            self._record.emit(GroupCommitted(group_name(key), newest, tokens))
-            self._buffer[key] = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
+            self._record.emit(committed(group))
+            self._buffer[key] = group
             self.queue.ready(key)
             self._in_a_row = 0
             self._last_progress = time.monotonic()

@@ -168,7 +168,7 @@ class TrajectoryCollector:
         numbers = [first + row for row in range(prompts.size)]
         with self._changed:
             self._draws.append(Draw(target, attempt, before))
-            held = {group.key for group in self.buffer.groups()}
+            held = {group.key: group for group in self.buffer.groups()}
             self._untrained |= {GroupKey(target, attempt, number) for number in numbers}
             if not self.buffer.knows(target, attempt):
                 self.buffer.expect(target, attempt, numbers)
@@ -180,7 +180,9 @@ class TrajectoryCollector:
                     group_name(key), f"{self._prompts.epoch}-{prompt['idx'][0]}", self._limits.generations, target
                 )
             )
-            if key not in held:
+            if key in held:
+                self._record.emit(committed(held[key], restored=True))
+            else:
                 self._launch(key, number_samples(prompt, self._limits.generations, number))
 
     def _launch(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
@@ -242,11 +244,8 @@ class TrajectoryCollector:
         logger.warning("group=%s rollout=failed again_in_a_row=%d reason=%s", group_name(key), failures, error)
 
     def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
-        rows = rollout.columns.rows
-        group = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
-        self._record.emit(
-            GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum()))
-        )
+        group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
+        self._record.emit(committed(group))
         with self._changed:
             self.buffer.add(group)
             self._failures = 0
@@ -413,6 +412,12 @@ class TrajectoryCollector:
             future.cancel()
         for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
+
+
+def committed(group: BufferedGroup, *, restored: bool = False) -> GroupCommitted:
+    """What the run record says of a finished group."""
+    newest, tokens = int(group.rows["newest_version"].max()), int(group.rows["generated_lengths"].sum())
+    return GroupCommitted(group_name(group.key), newest, tokens, restored)
 
 
 def group_name(key: GroupKey) -> str:

@@ -205,11 +205,14 @@ class GroupAdmitted:
 @event_kind("group_committed")
 @dataclass(frozen=True, slots=True)
 class GroupCommitted:
-    """All samples of a group are written and scored, with the newest weight version among their tokens."""
+    """All samples of a group are written and scored, with the newest weight version among their tokens; `restored`
+    where that was before a restart, and an earlier record has its tokens.
+    """
 
     group_id: str
     version: int
     tokens: int = 0
+    restored: bool = False
 
 
 @event_kind("group_trained")
@@ -349,6 +352,17 @@ class StepBegun:
     """Optimizer step `step` (from 0) begins; it starts from weight version `step`."""
 
     step: int
+
+
+@event_kind("step_span")
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """The driver was busy with `what` for step `step`, from `begun` to `ended` in seconds on the record's clock."""
+
+    step: int
+    what: str
+    begun: float
+    ended: float
 
 
 @event_kind("step_finished")

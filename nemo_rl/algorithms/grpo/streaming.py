@@ -28,7 +28,7 @@ from nemo_rl.algorithms.grpo.stages import (
     score_rewards,
     whole_batch_stages,
 )
-from nemo_rl.algorithms.grpo.train_on_batch import Trained, score, weigh
+from nemo_rl.algorithms.grpo.train_on_batch import Trained, recorded_span, score, weigh
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -39,6 +39,7 @@ from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
 from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StallPolicy, StreamCollector
 from nemo_rl.experience.trajectory_collector import group_name
+from nemo_rl.utils.step_timeline import TRAINING
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
@@ -291,7 +292,7 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
             _train_on_part(run, parts, part)
         if not parts:
             raise StopIteration
-        with run.timer.time("policy_training"):
+        with run.timer.time("policy_training"), recorded_span(run, TRAINING):
             pending = run.policy.submit_finish_train_step()
             source.draw_ahead()
             result = pending.result()
@@ -316,7 +317,7 @@ def _train_on_part(run: GRPORun, parts: list[Experience[Any]], part: Experience[
     if not parts:
         run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
     parts.append(part)
-    with run.timer.time("policy_training"):
+    with run.timer.time("policy_training"), recorded_span(run, TRAINING):
         data = columns_to_train(part, run.store, run.config.grpo, run.config.loss_fn)
         run.policy.train_microbatches(data, timer=run.timer)
 
@@ -331,12 +332,14 @@ def _joined(run: GRPORun, parts: Sequence[Experience[Any]]) -> Experience[Any]:
 
 
 def _joined_metrics(parts: Sequence[Experience[Any]]) -> dict[str, Any]:
-    """Extremes of extremes, sums of counts, and means by rows."""
+    """Lists joined, extremes of extremes, sums of counts, and means by rows."""
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
         values = [value for value, _ in found]
-        if "max" in name:
+        if isinstance(values[0], list):
+            joined[name] = [one for value in values for one in value]
+        elif "max" in name:
             joined[name] = max(values)
         elif "min" in name:
             joined[name] = min(values)
