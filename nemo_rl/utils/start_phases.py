@@ -31,7 +31,7 @@ class StartPhases:
         self,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-        failed: Callable[[Exception], None] | None = None,
+        failed: Callable[[Exception], object] | None = None,
     ) -> None:
         self.console = console or Console(stderr=True)
         self.seconds: dict[str, float] = {}
