@@ -282,7 +282,7 @@ def masked(said: str) -> list[str]:
 
 
 def _masked(line: str) -> str:
-    alike = _HOST.sub(" on # since ", _SCORE.sub("score=", line))
+    alike = _HOST.sub(" on # since ", _SCORE.sub("score=", line)).replace(" steps are lost", " step is lost")
     return _NUMBER.sub("#", _DURATION.sub("#", alike)).replace("score= ", "score=# ")
 
 
