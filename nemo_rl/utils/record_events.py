@@ -2,7 +2,7 @@
 disk.
 
 An event is a frozen dataclass of plain values. Its kind, registered once with `@event_kind`, is what a line says; a
-field that is added later needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Rooms above
+field that is added later needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Packages above
 add kinds of their own in the same way (the scheduler does). Nothing here knows files, clocks or who writes.
 """
 
@@ -174,7 +174,7 @@ def _as(expected: type[Value] | tuple[type[Value], ...], value: object) -> Value
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """A line whose kind nobody has registered in this process (its room is not imported); kept so that a reader can
+    """A line whose kind nobody has registered in this process (its module is not imported); kept so that a reader can
     count and show it.
     """
 
