@@ -141,10 +141,10 @@ def _run_to_end(
     from nemo_rl.utils.report_live import LiveReport
 
     run: Run | None = None
-    code = EXIT_FAILED
+    code, told = EXIT_FAILED, _ToldOnce()
     with Interrupts() as interrupts:
         try:
-            run = setup(config, StartPhases())
+            run = setup(config, StartPhases(failed=told.tell))
             # Starting Ray installs a handler of its own.
             interrupts.listen()
             if config.checkpointing.enabled and config.checkpointing.save_on_signal:
@@ -154,17 +154,15 @@ def _run_to_end(
             _show_trackers(run)
             code = EXIT_INTERRUPTED if interrupts.save_asked else EXIT_OK
         except NothingToDo as nothing:
-            sys.stderr.write(f"{nothing}\n")
+            told.tell(nothing)
             code = EXIT_OK
         except KeyboardInterrupt:
             sys.stderr.write("interrupted: ending workers\n" if run else "interrupted while starting\n")
             code = EXIT_INTERRUPTED
         except (UserError, OSError) as error:
-            message = in_one_line(error)
-            if message is None:
+            if not told.tell(error):
                 raise
             logger.debug("run failed", exc_info=True)
-            sys.stderr.write(f"{message}\n")
             code = EXIT_FAILED
         finally:
             interrupts.ending()
@@ -175,6 +173,26 @@ def _run_to_end(
                 sys.stderr.write(f"{what_is_saved(run, config.checkpointing)}\n")
             _report(Path(config.logger.log_dir), expected=code == EXIT_OK)
     return code
+
+
+class _ToldOnce:
+    """Errors in one line: as soon as they are known, and no second time when they have ended the run."""
+
+    def __init__(self) -> None:
+        self._told: list[Exception] = []
+
+    def tell(self, error: Exception) -> bool:
+        """Writes the line, unless it was written; False for an error that only its traceback explains."""
+        from nemo_rl.algorithms.resume import NothingToDo
+
+        if any(error is known for known in self._told):
+            return True
+        line = str(error) if isinstance(error, NothingToDo) else in_one_line(error)
+        if line is None:
+            return False
+        self._told.append(error)
+        sys.stderr.write(f"{line}\n")
+        return True
 
 
 def _show_trackers(run: Watchable) -> None:

@@ -69,6 +69,10 @@ class LoggerInterface(Protocol):
         """A matplotlib figure."""
         ...
 
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """Rows of text and numbers, as columns by name."""
+        ...
+
     def close(self) -> None:
         """Write out what is buffered."""
         ...
@@ -123,6 +127,17 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def markdown_table(table: Mapping[str, Sequence[Any]]) -> str:
+    """A table in Markdown; line breaks and bars of its cells are kept from ending rows and cells."""
+    rows = [list(table), ["---"] * len(table), *zip(*table.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(_cell(value) for value in row)} |" for row in rows)
+
+
+def _cell(value: Any) -> str:
+    escaped = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
+    return escaped.replace("\n", "<br>")
+
+
 class TensorboardLogger:
     """TensorBoard event files in `<log_dir>/tensorboard`."""
 
@@ -162,6 +177,10 @@ class TensorboardLogger:
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
         """See `LoggerInterface`."""
         self._writer.add_figure(name, figure, step)
+
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """See `LoggerInterface`; as Markdown."""
+        self._writer.add_text(name, markdown_table(table), step)
 
     def close(self) -> None:
         """See `LoggerInterface`."""
@@ -231,6 +250,11 @@ class WandbLogger:
         """See `LoggerInterface`."""
         self._run.log({name: self._wandb.Image(figure)}, step=step, commit=False)
 
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        rows = [list(row) for row in zip(*table.values(), strict=True)]
+        self._run.log({name: self._wandb.Table(columns=list(table), data=rows)}, step=step, commit=False)
+
     def close(self) -> None:
         """See `LoggerInterface`."""
         self._run.finish()
@@ -283,6 +307,10 @@ class SwanlabLogger:
         """See `LoggerInterface`."""
         self._run.log({name: self._swanlab.Image(figure)}, step=step)
 
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """See `LoggerInterface`; as Markdown."""
+        self._run.log({name: self._swanlab.Text(markdown_table(table))}, step=step)
+
     def close(self) -> None:
         """See `LoggerInterface`."""
         self._run.finish()
@@ -334,6 +362,11 @@ class MlflowLogger:
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
         """See `LoggerInterface`."""
         self._mlflow.log_figure(figure, f"plots/{name.replace('/', '.')}_{step}.png")
+
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        columns = {column: list(values) for column, values in table.items()}
+        self._mlflow.log_table(columns, f"tables/{name.replace('/', '.')}_{step}.json")
 
     def close(self) -> None:
         """See `LoggerInterface`."""

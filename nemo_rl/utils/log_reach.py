@@ -70,6 +70,10 @@ class ReachableTracker:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_plot(figure, step, name))
 
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self._call(lambda tracker: tracker.log_table(table, step, name))
+
     def close(self) -> None:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.close())

@@ -112,6 +112,11 @@ class Logger:
         for backend in self.backends:
             backend.log_plot(figure, step, name)
 
+    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """Rows of text and numbers as columns by name, for every tracker."""
+        for backend in self.backends:
+            backend.log_table(table, step, name)
+
     def log_batched_dict_as_jsonl(self, columns: Mapping[str, Any], filename: str) -> Path:
         """Write a batch as one JSON object per row to `<log_dir>/samples/<filename>`, and return that path.
 

@@ -143,9 +143,8 @@ class RunProgress:
             more = "".join(f" {name}={value:.4g}" for name, value in (extra or {}).items())
             more += "" if self._gpu_memory is None else f" gpu_gb={self._gpu_memory:.1f}"
             pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}"
-            self.say(
-                f"step {step}/{self.total_steps} {rewarded}{self._validation_name}={row[2]} loss={row[3]} {pace}{more}"
-            )
+            held_out = "val_reward" if self._validation_name == "reward" else self._validation_name
+            self.say(f"step {step}/{self.total_steps} {rewarded}{held_out}={row[2]} loss={row[3]} {pace}{more}")
 
     def seconds_left(self) -> float:
         """Time until the last step, at the median pace of the last ten; 0 before the first."""

@@ -24,20 +24,32 @@ class StartPhases:
     Args:
         console: Where to show; standard error by default.
         clock: Monotonic seconds.
+        failed: Is given an error that ends a phase at once, before what was begun beside it is ended.
     """
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        failed: Callable[[Exception], object] | None = None,
+    ) -> None:
         self.console = console or Console(stderr=True)
         self.seconds: dict[str, float] = {}
         self._clock = clock
+        self._failed = failed
         self._began = clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Shows the block as a phase and keeps its seconds under its name; one that raises is not shown as done."""
         began = self._clock()
-        with self._watched(name, began):
-            yield
+        try:
+            with self._watched(name, began):
+                yield
+        except Exception as error:
+            if self._failed is not None:
+                self._failed(error)
+            raise
         self.seconds[name] = self._clock() - began
         self._line(f"{name} {self.seconds[name]:.1f} s")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from nemo_rl.algorithms import launch
 from nemo_rl.algorithms.grpo import command, placement
 from nemo_rl.algorithms.run_state import RunState
-from nemo_rl.config import CheckpointingConfig
+from nemo_rl.config import CheckpointingConfig, ConfigError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.distributed.ray_runtime import RayStartError
 from nemo_rl.distributed.worker_calls import WorkerError
@@ -184,6 +185,21 @@ def test_a_failure_of_the_run_is_one_message_and_everything_is_ended(
     assert code == launch.EXIT_FAILED
     assert message.splitlines()[-1] == f"{type(failure).__name__}: {failure}"
     assert len(ended) == 1 and "Traceback" not in message
+
+
+def test_a_mistake_is_told_before_what_was_begun_beside_the_check_is_ended_and_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def setup(_: Any, start: Any) -> Any:
+        with ExitStack() as begun:
+            begun.callback(lambda: told.append(capfd.readouterr().err))
+            with start.phase("checks"):
+                raise ConfigError(["grpo.seed: planted"])
+
+    assert launch.run_to_end(_Config(tmp_path), setup, lambda _: None, lambda _: None) == launch.EXIT_FAILED
+    assert "grpo.seed: planted" in told[0] and "grpo.seed" not in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_finished_fails_a_run_that_was_interrupted_or_not(

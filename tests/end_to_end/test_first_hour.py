@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,7 +55,10 @@ CHANGES = {
 }
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 _DURATION = re.compile(r"\b\d+(s|m \d+s|h \d+m)\b")
-_BESIDE = re.compile(r"^\d{4}-\d\d-\d\d |s so far$")
+_HOST = re.compile(r" on \S+ since ")
+_SCORE = re.compile(r"\b(accuracy|(val_)?reward)=-?")
+# Said by the machine's load, or by the luck of an untrained model.
+_BESIDE = re.compile(r"^\d{4}-\d\d-\d\d |s so far$|^step \d+: for ")
 
 
 @dataclass
@@ -191,7 +195,7 @@ def test_a_run_of_ones_own_is_interrupted_saved_and_goes_on(hour: Hour, typed: T
     command, small = mine(), () if WHOLE else _SHORT_GRPO
     saving = f"{command} checkpointing.save_on_signal=true"
     process = hour.starts(saving, *small)
-    said = reads_until(process, "step 1/5")
+    said = reads_until(process, "logs: ")
 
     # Meanwhile a second run is started in the same place, and one that shares only the checkpoints.
     code, refused = typed(command, *small)
@@ -201,6 +205,7 @@ def test_a_run_of_ones_own_is_interrupted_saved_and_goes_on(hour: Hour, typed: T
     assert code == 1
     assert f"checkpointing.checkpoint_dir=results/mine: another run writes there (process {process.pid} on" in refused
 
+    said += reads_until(process, "step 1/5")
     process.send_signal(signal.SIGINT)
     said = hour.ended(saving, process, 130, said)
     assert "interrupted: the step is finished and saved first; once more ends at once" in said
@@ -273,16 +278,25 @@ def test_the_pages_transcript_is_what_was_printed(hour: Hour) -> None:
 
 def masked(said: str) -> list[str]:
     """The lines, without what depends on the machine: numbers, and how often a line comes again."""
-    lines = [line.rstrip() for line in said.splitlines() if line.strip() and not _BESIDE.search(line)]
-    return list(dict.fromkeys(_NUMBER.sub("#", _DURATION.sub("#", line)) for line in lines))
+    return list(dict.fromkeys(_masked(line) for line in told(said)))
+
+
+def _masked(line: str) -> str:
+    alike = _HOST.sub(" on # since ", _SCORE.sub("score=", line)).replace(" steps are lost", " step is lost")
+    return _NUMBER.sub("#", _DURATION.sub("#", alike)).replace("score= ", "score=# ")
+
+
+def told(said: str) -> list[str]:
+    """The lines that belong to the walk."""
+    return [line.rstrip() for line in said.splitlines() if line.strip() and not _BESIDE.search(line)]
 
 
 def write_transcript(hour: Hour) -> None:
     """Puts what was printed into the page."""
     parts = []
     for command, said in hour.said:
-        lines = [line.rstrip() for line in said.splitlines() if line.strip() and not _BESIDE.search(line)]
-        parts.append("\n".join([f"$ {command}", *lines]) + "\n")
+        typed_in = " \\\n    ".join(textwrap.wrap(command, 108, break_long_words=False, break_on_hyphens=False))
+        parts.append("\n".join([f"$ {typed_in}", *told(said)]) + "\n")
     page = PAGE.read_text()
     block = f'```text title="{TRANSCRIPT}"\n' + "\n".join(parts) + "```"
     PAGE.write_text(re.sub(rf'```text title="{TRANSCRIPT}"\n.*?```', lambda _: block, page, flags=re.DOTALL))

@@ -78,12 +78,16 @@ def test_tensorboard_gets_scalars_histograms_and_figures(tmp_path: Path) -> None
         log_two_steps(logger)
         logger.log_hyperparams({"grpo": {"seed": 42}})
         logger.log_plot(matplotlib.figure.Figure(), 2, "train/plot")
+        logger.log_table({"sample": ["1|2\n<3>"], "reward": [0.5]}, 2, "validation/samples")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == [0.5, 1.0]
     assert [event.step for event in events.Scalars("timing/train/total_step_time")] == [1, 2]
     assert events.Tags()["histograms"] == ["train/histogram/gen_tokens_length"]
     assert events.Tags()["images"] == ["train/plot"]
+    (table,) = events.Tensors("validation/samples/text_summary")
+    text = table.tensor_proto.string_val[0].decode()
+    assert text == "| sample | reward |\n| --- | --- |\n| 1&#124;2<br>&lt;3> | 0.5 |"
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"grpo": {"seed": 42}}
 
 

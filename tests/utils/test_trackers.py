@@ -29,6 +29,7 @@ def log_two_steps(logger: Logger) -> None:
         logger.log_metrics({"loss": 0.5 * step, "lengths": [1.0, 2.0, 2.0 * step]}, step, "train")
         logger.log_metrics({"total_step_time": 2.0 * step}, step, "timing/train", step_finished=True)
     logger.log_hyperparams({"grpo": {"seed": 42}})
+    logger.log_table({"sample": ["1+1=\n2 | <3>"], "reward": [1.0]}, 2, "validation/samples")
 
 
 def leveldb_records(path: Path) -> Iterator[bytes]:
@@ -63,10 +64,12 @@ def test_wandb_without_credentials_is_recorded_offline_and_says_so_once(
             history.append(
                 {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             )
-    assert [(row["_step"], row["train/loss"], row["timing/train/total_step_time"]) for row in history] == [
+    assert [(row["_step"], row["train/loss"], row["timing/train/total_step_time"]) for row in history[:2]] == [
         (1, 0.5, 2.0),
         (2, 1.0, 4.0),
     ]
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/validation/samples_*.table.json")
+    assert json.loads(table.read_text())["data"] == [["1+1=\n2 | <3>", 1.0]]
     assert caplog.text.count("tracker=wandb mode=offline: there are no credentials") == 1
 
 
@@ -85,6 +88,8 @@ def test_mlflow_keeps_metrics_summaries_and_parameters(tmp_path: Path) -> None:
     ]
     assert run.data.metrics["train/lengths/max"] == 4.0
     assert run.data.params == {"grpo.seed": "42"}
+    (table,) = tmp_path.glob("mlflow/artifacts/**/validation.samples_2.json")
+    assert json.loads(table.read_text())["data"] == [["1+1=\n2 | <3>", 1.0]]
 
 
 def test_swanlab_without_credentials_is_recorded_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,9 +37,13 @@ def batches_to_run(grpo: GRPOConfig, batches: int) -> int:
     return max(1, grpo.max_val_samples // (grpo.val_batch_size or grpo.max_val_samples))
 
 
+# Of a validation's samples, in trackers.
+_TABLE_ROWS = 16
+
+
 @dataclass(frozen=True)
 class _Validated:
-    """All samples of a validation; their texts only where they are to be shown."""
+    """All samples of a validation; their texts only as far as they are to be shown."""
 
     rewards: torch.Tensor
     lengths: torch.Tensor
@@ -83,9 +87,15 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     graded = bool(((done.rewards != 0) & (done.rewards != 1)).any())
     run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy")
     if done.texts:
-        shown = [[{"role": "sample", "content": text}] for text in done.texts]
+        rewards, rows = done.rewards.tolist(), min(len(done.texts), _TABLE_ROWS)
+        table = {"sample": done.texts[:rows], "reward": rewards[:rows], "task": done.tasks[:rows]}
+        run.logger.log_table(table, step, "validation/samples")
         print_message_log_samples(
-            shown, done.rewards.tolist(), run.config.logger.num_val_samples_to_print, step, run.progress.console
+            [[{"role": "sample", "content": text}] for text in done.texts],
+            rewards[: len(done.texts)],
+            run.config.logger.num_val_samples_to_print,
+            step,
+            run.progress.console,
         )
     run.state.val_metrics = metrics
     return metrics
@@ -120,7 +130,7 @@ def _roll_out_all(run: GRPORun, step: int) -> _Validated:
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
         run.store.apply(handle, sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0))
-        if run.config.logger.num_val_samples_to_print:
+        if run.config.logger.num_val_samples_to_print or (run.logger.backends and not texts):
             texts += list(run.store.read(handle, ["content"])["content"])
         run.store.clear(handle)
     joined = joined_rows(rows)

@@ -1,8 +1,8 @@
 """Builds an SFT run from its configuration.
 
-Checks everything that needs no accelerator first (tokenizer, model, data), then starts Ray, reserves slots, builds the
-policy and restores the latest checkpoint. Invariants: a mistake in the configuration raises before Ray starts; whatever
-was built is ended again when a later part fails.
+Checks everything that needs no accelerator (model, tokenizer, data) while Ray starts, then reserves slots, builds the
+policy and restores the latest checkpoint. Invariants: a mistake in the configuration raises before Ray is waited for;
+whatever was built is ended again when a later part fails.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
     checkpointer = CheckpointManager(config.checkpointing)
-    with start.phase("model and configuration"):
+    with start.phase("directories"):
         resume = find_resume(config, checkpointer)
-        set_seed(config.sft.seed)
-        model = check_policy(config)
-        here = accelerator_here(config.cluster.device)
-        if here is not None:
-            start_checks.check_cpu_is_meant(config, here, model, start.say)
         if config.checkpointing.enabled:
             check_writable(checkpointer)
         if resume is not None:
-            check_same_shape(model, resume.checkpoint)
             # The run may have died between its last checkpoint and this link.
             name_latest(checkpointer)
             resume.check_unfinished(config.sft.max_num_steps, "sft.max_num_steps")
+        here = accelerator_here(config.cluster.device)
     with ExitStack() as undo:
         ray_start = RayStart(lambda: placement.connect(config))
         undo.callback(ray_start.end, placement.disconnect)
-        with start.phase("tokenizer and data, beside Ray's start"):
+        with start.phase("model, tokenizer and data, beside Ray's start"):
+            set_seed(config.sft.seed)
+            model = check_policy(config)
+            if here is not None:
+                start_checks.check_cpu_is_meant(config, here, model, start.say)
+            if resume is not None:
+                check_same_shape(model, resume.checkpoint)
             tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
             datasets = load_datasets(tokenizer, config.data)
             start_checks.check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+_TITLE = "VLLM::EngineCore"
 _forking = False
 
 
@@ -34,10 +36,12 @@ def forked_engine() -> Iterator[None]:
         _forking = False
 
 
-def _let_go_of_connections() -> None:
-    """A connection ends only when nobody holds it."""
+def _become_an_engine() -> None:
+    """A connection ends only when nobody holds it; the title that Ray gave the actor can be changed by Ray alone."""
     if not _forking:
         return
+    if (ray := sys.modules.get("ray")) is not None:
+        ray._raylet.setproctitle(_TITLE)
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -46,4 +50,4 @@ def _let_go_of_connections() -> None:
             continue
 
 
-os.register_at_fork(after_in_child=_let_go_of_connections)
+os.register_at_fork(after_in_child=_become_an_engine)
