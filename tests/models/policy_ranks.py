@@ -452,11 +452,18 @@ def expert_story(model: str, world: int, folder: str, overrides: list[str], save
 
 
 def megatron_of_two(
-    model: str, moe: str, folder: str, cases: dict[str, list[str]], experts: dict[str, list[str]], stories: list[str]
+    models: dict[str, str],
+    folder: str,
+    cases: dict[str, list[str]],
+    experts: dict[str, list[str]],
+    deep: dict[str, list[str]],
+    stories: list[str],
 ) -> dict[str, Any]:
     """All that two ranks on Megatron have to show: one group, for starting one costs more than most cases."""
     ep2 = [*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"]
+    model, moe = models["tiny"], models["experts"]
     return {
+        "deep": many_splits(models["deep"], 2, deep),
         "cases": many_splits(model, 2, cases),
         "experts": many_splits(moe, 2, experts),
         "stories": {name: training_story(model, 2, f"{folder}/{name[:2]}", cases[name]) for name in stories},
@@ -466,10 +473,15 @@ def megatron_of_two(
 
 
 def megatron_of_one(
-    model: str, moe: str, folder: str, cases: dict[str, list[str]], experts: dict[str, list[str]]
+    models: dict[str, str],
+    folder: str,
+    cases: dict[str, list[str]],
+    experts: dict[str, list[str]],
 ) -> dict[str, Any]:
     """What one rank shows for comparison; goes on from what two ranks saved in `folder`."""
+    model, moe = models["tiny"], models["experts"]
     return {
+        "deep": one_step(models["deep"], 1, cases["dtensor"]),
         "cases": many_splits(model, 1, cases),
         "experts": many_splits(moe, 1, experts),
         "resumed experts": expert_story(moe, 1, "", list(MEGATRON), f"{folder}/ep"),

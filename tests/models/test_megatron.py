@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import example
 from tests.models.policy_ranks import (
     MEGATRON,
     megatron_of_one,
@@ -49,6 +50,18 @@ EXPERTS = {
 }
 
 
+DEEP = {
+    "two stages of two parts each": [
+        *WHOLE,
+        f"{KEY}.pipeline_model_parallel_size=2",
+        f"{KEY}.model_overrides={{virtual_pipeline_model_parallel_size: 2}}",
+    ],
+    "stages of one layer and of three": [
+        *WHOLE,
+        f"{KEY}.pipeline_model_parallel_size=2",
+        f"{KEY}.num_layers_in_first_pipeline_stage=1",
+    ],
+}
 STORIES = ["dp 2, optimizer shared out", "pp 2"]
 
 
@@ -58,16 +71,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_model: Path, tiny_moe_model: Path, folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(
-        megatron_of_two, 2, str(tiny_model), str(tiny_moe_model), str(folder), TWO, EXPERTS, STORIES, timeout_s=280.0
-    )
+def models(tiny_model: Path, tiny_moe_model: Path, folder: Path) -> dict[str, str]:
+    example("make_tiny_model").save_tiny_model(folder / "deep", layers=4, hidden=64)
+    return {"tiny": str(tiny_model), "experts": str(tiny_moe_model), "deep": str(folder / "deep")}
 
 
 @pytest.fixture(scope="module")
-def one(tiny_model: Path, tiny_moe_model: Path, folder: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
+def two(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(megatron_of_two, 2, models, str(folder), TWO, EXPERTS, DEEP, STORIES, timeout_s=280.0)
+
+
+@pytest.fixture(scope="module")
+def one(models: dict[str, str], folder: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
     alone = {"dtensor": PLAIN, "megatron": WHOLE}
-    return run_ranks(megatron_of_one, 1, str(tiny_model), str(tiny_moe_model), str(folder), ONE, alone)[0]
+    return run_ranks(megatron_of_one, 1, models, str(folder), ONE, alone)[0]
 
 
 def _assert_same_step(got: dict[str, Any], want: dict[str, Any], *, gradient: bool = True) -> None:
@@ -94,6 +111,14 @@ def test_two_ranks_of_megatron_compute_the_step_of_one_of_dtensor(
 ) -> None:
     for rank in two:
         _assert_same_step(rank["cases"][case], one["cases"]["dtensor"], gradient="shared out" not in case)
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_stages_of_several_parts_or_of_unequal_ones_compute_the_same_step(
+    one: dict[str, Any], two: list[dict[str, Any]], case: str
+) -> None:
+    for rank in two:
+        _assert_same_step(rank["deep"][case], one["deep"])
 
 
 @pytest.mark.parametrize("case", EXPERTS)
