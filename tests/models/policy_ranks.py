@@ -472,6 +472,20 @@ def megatron_of_two(
     }
 
 
+def half_precision(model: str) -> dict[str, Any]:
+    """A step of Megatron in bfloat16: its loss, and in which precision weights and gradients lie."""
+    config = run_config(model, 1, *MEGATRON, "policy.precision=bfloat16")
+    worker = make_worker(config)
+    result = _train(worker, training_batch(), ClippedPGLossFn(config.loss_fn))
+    weights = worker.backend.weights.own().values()  # type: ignore[attr-defined]
+    return {
+        "loss": result["loss"],
+        "grad_norm": result["grad_norm"],
+        "weights": {str(weight.dtype) for weight in weights},
+        "gradients": {str(weight.main_grad.dtype) for weight in weights},
+    }
+
+
 def megatron_of_one(
     models: dict[str, str],
     folder: str,
@@ -482,6 +496,7 @@ def megatron_of_one(
     model, moe = models["tiny"], models["experts"]
     return {
         "deep": one_step(models["deep"], 1, cases["dtensor"]),
+        "bfloat16": half_precision(model),
         "cases": many_splits(model, 1, cases),
         "experts": many_splits(moe, 1, experts),
         "resumed experts": expert_story(moe, 1, "", list(MEGATRON), f"{folder}/ep"),

@@ -139,6 +139,13 @@ def story(request: pytest.FixtureRequest, two: list[dict[str, Any]]) -> dict[str
     return found
 
 
+def test_gradients_of_half_precision_weights_are_added_up_in_float32(one: dict[str, Any]) -> None:
+    seen, whole = one["bfloat16"], one["cases"]["megatron"]
+    assert seen["weights"] == {"torch.bfloat16"} and seen["gradients"] == {"torch.float32"}
+    assert seen["loss"] == pytest.approx(whole["loss"], rel=1e-2)
+    assert seen["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-2)
+
+
 def test_errors_leave_the_worker_as_before_the_step(story: dict[str, Any]) -> None:
     assert story["whole weights"] == story["chunked weights"]
     assert "no train step open" in story["finish without begin"] and "already open" in story["begin twice"]
