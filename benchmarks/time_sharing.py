@@ -121,10 +121,10 @@ def shared(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Sp
 def hand_overs(log_dir: Path) -> str:
     """From the decision to give GPUs to somebody until they are used: a line of figures."""
     from nemo_rl.time_sharing.handovers import HandoverWatch, percentile
-    from nemo_rl.utils.record import merge_records
+    from nemo_rl.time_sharing.merged import merge_by_machine_time
 
     watch = HandoverWatch()
-    for entry in merge_records(sorted((log_dir / "latest").glob("*.jsonl"))):
+    for entry in merge_by_machine_time(sorted((log_dir / "latest").glob("*.jsonl"))):
         watch.take(entry.time, entry.event)
     lines = []
     for what, chosen in (("training", False), ("a rank", True)):

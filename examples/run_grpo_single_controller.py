@@ -8,10 +8,15 @@ configs/grpo_arithmetic_streaming_cpu.yaml, which needs no GPU and the demo's wa
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.grpo.command import main
+# Under the gate the run is submitted to the pool that is open, whose scheduler lends it GPUs.
+if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
+    from nemo_rl.time_sharing.launcher import run_under_control_plane as main
+else:
+    from nemo_rl.algorithms.grpo.command import main
 
 if __name__ == "__main__":
     config = Path(__file__).parent / "configs" / "grpo_arithmetic_streaming_cpu.yaml"

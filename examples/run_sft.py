@@ -8,10 +8,15 @@ removes one. The default, configs/sft_arithmetic_cpu.yaml, warm-starts the small
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.sft.command import main
+# Under the gate the run is submitted to the pool that is open, whose scheduler lends it GPUs.
+if os.environ.get("RLIX_CONTROL_PLANE") == "rlix":
+    from nemo_rl.time_sharing.launcher import run_under_control_plane as main
+else:
+    from nemo_rl.algorithms.sft.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "sft_arithmetic_cpu.yaml"))

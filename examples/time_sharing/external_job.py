@@ -22,10 +22,11 @@ from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.time_sharing.actors import RayLink, agent_actor_name, start_scheduler, stop_scheduler
 from nemo_rl.time_sharing.external import ExternalJob
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import ACTOR_INFER, Command, Limits, Reply
-from nemo_rl.utils.record import RecordWriter, merge_records
+from nemo_rl.utils.record import RecordWriter
 
 LIMITS = Limits(
     heartbeat_s=0.5, lease_s=20.0, retry_s=0.5, min_hold_s=1.0, aging_s=2.0, replan_s=0.5, plan_interval_s=0.05
@@ -131,7 +132,7 @@ def main() -> None:
             stop_scheduler(scheduler)
     finally:
         shutdown_ray()
-    violations = check(merge_records(sorted(log_dir.glob("*.jsonl"))))
+    violations = check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     if violations:
         raise SystemExit(f"records in {log_dir}: " + "; ".join(str(violation) for violation in violations))
     print(f"records in {log_dir}: every invariant held")

@@ -17,21 +17,15 @@ class SamplerConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[
-        Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"], NotYet("samplers other than in_order")
-    ] = Field("in_order", description="Which ready prompt groups are trained next.")
+    name: Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"] = Field(
+        "in_order", description="Which ready prompt groups are trained next."
+    )
     max_lookahead_versions: NonNegativeInt = Field(
         1, description="in_order: how many versions ahead prompts are dispatched."
     )
-    max_staleness_versions: Annotated[NonNegativeInt, NotYet("samplers other than in_order")] = Field(
-        1, description="Others: how many versions old a group may be."
-    )
-    sample_freshest_first: Annotated[bool, NotYet("samplers other than in_order")] = Field(
-        False, description="windowed: newest groups first."
-    )
-    target: Annotated[str | None, NotYet("samplers other than in_order")] = Field(
-        None, description="custom: module:Class."
-    )
+    max_staleness_versions: NonNegativeInt = Field(1, description="Others: how many versions old a group may be.")
+    sample_freshest_first: bool = Field(False, description="windowed: newest groups first.")
+    target: str | None = Field(None, description="custom: module:Class.")
 
 
 class NativeTimeoutsConfig(Section):
@@ -52,25 +46,13 @@ class RolloutFailureConfig(Section):
     """`async_rl.rollout_failure`."""
 
     max_infra_attempts_per_prompt: PositiveInt = Field(5, description="Attempts after failures of the machinery.")
-    max_data_attempts_per_prompt: Annotated[PositiveInt, NotYet("dropping and replacing prompts")] = Field(
-        2, description="Attempts after failures of the prompt itself."
-    )
-    backoff_base_s: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
-        1, gt=0, description="First pause between attempts."
-    )
-    max_backoff_s: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
-        30, gt=0, description="Longest pause between attempts."
-    )
-    max_skipped_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
-        0, description="Prompts that a run may skip."
-    )
-    max_consecutive_dropped_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
-        0, description="Prompts that may be dropped in a row."
-    )
-    min_step_batch_fraction: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
-        0.9, gt=0, le=1, description="Share of a step's prompts that must remain."
-    )
-    on_dropped_prompt: Annotated[Literal["shrink", "replace"], NotYet("dropping and replacing prompts")] = Field(
+    max_data_attempts_per_prompt: PositiveInt = Field(2, description="Attempts after failures of the prompt itself.")
+    backoff_base_s: float = Field(1, gt=0, description="First pause between attempts.")
+    max_backoff_s: float = Field(30, gt=0, description="Longest pause between attempts.")
+    max_skipped_prompts: NonNegativeInt = Field(0, description="Prompts that a run may skip.")
+    max_consecutive_dropped_prompts: NonNegativeInt = Field(0, description="Prompts that may be dropped in a row.")
+    min_step_batch_fraction: float = Field(0.9, gt=0, le=1, description="Share of a step's prompts that must remain.")
+    on_dropped_prompt: Literal["shrink", "replace"] = Field(
         "shrink", description="Train on fewer prompts, or take others."
     )
     max_replacement_attempts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(

@@ -86,7 +86,7 @@ class SchedulerActor:
         self._reaping: set[str] = set()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
         self._stopped = threading.Event()
-        self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify)
+        self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify, explains=True)
         with self._serving() as core:
             # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
             if any(isinstance(entry.event, (PoolOpened, StateSaved)) for entry in past):
@@ -139,6 +139,11 @@ class SchedulerActor:
         """Ends a pipeline at once; see `Scheduler.unregister`."""
         with self._serving() as core:
             core.unregister(pipeline, time.time())
+
+    def wanted(self, pipeline: str) -> bool:
+        """See `Scheduler.wanted`; False for one that is not registered."""
+        with self._serving() as core:
+            return pipeline in core.state.pipelines and core.wanted(pipeline)
 
     def describe(self) -> dict[str, Any]:
         """What the scheduler knows, for people: pipelines with their ranks, holds and waits."""
@@ -304,11 +309,19 @@ def start_scheduler(
 def stop_scheduler(scheduler: Any) -> None:
     """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
     heartbeats only.
+
+    Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
     """
     import ray
 
-    ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
-    ray.kill(scheduler, no_restart=True)
+    try:
+        ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
+    finally:
+        ray.kill(scheduler, no_restart=True)
+        _wait_until_gone()
+
+
+def _wait_until_gone() -> None:
     deadline = time.monotonic() + _STOP_S
     while SCHEDULER_NAME in actors_in(CONTROL_NAMESPACE):
         if time.monotonic() > deadline:

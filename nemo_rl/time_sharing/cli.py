@@ -12,6 +12,7 @@ import math
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.report import write_report
 from nemo_rl.time_sharing.scenario import Scenario, load_scenario
 from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
@@ -32,18 +34,21 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.timeline import build_timeline
 from nemo_rl.time_sharing.trace import write_trace
 from nemo_rl.time_sharing.validator import validate
-from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordWriter, merge_records, read_record
+from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
 _SOAK_BATCH = 200
+DEFAULT_PORT = 8270
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
   python -m nemo_rl.time_sharing check two.jsonl
   python -m nemo_rl.time_sharing trace two.jsonl
   python -m nemo_rl.time_sharing soak --runs 200
+  python -m nemo_rl.time_sharing serve --gpus 8
+  python -m nemo_rl.time_sharing page logs/time_sharing/latest
 
 The keys of a scenario: docs/time_sharing_scenarios.md
 The rules and the columns of the table: docs/time_sharing_scheduler.md."""
@@ -130,6 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _log_arguments(report)
     report.add_argument("-o", "--output", type=Path, help="the page (default: beside the first record, .html)")
+    page = command("page", _page, "serve the page of a pool's log, finished or still growing, until interrupted")
+    page.add_argument("log_dir", type=Path, help="where the scheduler wrote, such as logs/time_sharing/latest")
+    add_page_arguments(page)
     soak = command("soak", _soak, "run random scenarios with faults and check each of them")
     soak.add_argument(
         "--events",
@@ -166,6 +174,7 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
     serving = command("serve", live("serve"), "open a pool on this machine's GPUs and keep it until interrupted")
     add_pool_arguments(serving)
+    add_page_arguments(serving)
     submitting = command("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
     submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")
@@ -185,6 +194,39 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir", type=Path, default=Path("logs/time_sharing"), help="of the scheduler (default: %(default)s)"
     )
+
+
+def add_page_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the page is served."""
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="of the web page and /metrics, 0 for a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to serve on; from any but this machine's own a token is asked for, which NRL_POOL_TOKEN may "
+        "choose (default: %(default)s)",
+    )
+
+
+def _page(chosen: argparse.Namespace) -> int:
+    from nemo_rl.time_sharing.page_server import PageServer, PoolView
+
+    log_dir = chosen.log_dir if chosen.log_dir.is_dir() else chosen.log_dir.parent
+    if not segments_of(log_dir / "scheduler.jsonl"):
+        raise UsageError(f"{log_dir}: there is no scheduler.jsonl; give the folder that a pool wrote its log to")
+    server = PageServer(PoolView(log_dir), host=chosen.host, port=chosen.port, token=os.environ.get("NRL_POOL_TOKEN"))
+    print(server.url, flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+    return 0
 
 
 def _simulate_arguments(simulate: argparse.ArgumentParser) -> None:
@@ -367,7 +409,9 @@ def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
     )
     logs = list(dict.fromkeys(path for segments in kept for path in segments))
     entries = list(
-        merge_records(logs, recover=chosen.recover) if len(logs) > 1 else read_record(logs[0], recover=chosen.recover)
+        merge_by_machine_time(logs, recover=chosen.recover)
+        if len(logs) > 1
+        else read_record(logs[0], recover=chosen.recover)
     )
     if not entries:
         raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")

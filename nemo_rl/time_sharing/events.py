@@ -130,6 +130,16 @@ class Claimed:
     floor: bool = False
 
 
+@event_kind("ts_plan_explained")
+@dataclass(frozen=True, slots=True)
+class PlanExplained:
+    """Why each decision of a plan was made, for people; nothing else rests on it. `entitled`: see `Plan`."""
+
+    plan: int
+    sentences: tuple[str, ...]
+    entitled: Mapping[str, float] = field(default_factory=dict)
+
+
 @event_kind("ts_plan_rejected")
 @dataclass(frozen=True, slots=True)
 class PlanRejected:

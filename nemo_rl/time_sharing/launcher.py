@@ -2,7 +2,7 @@
 
 `run_together` opens a pool, runs some files side by side, shows who does what, and ends; `serve`, `submit` and their
 kind work with a pool that outlives them; `run_under_control_plane` is what `RLIX_CONTROL_PLANE=rlix` makes of
-`examples/run_grpo.py`. Knows no scheduling. Invariant: a mistake in a file or a mapping is reported before Ray starts.
+`examples/run_*.py`. Knows no scheduling. Invariant: a mistake in a file or a mapping is reported before Ray starts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.cli import add_pool_arguments
+from nemo_rl.time_sharing.cli import DEFAULT_PORT, add_page_arguments, add_pool_arguments
 from nemo_rl.time_sharing.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import (
     POOL_NAME,
@@ -48,12 +49,14 @@ def run_together(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="run_time_sharing.py",
-        description="Runs GRPO pipelines side by side on one pool of GPUs; further arguments are overrides for all.",
+        description="Runs GRPO, SFT, evaluations and commands side by side on one pool of GPUs; further arguments are "
+        "overrides for all that have the key.",
     )
     parser.add_argument(
         "--pipelines", nargs="+", required=True, metavar="FILE", help="configurations, and overrides for all of them"
     )
     add_pool_arguments(parser)
+    add_page_arguments(parser)
     chosen, overrides = parser.parse_known_args(list(arguments))
     return guarded(lambda: _run_together(chosen, overrides))
 
@@ -84,8 +87,9 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         actor = _open(pool, chosen.device, log_dir)
         try:
-            _submit_all(actor, jobs)
-            standings = _watch(actor, [job.name for job in jobs])
+            with _page(actor, log_dir, chosen.host, chosen.port):
+                _submit_all(actor, jobs)
+                standings = _watch(actor, [job.name for job in jobs])
         finally:
             close_pool(actor)
     finally:
@@ -107,6 +111,31 @@ def _open(pool: Pool, device: str, log_dir: Path) -> Any:
     return open_pool(pool, accelerator, log_dir)
 
 
+@contextmanager
+def _page(actor: Any, log_dir: Path, host: str, port: int) -> Iterator[None]:
+    """The pool's page is served inside the block; where the default port is another pool's, on a free one."""
+    import ray
+
+    from nemo_rl.time_sharing.page_server import PageError, PageServer, PoolView
+
+    def standings() -> Sequence[Standing]:
+        everybody: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+        return everybody
+
+    view, token = PoolView(log_dir, standings), os.environ.get("NRL_POOL_TOKEN")
+    try:
+        server = PageServer(view, host=host, port=port, token=token)
+    except PageError:
+        if port != DEFAULT_PORT:
+            raise
+        server = PageServer(view, host=host, port=0, token=token)
+    sys.stderr.write(f"page: {server.url}\n")
+    try:
+        yield
+    finally:
+        server.close()
+
+
 def _new_log_dir(root: Path) -> Path:
     from nemo_rl.utils.logger import get_next_experiment_dir
 
@@ -114,10 +143,20 @@ def _new_log_dir(root: Path) -> Path:
 
 
 def _submit_all(actor: Any, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        _ask(actor.submit.remote(job))
+
+
+def _ask(answer: Any) -> Any:
+    """The pool's answer; its refusal is the user's to read, without the trace of the actor."""
     import ray
 
-    for job in jobs:
-        ray.get(actor.submit.remote(job), timeout=_ANSWER_S)
+    try:
+        return ray.get(answer, timeout=_ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise PoolError(str(error.cause)) from error
+        raise
 
 
 def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
@@ -137,9 +176,9 @@ def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
 def _checked(log_dir: Path) -> bool:
     """Whether the records of the scheduler and of all pipelines together keep every invariant; says what does not."""
     from nemo_rl.time_sharing.history.check import check
-    from nemo_rl.utils.record import merge_records
+    from nemo_rl.time_sharing.merged import merge_by_machine_time
 
-    violations = check(merge_records(sorted(log_dir.glob("*.jsonl"))))
+    violations = check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     for violation in violations:
         sys.stderr.write(f"{violation}\n")
     if not violations:
@@ -162,8 +201,9 @@ def serve(chosen: argparse.Namespace) -> int:
             f"pool: {pool.size} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
         )
         try:
-            while True:
-                time.sleep(_HOUR_S)
+            with _page(actor, log_dir, chosen.host, chosen.port):
+                while True:
+                    time.sleep(_HOUR_S)
         finally:
             close_pool(actor)
     finally:
@@ -216,14 +256,9 @@ def cancel(chosen: argparse.Namespace) -> int:
 
 
 def _each(names: Sequence[str], method: str) -> int:
-    import ray
-
     actor, _ = _join()
     for name in names:
-        try:
-            ray.get(getattr(actor, method).remote(name), timeout=_ANSWER_S)
-        except ray.exceptions.RayTaskError as error:
-            raise PoolError(str(error.cause)) from error
+        _ask(getattr(actor, method).remote(name))
     return EXIT_OK
 
 
@@ -255,10 +290,10 @@ def _join() -> tuple[Any, Pool]:
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
-    """What `RLIX_CONTROL_PLANE=rlix` makes of `examples/run_grpo.py`: the run is submitted to the open pool, and
+    """What `RLIX_CONTROL_PLANE=rlix` makes of the scripts under `examples`: the run is submitted to the open pool, and
     followed to its end.
     """
-    parser = argparse.ArgumentParser(description="Trains a policy with GRPO on a shared pool.")
+    parser = argparse.ArgumentParser(description="Runs on a shared pool.")
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file")
     chosen, overrides = parser.parse_known_args(list(arguments))
 

@@ -126,14 +126,24 @@ class LentPlacement:
         built.generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         cache.build(built.version)
         self._runtime.begin_at(built.version)
-        leave_accelerators(built.policy)
+        leave_accelerators(built.policy, self._clusters.training.accelerator)
         samples = built.config.grpo.num_generations_per_prompt
-        return LentAccelerators(self._runtime, built, cache, elastic, samples=samples, wait_s=self._wait_s)
+        return LentAccelerators(
+            self._runtime,
+            built,
+            cache,
+            elastic,
+            self._clusters.training.accelerator,
+            samples=samples,
+            wait_s=self._wait_s,
+        )
 
 
-def leave_accelerators(policy: Policy) -> None:
-    """Training state to the host, communicators dropped, memory given back."""
+def leave_accelerators(policy: Policy, accelerator: Accelerator) -> None:
+    """Training state to the host, communicators of the device dropped, memory given back."""
     policy.offload_to_cpu()
+    if accelerator.is_cuda:
+        policy.destroy_nccl_groups()
 
 
 class LentAccelerators:
@@ -144,6 +154,7 @@ class LentAccelerators:
         built: Policy and what watches the run.
         cache: Weights of every version, on the host.
         elastic: For its figures.
+        accelerator: What training runs on.
         samples: Samples of a prompt group.
         wait_s: How long a grant may take.
 
@@ -159,10 +170,12 @@ class LentAccelerators:
         built: Built,
         cache: PolicyWeightCache,
         elastic: ElasticGeneration,
+        accelerator: Accelerator,
         *,
         samples: int,
         wait_s: float,
     ) -> None:
+        self._accelerator = accelerator
         self._runtime, self._policy, self._cache, self._elastic = runtime, built.policy, cache, elastic
         self._timer, self._phase = built.timer, built.progress.phase
         self._samples, self._wait_s = samples, wait_s
@@ -230,7 +243,7 @@ class LentAccelerators:
         """
         self._phase("hand-over")
         with self._timer.time("weight_sync"):
-            leave_accelerators(self._policy)
+            leave_accelerators(self._policy, self._accelerator)
             self._runtime.publish(step + 1, self._wait_s)
             groups, ready = source.waited_for()
             self._runtime.release(ACTOR_TRAIN, target=groups, done=ready, unit=self._samples)
@@ -249,7 +262,7 @@ class LentAccelerators:
             TimeoutError: The scheduler did not let the pipeline go in time.
         """
         if self._holds:
-            leave_accelerators(self._policy)
+            leave_accelerators(self._policy, self._accelerator)
             self._runtime.release(ACTOR_TRAIN)
             self._holds = False
         self._runtime.leave(_LEAVE_S)

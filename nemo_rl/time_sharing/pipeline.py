@@ -1,8 +1,8 @@
-"""A GRPO pipeline of a shared pool as one Ray actor: the run, and its agent.
+"""A pipeline of a shared pool as one Ray actor: the run, and its agent.
 
-Registers, builds the run through `LentPlacement`, drives it with the step loop that every run uses, and leaves.
-Messages of the scheduler arrive on threads of their own. Invariants: nothing of the run touches a GPU outside a grant;
-how it ended is always told.
+`LentPipeline` registers, hands on what the scheduler says and tells how the run ended; `NemoRLFullFinetunePipeline` is
+a GRPO run, driven with the step loop that every run uses. Messages of the scheduler arrive on threads of their own.
+Invariants: nothing of the run touches a GPU outside a grant; how it ended is always told.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.config import MasterConfig
 from nemo_rl.time_sharing.actors import RayLink
 from nemo_rl.time_sharing.job import Job
-from nemo_rl.time_sharing.runtime import AgentRuntime, Dismissed
-from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.runtime import AgentRuntime, Dismissed, Ranks
+from nemo_rl.time_sharing.topology import Pool, Topology
 from nemo_rl.time_sharing.types import Command, Limits, Reply
 from nemo_rl.utils.record import RecordWriter
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.time_sharing.shared_cluster import SharedCluster
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,8 @@ class Progress:
     waited_s: float = 0.0
 
 
-class NemoRLFullFinetunePipeline:
-    """One pipeline.
+class LentPipeline:
+    """What every kind of pipeline is to its pool.
 
     Args:
         job: What to run.
@@ -89,8 +91,7 @@ class NemoRLFullFinetunePipeline:
         self._job, self._handles, self._incarnation = job, handles, incarnation
         self._runtime: AgentRuntime | None = None
         self._ready = threading.Event()
-        self._run: GRPORun | None = None
-        self._engines: Any = None
+        self._engines: Ranks | None = None
 
     def pid(self) -> int:
         """The process."""
@@ -110,7 +111,7 @@ class NemoRLFullFinetunePipeline:
 
     def rank_ended(self, rank: int) -> None:
         """The scheduler had the processes of a rank ended."""
-        if self._runtime is not None:
+        if self._runtime is not None and self._engines is not None:
             self._engines.ended(rank)
             self._runtime.rank_ended(rank)
 
@@ -118,11 +119,15 @@ class NemoRLFullFinetunePipeline:
 
     def progress(self) -> Progress:
         """What the pipeline is doing now."""
-        run = self._run
-        if run is None:
-            return Progress("starting", 0, 0, "")
-        phase = run.progress.current_phase
-        return Progress(phase, run.state.step, run.total_steps, run.config.logger.log_dir, self._waited_s())
+        raise NotImplementedError
+
+    def live(self) -> Outcome:
+        """Registers, runs to the end and leaves.
+
+        Raises:
+            UserError, Dismissed, NothingToDo: It ended before.
+        """
+        raise NotImplementedError
 
     def run(self) -> Outcome:
         """Runs the pipeline to its end; a defect of the code is raised, everything else is an outcome."""
@@ -130,17 +135,74 @@ class NemoRLFullFinetunePipeline:
         from nemo_rl.config.errors import UserError
 
         try:
-            return self._live()
+            return self.live()
         except NothingToDo as nothing:
-            return Outcome("done", str(nothing), self._steps())
+            return Outcome("done", str(nothing), self.progress().step)
         except Dismissed as error:
-            return Outcome("dismissed", str(error), self._steps())
+            return Outcome("dismissed", str(error), self.progress().step)
         except UserError as error:
             logger.debug("pipeline failed", exc_info=True)
-            return Outcome("failed", f"{type(error).__name__}: {error}", self._steps())
+            return Outcome("failed", f"{type(error).__name__}: {error}", self.progress().step)
 
-    def _steps(self) -> int:
-        return self._run.state.step if self._run is not None else 0
+    def register(self) -> Topology:
+        """Makes the pipeline known to the scheduler; its topology. `join` must follow at once: nobody sends heartbeats
+        before.
+        """
+        import ray
+
+        from nemo_rl.time_sharing.ray_reaper import agent_namespace
+
+        job = self._job
+        options = dict(job.options) | {"incarnation": self._incarnation}
+        registration = (job.name, agent_namespace(job.name), job.widths(), job.mappings(), options)
+        topology: Topology = ray.get(self._handles.scheduler.register.remote(*registration), timeout=_REGISTER_S)
+        return topology
+
+    def open_record(self) -> RecordWriter:
+        """Where the agent writes, beside the scheduler's log."""
+        path = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.jsonl"
+        return RecordWriter(path, source=f"{self._job.name}/agent", flush_interval_s=0.0)
+
+    def join(self, engines: Ranks, record: RecordWriter) -> AgentRuntime:
+        """Registers and starts the agent."""
+        self._engines = engines
+        topology, link = self.register(), RayLink(self._handles.scheduler)
+        self._runtime = AgentRuntime(topology, self._incarnation, engines, link, record, self._handles.limits)
+        self._runtime.start()
+        self._ready.set()
+        return self._runtime
+
+    def cluster(self, gpus: Sequence[int], *, leads_ranks: bool) -> SharedCluster:
+        """Some GPUs of the pool as slots of this pipeline."""
+        from nemo_rl.distributed.devices import CPU, CUDA
+        from nemo_rl.time_sharing.shared_cluster import SharedCluster
+
+        handles = self._handles
+        return SharedCluster(
+            handles.groups,
+            handles.pool,
+            gpus,
+            CUDA if handles.accelerator == "cuda" else CPU,
+            pipeline=self._job.name,
+            incarnation=self._incarnation,
+            leads_ranks=leads_ranks,
+        )
+
+
+class NemoRLFullFinetunePipeline(LentPipeline):
+    """A GRPO run: its policy under grants for training, its engines rank by rank."""
+
+    def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
+        super().__init__(job, handles, incarnation)
+        self._run: GRPORun | None = None
+
+    def progress(self) -> Progress:
+        """What the run is doing now."""
+        run = self._run
+        if run is None:
+            return Progress("starting", 0, 0, "")
+        phase = run.progress.current_phase
+        return Progress(phase, run.state.step, run.total_steps, run.config.logger.log_dir, self._waited_s())
 
     def _waited_s(self) -> float:
         from nemo_rl.time_sharing.lent import LentAccelerators
@@ -148,14 +210,26 @@ class NemoRLFullFinetunePipeline:
         control = self._run.control if self._run is not None else None
         return control.waited_s if isinstance(control, LentAccelerators) else 0.0
 
-    def _live(self) -> Outcome:
+    def live(self) -> Outcome:
+        """See `LentPipeline.live`."""
+        from nemo_rl.algorithms.grpo.assembly import close, setup
         from nemo_rl.algorithms.grpo.loop import drive
-        from nemo_rl.algorithms.grpo.setup import close, setup
         from nemo_rl.algorithms.launch import directories_of_its_own
-        from nemo_rl.time_sharing.lent import LentAccelerators
+        from nemo_rl.time_sharing.lent import LentAccelerators, LentPlacement
+        from nemo_rl.time_sharing.vllm_engine import EngineSlot
 
-        with directories_of_its_own(self._job.config):
-            self._run = run = setup(self._job.config, placement=self._register())
+        job, config, engines = self._job, self._job.config, EngineSlot()
+        if not isinstance(config, MasterConfig):
+            raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of GRPO")
+        with directories_of_its_own(config):
+            runtime = self.join(engines, self.open_record())
+            training, generation = (
+                self.cluster(job.train, leads_ranks=False),
+                self.cluster(job.infer, leads_ranks=True),
+            )
+            wait_s = self._handles.limits.request_s
+            placement = LentPlacement(job.name, training, generation, runtime, engines, wait_s=wait_s)
+            self._run = run = setup(config, placement=placement)
             self._show_record(run)
             try:
                 with run.progress:
@@ -165,49 +239,6 @@ class NemoRLFullFinetunePipeline:
             finally:
                 close(run)
         return Outcome("done", steps=run.state.step, waited_s=self._waited_s())
-
-    def _register(self) -> Any:
-        import ray
-
-        from nemo_rl.distributed.devices import CPU, CUDA
-        from nemo_rl.time_sharing.lent import LentPlacement
-        from nemo_rl.time_sharing.ray_reaper import agent_namespace
-        from nemo_rl.time_sharing.shared_cluster import SharedCluster
-        from nemo_rl.time_sharing.vllm_engine import EngineSlot
-
-        job, handles = self._job, self._handles
-        self._engines = engines = EngineSlot()
-        options = dict(job.options) | {"incarnation": self._incarnation}
-        topology = ray.get(
-            handles.scheduler.register.remote(
-                job.name, agent_namespace(job.name), job.widths(), job.mappings(), options
-            ),
-            timeout=_REGISTER_S,
-        )
-        record = RecordWriter(
-            Path(handles.log_dir) / f"{job.name}.{self._incarnation}.jsonl",
-            source=f"{job.name}/agent",
-            flush_interval_s=0.0,
-        )
-        self._runtime = AgentRuntime(
-            topology, self._incarnation, engines, RayLink(handles.scheduler), record, handles.limits
-        )
-        self._runtime.start()
-        self._ready.set()
-        accelerator = CUDA if handles.accelerator == "cuda" else CPU
-        common: dict[str, Any] = {"pipeline": job.name, "incarnation": self._incarnation}
-
-        def cluster(gpus: Sequence[int], *, leads_ranks: bool) -> SharedCluster:
-            return SharedCluster(handles.groups, handles.pool, gpus, accelerator, leads_ranks=leads_ranks, **common)
-
-        return LentPlacement(
-            job.name,
-            cluster(job.train, leads_ranks=False),
-            cluster(job.infer, leads_ranks=True),
-            self._runtime,
-            engines,
-            wait_s=handles.limits.request_s,
-        )
 
     def _show_record(self, run: GRPORun) -> None:
         """The run's record is found beside the scheduler's log, so that all of them are checked together."""

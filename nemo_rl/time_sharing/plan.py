@@ -124,7 +124,7 @@ class Plan:
 _REASONS = {
     "free": "its GPUs are free and nobody earlier in the queue wants them",
     "evicts": "generation ranks {0} on its GPUs can make way",
-    "backfill": "it will be done by {0:.1f} s, before the requests ahead of it can start",
+    "backfill": "it will be done in {0:.1f} s, before the requests ahead of it can start",
     "holds": "it already holds these GPUs",
     "for_grant": "GPUs {0} go to {1} of {2}",
     "leaving": "its pipeline is leaving",
@@ -132,8 +132,8 @@ _REASONS = {
     "spare": "the GPUs would be idle otherwise",
     "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
     "surplus": "{0} has more ranks than work left, {1} has not",
-    "hungry": "its pipeline has work and has had no rank since {0:.1f} s",
-    "turn": "{0} has had its turn on these GPUs, {1} has waited since {2:.1f} s",
+    "hungry": "its pipeline has work and has had no rank for {0:.1f} s",
+    "turn": "{0} has had its turn on these GPUs, {1} has waited for {2:.1f} s",
     "held": "GPU {0} is held by {1} until it releases",
     "claimed": "GPU {0} goes to {1} next",
     "reserved": "GPU {0} is reserved for {1}, which is ahead in the queue",
@@ -144,25 +144,30 @@ _REASONS = {
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
 }
+_ABOUT_TIME = ("backfill", "hungry", "turn")
 
 
-def reason_text(because: Reason) -> str:
-    """A reason as an English clause."""
-    return _REASONS[str(because[0])].format(*because[1:])
+def reason_text(because: Reason, now: float = 0.0) -> str:
+    """A reason as an English clause; points in time are told as seconds from `now`."""
+    name, *values = because
+    if name in _ABOUT_TIME:
+        values[-1] = abs(now - float(str(values[-1])))
+    return _REASONS[str(name)].format(*(_gpus(value) if isinstance(value, tuple) else value for value in values))
 
 
-def explain(plan: Plan) -> Iterator[str]:
-    """Why each GPU goes where it goes, one sentence per decision."""
+def explain(plan: Plan, now: float = 0.0) -> Iterator[str]:
+    """Why each GPU goes where it goes, one sentence per decision; `now` is when the plan was made."""
     for g in plan.grants:
-        yield f"{g.pipeline} gets {g.cluster} (GPUs {_gpus(g.gpus)}) for {g.priority.name}: {reason_text(g.because)}."
+        what = f"{g.cluster} (GPUs {_gpus(g.gpus)}) for {g.priority.name}"
+        yield f"{g.pipeline} gets {what}: {reason_text(g.because, now)}."
     for r in plan.reprices:
-        yield f"{r.pipeline} goes on with {r.cluster} for {r.priority.name}: {reason_text(r.because)}."
+        yield f"{r.pipeline} goes on with {r.cluster} for {r.priority.name}: {reason_text(r.because, now)}."
     for s in plan.shrinks:
-        yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason_text(s.because)}."
+        yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason_text(s.because, now)}."
     for e in plan.expands:
-        yield f"rank {e.rank} of {e.pipeline} wakes on GPUs {_gpus(e.gpus)}: {reason_text(e.because)}."
+        yield f"rank {e.rank} of {e.pipeline} wakes on GPUs {_gpus(e.gpus)}: {reason_text(e.because, now)}."
     for w in plan.waits:
-        yield f"{w.pipeline} waits for {w.cluster}: {reason_text(w.because)}."
+        yield f"{w.pipeline} waits for {w.cluster}: {reason_text(w.because, now)}."
 
 
 def _gpus(gpus: tuple[int, ...]) -> str:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from typing import Any
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.actors import (
     CONTROL_NAMESPACE,
+    SCHEDULER_NAME,
     Orchestrator,
     agent_actor_name,
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.job import Job
-from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.job import Job, Kind
+from nemo_rl.time_sharing.pipeline import LentPipeline, Outcome, PoolHandles, Progress
 from nemo_rl.time_sharing.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import Limits
@@ -123,7 +125,7 @@ class PoolActor(Orchestrator):
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            pipeline: Any = ray.remote(NemoRLFullFinetunePipeline)
+            pipeline: Any = ray.remote(_pipeline_class(job.kind))
             actor = pipeline.options(
                 name=agent_actor_name(incarnation),
                 namespace=agent_namespace(job.name),
@@ -204,6 +206,24 @@ class PoolActor(Orchestrator):
             raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._lives)}")
 
 
+def _pipeline_class(kind: Kind) -> type[LentPipeline]:
+    if kind is Kind.SFT:
+        from nemo_rl.time_sharing.sft_pipeline import SFTPipeline
+
+        return SFTPipeline
+    if kind is Kind.EVALUATION:
+        from nemo_rl.time_sharing.evaluation_pipeline import EvaluationPipeline
+
+        return EvaluationPipeline
+    if kind is Kind.EXTERNAL:
+        from nemo_rl.time_sharing.command_pipeline import CommandPipeline
+
+        return CommandPipeline
+    from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline
+
+    return NemoRLFullFinetunePipeline
+
+
 def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE_LIMITS) -> Any:
     """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
 
@@ -222,7 +242,11 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
     from nemo_rl.time_sharing.shared_cluster import reserve_pool
 
     scheduler = start_scheduler(log_dir, pool, limits)
-    groups = reserve_pool(pool, accelerator)
+    try:
+        groups = reserve_pool(pool, accelerator)
+    except BaseException:
+        stop_scheduler(scheduler)
+        raise
     handles = PoolHandles(scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir))
     actor: Any = (
         ray.remote(PoolActor)
@@ -240,19 +264,45 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
 
 
 def close_pool(actor: Any) -> None:
-    """Ends the pool: every pipeline that still runs, the scheduler, and the reservation."""
+    """Ends the pool: its pipelines, the scheduler and the reservation, each whatever became of the others."""
     import ray
-    from ray.util.placement_group import remove_placement_group
 
-    handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
-    for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
-        if standing.outcome is None:
-            ray.get(actor.cancel.remote(standing.name), timeout=_ANSWER_S)
-    wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
-    stop_scheduler(handles.scheduler)
-    ray.kill(actor, no_restart=True)
-    for group in handles.groups:
-        remove_placement_group(group)
+    with ExitStack() as parts:
+        parts.callback(_remove_reservation)
+        parts.callback(_end_scheduler)
+        # The pipelines are its children.
+        parts.callback(ray.kill, actor, no_restart=True)
+        try:
+            handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
+            for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
+                if standing.outcome is None:
+                    ray.get(actor.cancel.remote(standing.name), timeout=_ANSWER_S)
+            wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
+        except ray.exceptions.RayError as error:
+            logger.error("pool=%s close=not_answered reason=%s", POOL_NAME, str(error).partition("\n")[0])
+
+
+def _end_scheduler() -> None:
+    import ray
+
+    try:
+        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE)
+    except ValueError:
+        return
+    try:
+        stop_scheduler(scheduler)
+    except ray.exceptions.RayError as error:
+        logger.error("scheduler=ended reason=%s", str(error).partition("\n")[0])
+
+
+def _remove_reservation() -> None:
+    from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+    from nemo_rl.time_sharing.shared_cluster import RESERVATION
+
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(RESERVATION) and entry["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(entry["name"]))
 
 
 def wait_for_pipelines(actor: Any, *, timeout_s: float, poll_s: float = 0.5) -> Mapping[str, Outcome]:

@@ -16,9 +16,13 @@ from nemo_rl.time_sharing.comparison import LEGEND
 from nemo_rl.time_sharing.handovers import percentile
 from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
 from nemo_rl.time_sharing.report_page import PAGE
+from nemo_rl.time_sharing.standings_table import COLUMNS
 from nemo_rl.time_sharing.timeline import Level, Timeline
 
 _MOST_POINTS = 3000
+_MOST_DECISIONS = 2000
+# A real run's clock counts from 1970, a simulation's from its start.
+_A_CLOCK = 1e8
 
 
 def write_report(timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str) -> None:
@@ -79,6 +83,13 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
         "invariants": INVARIANTS,
         "violations": [str(v) for v in violations[:20]],
         "faults": [[round(t, 3), text] for t, text in timeline.faults],
+        "decisions": [[round(t, 3), plan, text] for t, plan, text in timeline.decisions[-_MOST_DECISIONS:]],
+        "entitled": [round(timeline.entitled.get(name, 0.0), 2) for name in pipelines],
+        "began": timeline.origin if timeline.origin > _A_CLOCK else 0.0,
+        "live": False,
+        "checked": True,
+        "standings": [],
+        "columns": COLUMNS,
     }
 
 

@@ -1,5 +1,5 @@
-"""The page that `report` fills: markup, style and the script that draws. It knows the data's keys and nothing of where
-they come from.
+"""The page that `report` fills and `page_server` serves: markup, style and the script that draws. It knows the data's keys
+and nothing of where they come from; where the data says that it is live, the page asks for `data.json` again and again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ PAGE = """<!doctype html>
  dt{font-weight:600} dd{margin:0} .tick{display:inline-block;width:0;height:0;border:5px solid transparent;border-top-color:#d1242f;border-bottom:0;margin-right:6px;vertical-align:1px}
 </style></head><body>
 <h1 id="title"></h1><p class="sub" id="about"></p><p class="sub" id="sub"></p>
-<div id="compared"></div>
+<div id="now"></div><div id="compared"></div>
 <h2>GPUs over time</h2><p class="legend" id="legend"></p><canvas id="gpus"></canvas>
 <p class="hint">Drag to zoom, double-click to reset; point at a bar or a red mark to read what it is.</p>
 <h2>Generation demand (samples still to be generated)</h2><canvas id="demand"></canvas>
 <h2>GPUs held</h2><canvas id="share"></canvas>
 <h2>Hand-overs: from the decision to give GPUs until they are used</h2><canvas id="hand"></canvas>
 <h2>Pipelines</h2><table id="table"></table>
+<div id="why"><h2>Decisions</h2><p class="hint"><input id="find" type="search" placeholder="pipeline or word"> The newest first, in the scheduler's own words.</p><ul id="decisions"></ul></div>
 <h2>Checked invariants</h2><div id="checks"></div>
 <div id="tip"></div>
 <script>
-const D=/*DATA*/null, $=id=>document.getElementById(id), N=D.pipelines.length;
+let D=/*DATA*/null;
+let N=D.pipelines.length;const $=id=>document.getElementById(id);
 const esc=t=>String(t).replace(/[&<>"]/g,c=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"})[c]);
 const HSL=[[212,62,58],[350,62,60],[140,42,44],[32,84,54],[270,45,62],[184,62,40],[318,55,68],[50,82,44],[18,40,40],[228,48,40],[84,48,36],[296,60,32]];
 const tone=i=>i<HSL.length?HSL[i]:[(i*137.5+20)%360,i%2?34:70,i%3?52:66];
@@ -65,11 +67,16 @@ function drawHand(){const [g,w,h]=setup("hand",176),v=D.handovers;if(!v.length){
  g.textAlign="center";g.fillText("seconds a hand-over took (logarithmic)",(pad.l+w-pad.r)/2,h-8);g.save();g.translate(14,(pad.t+base)/2);g.rotate(-Math.PI/2);g.fillText("hand-overs",0,0);g.restore()}
 function all(){drawGpus();drawCurves("demand",D.demand);drawCurves("share",D.share);drawHand()}
 const pct=x=>(100*x).toFixed(0)+" %";
+const rows=t=>"<div class=wide><table>"+t.map((l,i)=>"<tr>"+l.map(c=>i?`<td>${esc(c)}</td>`:`<th>${esc(c)}</th>`).join("")+"</tr>").join("")+"</table></div>";
+function decide(){const word=$("find").value.toLowerCase(),found=D.decisions.filter(d=>!word||d[2].toLowerCase().includes(word)).slice(-200).reverse();
+ $("why").hidden=!D.decisions.length;$("decisions").innerHTML=found.map(d=>`<li><span class="hint">${d[0].toFixed(1)} s, plan ${d[1]}</span> ${esc(d[2])}</li>`).join("")}
+$("find").oninput=decide;
+function texts(){
 $("title").textContent=D.title;$("about").textContent=D.about;
 $("sub").textContent=`${N} pipelines, ${D.gpus} GPUs, ${D.end.toFixed(0)} s. `+(D.busy===null?"":`GPUs busy (a trainer works, or an engine has requests) ${pct(D.busy)}, `)
  +`${D.busy===null?"GPUs ":""}held (by a trainer or an active rank, with work or without) ${pct(D.held)} of the time. `
  +`${D.handovers.length} hand-overs, p50 ${D.handoverP50.toFixed(2)} s, p99 ${D.handoverP99.toFixed(2)} s.`;
-const rows=t=>"<div class=wide><table>"+t.map((l,i)=>"<tr>"+l.map(c=>i?`<td>${esc(c)}</td>`:`<th>${esc(c)}</th>`).join("")+"</tr>").join("")+"</table></div>";
+$("now").innerHTML=(D.began?`<p class="hint">began ${new Date(1000*D.began).toLocaleString()}${D.live?"; live":""}</p>`:"")+(D.standings.length?rows([D.columns,...D.standings]):"");
 if(D.wayTable.length)$("compared").innerHTML=`<h2>Ways of running these jobs (${D.runs}; below: the first run of time_sharing)</h2>`+rows(D.wayTable)+(D.jobTable.length>1?"<h2>Jobs</h2>"+rows(D.jobTable):"")
  +(D.notes.length?"<ul>"+D.notes.map(n=>`<li>${esc(n)}</li>`).join("")+"</ul>":"")+"<details open><summary class=hint>What the columns mean</summary><dl>"+D.legend.map(([w,m])=>`<dt>${esc(w)}</dt><dd>${esc(m)}</dd>`).join("")+"</dl></details>";
 const phase=(style,text)=>`<span><i class="chip" style="${style}"></i>${text}</span>`;
@@ -78,9 +85,10 @@ const phases=phase("background:hsl(0 0% 58%)","generating")+phase("background:re
  +(["fenced","quarantined","cooling"].filter(k=>D.bars.some(b=>b[5]===k)).map(k=>phase(`background:repeating-linear-gradient(45deg,${color(0,k)} 0 3px,${k==="cooling"?"#d9cd97":"#d1242f"} 3px 4px)`,{fenced:"cut off, its processes being ended",quarantined:"quarantined: could not be freed",cooling:"closed to one pipeline whose rank cools off"}[k])).join(""))
  +(D.faults.length?`<span><i class="tick"></i>fault</span>`:"");
 $("legend").innerHTML=(N<=24?D.pipelines.map((n,i)=>`<span><i class="chip" style="background:${color(i,"generate")}"></i>${esc(n)}</span>`).join(""):`<span>${N} pipelines, one hue each</span>`)+"<br>"+phases;
-$("table").innerHTML="<tr><th>pipeline</th><th>steps</th><th>GPU-seconds held</th></tr>"+D.pipelines.slice(0,60).map((n,i)=>`<tr><td><i class="chip" style="background:${color(i,"generate")}"></i>${esc(n)}</td><td>${D.steps[i]}</td><td>${D.gpuSeconds[i].toLocaleString("en")}</td></tr>`).join("");
-$("checks").innerHTML=D.violations.length?`<p class="bad">${D.violations.length} violation(s), first ones:</p><ul>${D.violations.map(v=>`<li class="bad">${esc(v)}</li>`).join("")}</ul>`
+$("table").innerHTML=`<tr><th>pipeline</th><th>steps</th><th>GPU-seconds held</th>${D.decisions.length?"<th>entitled to GPUs</th>":""}</tr>`+D.pipelines.slice(0,60).map((n,i)=>`<tr><td><i class="chip" style="background:${color(i,"generate")}"></i>${esc(n)}</td><td>${D.steps[i]}</td><td>${D.gpuSeconds[i].toLocaleString("en")}</td>${D.decisions.length?`<td>${D.entitled[i]}</td>`:""}</tr>`).join("");
+$("checks").innerHTML=!D.checked?`<p class="hint">The record is checked when the pool is closed.</p>`:D.violations.length?`<p class="bad">${D.violations.length} violation(s), first ones:</p><ul>${D.violations.map(v=>`<li class="bad">${esc(v)}</li>`).join("")}</ul>`
  :`<p class="ok">No violation found.</p><ul>${Object.entries(D.invariants).map(([n,t])=>`<li>${n}. ${t}</li>`).join("")}</ul>`;
+decide()}
 const G=$("gpus");let drag=null;const T=e=>{const r=G.getBoundingClientRect();return view[0]+(e.clientX-r.left-pad.l)/(r.width-pad.l-pad.r)*(view[1]-view[0])};
 G.onmousedown=e=>{drag=T(e)};G.onmouseup=e=>{if(drag!==null){const t=T(e),a=Math.max(0,Math.min(t,drag)),b=Math.min(D.end,Math.max(t,drag));if(b-a>(view[1]-view[0])/100){view=[a,b];all()}}drag=null};
 G.ondblclick=()=>{view=[0,D.end];all()};
@@ -90,6 +98,9 @@ G.onmousemove=e=>{const r=G.getBoundingClientRect(),t=T(e),y=e.clientY-r.top;if(
  const gpu=Math.floor((y-pad.t)/G.row);let hit=null;for(const b of D.bars)if(b[0]<=gpu&&gpu<=b[1]&&b[2]<=t&&t<=b[3])hit=b;
  tell(e,hit&&`GPU ${gpu}: ${hit[6]}, ${hit[2].toFixed(2)} to ${hit[3].toFixed(2)} s (${(hit[3]-hit[2]).toFixed(2)} s)`)};
 G.onmouseleave=()=>{$("tip").style.display="none"};
-onresize=all;all();
+onresize=all;texts();all();
+async function again(){try{const said=await fetch("data.json"+location.search);if(said.ok){const whole=view[0]===0&&view[1]>=D.end;D=await said.json();N=D.pipelines.length;
+ if(whole)view=[0,D.end||1];texts();all()}}catch(lost){$("sub").textContent="the pool does not answer; this is what it was when it last did"}if(D.live)setTimeout(again,2000)}
+if(D.live)setTimeout(again,2000);
 </script></body></html>
 """

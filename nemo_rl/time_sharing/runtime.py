@@ -42,6 +42,12 @@ class Engine(Protocol):
     def set_routable(self, rank: int, active: bool) -> None: ...
 
 
+class Ranks(Engine, Protocol):
+    """An engine whose ranks may be ended from outside."""
+
+    def ended(self, rank: int) -> None: ...
+
+
 class EngineError(UserError, RuntimeError):
     """An engine could not do what it was told; the rank goes back to sleep or is ended."""
 

@@ -17,7 +17,7 @@ from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
 from nemo_rl.time_sharing.inventory import reconcile, refuse_the_unplannable
-from nemo_rl.time_sharing.plan import Plan, Snapshot
+from nemo_rl.time_sharing.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.state import EXPIRED, SchedulerState, replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.topology import IncarnationUsed, Pool, RegistrationError, StillRegistered, Topology, register
@@ -65,10 +65,12 @@ class Scheduler:
         notify: Callable[[Reply], None] = lambda reply: None,
         rule: PlanRule = planner.plan,
         validator: Validator = validate,
+        explains: bool = False,
     ) -> None:
         self.state = SchedulerState()
         self.clock = clock
         self._record, self._rule, self._validate = record, rule, validator
+        self._explains = explains
         self._send_now, self._notify = send, notify
         self._outbox: list[Command] = []
         self._executor = Executor(self.state, self._emit, self._outbox.append, lambda: clock.now)
@@ -272,6 +274,18 @@ class Scheduler:
             self._plan_if_due()
         self._flush()
 
+    def wanted(self, name: str) -> bool:
+        """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
+        held = {gpu for cluster in self.state.pipelines[name].held.values() for gpu in cluster.gpus}
+        for other, pipeline in self.state.pipelines.items():
+            if other == name or pipeline.fenced:
+                continue
+            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
+            hungry = pipeline.hungry_since is not None and not pipeline.held
+            if held & (asked | (pipeline.topology.mapped_gpus if hungry else set())):
+                return True
+        return False
+
     def tick(self, reading: float) -> float:
         """Does what is due by time alone; returns the steady time to call again at the latest."""
         self._advance(reading)
@@ -458,4 +472,6 @@ class Scheduler:
             logger.error("event=plan_rejected problems=%s", "; ".join(texts))
             self._emit(ev.PlanRejected(texts))
         if not sound.empty:
+            if self._explains:
+                self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(sound, now)), dict(sound.entitled)))
             self._executor.start(sound)

@@ -36,8 +36,10 @@ def segments_of(first: Path) -> list[Path]:
     """The segments of a log that are there, oldest first; `first` is the path of the first one, which may have been
     removed.
     """
-    later = [path for path in first.parent.glob(f"*{first.suffix}") if _number(path) and _first_of(path) == first]
-    return [*([first] if first.exists() else []), *sorted(later, key=_number)]
+    later = [
+        path for path in first.parent.glob(f"*{first.suffix}") if segment_number(path) and first_segment(path) == first
+    ]
+    return [*([first] if first.exists() else []), *sorted(later, key=segment_number)]
 
 
 def missing_segment(segments: Sequence[Path]) -> Path | None:
@@ -45,8 +47,8 @@ def missing_segment(segments: Sequence[Path]) -> Path | None:
     missing before them.
     """
     for before, after in pairwise(segments):
-        for number in range(_number(before) + 1, _number(after)):
-            path = _numbered(_first_of(after), number)
+        for number in range(segment_number(before) + 1, segment_number(after)):
+            path = _numbered(first_segment(after), number)
             if not path.with_name(path.name + _DAMAGED).exists():
                 return path
     return None
@@ -60,7 +62,7 @@ def newest_segment(first: Path) -> tuple[Path, bool]:
         if path == first or any(
             isinstance(entry.event, StateSaved) for entry in islice(read_record(path, recover=True), _BEGINNING_LINES)
         ):
-            return path, _number(path) >= _newest_damaged(first)
+            return path, segment_number(path) >= _newest_damaged(first)
         logger.error("event=segment_damaged path=%s", path)
         path.rename(path.with_name(path.name + _DAMAGED))
     return first, _newest_damaged(first) == 0
@@ -71,10 +73,11 @@ def _newest_damaged(first: Path) -> int:
     aside = [
         path.with_name(path.name.removesuffix(_DAMAGED)) for path in first.parent.glob(f"*{first.suffix}{_DAMAGED}")
     ]
-    return max((_number(path) for path in aside if _first_of(path) == first), default=0)
+    return max((segment_number(path) for path in aside if first_segment(path) == first), default=0)
 
 
-def _number(path: Path) -> int:
+def segment_number(path: Path) -> int:
+    """Which segment of its log a file is; 0 is the first."""
     numbered = _NUMBERED.search(path.stem)
     return int(numbered[1]) if numbered else 0
 
@@ -83,7 +86,8 @@ def _numbered(first: Path, number: int) -> Path:
     return first.with_name(f"{first.stem}.{number:06d}{first.suffix}")
 
 
-def _first_of(path: Path) -> Path:
+def first_segment(path: Path) -> Path:
+    """The path of the first segment of the log that a segment belongs to; of another file, its own."""
     return path.with_name(_NUMBERED.sub("", path.stem) + path.suffix)
 
 
@@ -103,9 +107,9 @@ class SegmentedLog:
                 f"segment_lines={segment_lines}: a segment has at least {_SHORTEST} lines, its beginning among them"
             )
         self._boot, self._clock, self._segment_lines = boot, clock, segment_lines
-        aside = _newest_damaged(_first_of(path))
-        self._path, self._number = path, max(_number(path), aside)
-        self._due_lines = 0 if aside > _number(path) else segment_lines
+        aside = _newest_damaged(first_segment(path))
+        self._path, self._number = path, max(segment_number(path), aside)
+        self._due_lines = 0 if aside > segment_number(path) else segment_lines
         self._writer = self._open(path)
 
     @property
@@ -131,7 +135,7 @@ class SegmentedLog:
         """Goes on in a new file that begins with `state`. Where none can be written, goes on in the present one and is
         due again later.
         """
-        first = _first_of(self._path)
+        first = first_segment(self._path)
         path = _numbered(first, self._number + 1)
         try:
             self._writer.flush(durable=True)

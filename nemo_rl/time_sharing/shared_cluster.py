@@ -21,6 +21,8 @@ from nemo_rl.time_sharing.topology import Pool
 # Every slot is shared by this many worker groups at most: two of each pipeline.
 _GROUPS_PER_SLOT = 128
 _RESERVE_S = 180.0
+RESERVATION = "time_sharing_"
+"""Begins the names of a pool's placement groups."""
 
 
 def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
@@ -34,7 +36,7 @@ def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
         placement_group(
             [dict(bundle) for _ in range(pool.gpus_per_node)],
             strategy="STRICT_PACK",
-            name=f"time_sharing_{node}",
+            name=f"{RESERVATION}{node}",
             lifetime="detached",
         )
         for node in range(pool.nodes)

@@ -62,22 +62,30 @@ def _state(standing: Standing) -> tuple[str, ...]:
     return (f"step {standing.progress.step}/{standing.progress.of}",)
 
 
+COLUMNS = ("pipeline", "training GPUs", "generation GPUs", "step", "doing", "waited for GPUs", "seconds")
+
+
+def cells(standing: Standing) -> list[str]:
+    """One pipeline as text, column by column."""
+    progress, outcome = standing.progress, standing.outcome
+    doing = outcome.kind if outcome is not None else progress.phase if progress is not None else "starting"
+    step = f"{progress.step}/{progress.of}" if progress is not None else str(outcome.steps) if outcome else ""
+    waited = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
+    return [
+        standing.name,
+        ",".join(map(str, standing.train)),
+        ",".join(map(str, standing.infer)),
+        step,
+        doing,
+        f"{waited:.1f} s",
+        f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
+    ]
+
+
 def _table(standings: Sequence[Standing]) -> Table:
     table = Table(box=None, header_style="bold")
-    for column in ("pipeline", "training GPUs", "generation GPUs", "step", "doing", "waited for GPUs", "seconds"):
+    for column in COLUMNS:
         table.add_column(column)
     for standing in standings:
-        progress, outcome = standing.progress, standing.outcome
-        doing = outcome.kind if outcome is not None else progress.phase if progress is not None else "starting"
-        step = f"{progress.step}/{progress.of}" if progress is not None else str(outcome.steps) if outcome else ""
-        waited = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
-        table.add_row(
-            standing.name,
-            ",".join(map(str, standing.train)),
-            ",".join(map(str, standing.infer)),
-            step,
-            doing,
-            f"{waited:.1f} s",
-            f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
-        )
+        table.add_row(*cells(standing))
     return table

@@ -7,8 +7,9 @@ event themselves.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nemo_rl.time_sharing import events as ev
@@ -75,14 +76,16 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """Everything there is to draw. `marks`: (time, what was asked, decided or given back); `faults`: (time, what went
-    wrong).
+    """Everything there is to draw, seconds since the record's first entry, which was at `origin` on its clock. `marks`:
+    (time, what was asked, decided or given back); `faults`: (time, what went wrong); `decisions`: (time, plan, why in a
+    sentence); `entitled`: GPUs that each pipeline with demand was entitled to by the last plan that says so.
 
     `pipelines` are in order of their registration. `simulated` is what a simulation said at its end, None for a real
     run.
     """
 
     pool: Pool = field(default_factory=lambda: Pool(1, 1))
+    origin: float = 0.0
     end: float = 0.0
     occupations: list[Occupation] = field(default_factory=list)
     waits: list[Waited] = field(default_factory=list)
@@ -93,6 +96,8 @@ class Timeline:
     marks: list[tuple[float, str]] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
+    decisions: list[tuple[float, int, str]] = field(default_factory=list)
+    entitled: dict[str, float] = field(default_factory=dict)
     pipelines: list[str] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
     simulated: Simulated | None = None
@@ -113,7 +118,9 @@ _OutageKey = tuple[tuple[int, ...], str, int, int] | tuple[str, int]
 """A quarantine (GPUs, pipeline, incarnation, rank), or a rank that cools off (pipeline, rank)."""
 
 
-class _Builder:
+class TimelineBuilder:
+    """Takes a record entry by entry; what it has seen so far can be drawn at any time."""
+
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.clusters: dict[str, dict[str, ClusterSpec]] = {}
@@ -125,6 +132,42 @@ class _Builder:
         self.plans: dict[tuple[str, str, int], int] = {}
         self.started: set[tuple[str, int]] = set()
         self.out: dict[_OutageKey, Outage] = {}
+        self._empty = True
+
+    def take(self, entry: Entry) -> None:
+        """The next entry."""
+        if self._empty:
+            self._empty, self.timeline.origin = False, entry.time
+        time = entry.time - self.timeline.origin
+        if not isinstance(entry.event, Simulated):
+            self.timeline.end = max(self.timeline.end, time)
+        self.watch.take(time, entry.event)
+        _take(self, entry.source, entry.event, time)
+
+    def so_far(self, end: float | None = None) -> Timeline:
+        """What was seen; what is still open is drawn to `end`, seconds since the first entry (default: the last
+        entry), and stays open here.
+        """
+        seen = copy.copy(self)
+        seen.open, seen.queue, seen.out, seen.counts = map(dict, (self.open, self.queue, self.out, self.counts))
+        t = self.timeline
+        seen.timeline = shown = replace(
+            t,
+            end=max(t.end, end or 0.0),
+            occupations=list(t.occupations),
+            waits=list(t.waits),
+            gpus=list(t.gpus),
+            active_gpus=list(t.active_gpus),
+            outages=list(t.outages),
+            handovers=list(self.watch.found),
+        )
+        for key in list(seen.open):
+            seen.close(key, shown.end)
+        for pipeline, cluster in list(seen.queue):
+            seen.end_wait(pipeline, cluster, shown.end)
+        for outage in list(seen.out):
+            seen.end_outage(outage, shown.end)
+        return shown
 
     def gpus_of(self, key: tuple[str, str, int]) -> tuple[int, ...]:
         pipeline, cluster, rank = key
@@ -198,24 +241,14 @@ class _Builder:
 
 def build_timeline(entries: Iterable[Entry]) -> Timeline:
     """The timeline of a record. What is still open at its end is closed there."""
-    builder = _Builder()
+    builder = TimelineBuilder()
     for entry in entries:
-        if not isinstance(entry.event, Simulated):
-            builder.timeline.end = max(builder.timeline.end, entry.time)
-        builder.watch.take(entry.time, entry.event)
-        _take(builder, entry, entry.event)
-    end, builder.timeline.handovers = builder.timeline.end, builder.watch.found
-    for key in list(builder.open):
-        builder.close(key, end)
-    for pipeline, cluster in list(builder.queue):
-        builder.end_wait(pipeline, cluster, end)
-    for outage in list(builder.out):
-        builder.end_outage(outage, end)
-    return builder.timeline
+        builder.take(entry)
+    return builder.so_far()
 
 
-def _take(builder: _Builder, entry: Entry, event: object) -> None:
-    time, timeline = entry.time, builder.timeline
+def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> None:
+    timeline = builder.timeline
     match event:
         case ev.PoolOpened():
             timeline.pool = Pool(event.nodes, event.gpus_per_node)
@@ -259,16 +292,19 @@ def _take(builder: _Builder, entry: Entry, event: object) -> None:
             timeline.demand.append(Level(event.pipeline, time, 0))
         case ev.DemandReported():
             timeline.demand.append(Level(event.pipeline, time, max(event.target - event.done, 0) * event.unit))
+        case ev.PlanExplained():
+            timeline.decisions += [(time, event.plan, sentence) for sentence in event.sentences]
+            timeline.entitled = dict(event.entitled)
         case Simulated():
             timeline.simulated = event
         case rec.StepFinished():
-            name = entry.source.partition("/")[0]
+            name = source.partition("/")[0]
             timeline.steps[name] = timeline.steps.get(name, 0) + 1
         case _:
             _take_fault(builder, event, time)
 
 
-def _take_fault(builder: _Builder, event: object, time: float) -> None:
+def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
     timeline = builder.timeline
     match event:
         case ev.Fenced():
@@ -304,7 +340,8 @@ def _take_fault(builder: _Builder, event: object, time: float) -> None:
             timeline.faults.append((time, f"{event.pipeline} rank {event.rank} is taken out of service"))
             gpus = builder.gpus_of((event.pipeline, ACTOR_INFER, event.rank))
             builder.begin_outage(
-                (event.pipeline, event.rank), Outage(gpus, time, event.until, event.pipeline, "cooling", label)
+                (event.pipeline, event.rank),
+                Outage(gpus, time, event.until - timeline.origin, event.pipeline, "cooling", label),
             )
         case ev.PlanRejected():
             timeline.faults.append((time, f"a plan was refused: {'; '.join(event.problems)}"))
@@ -314,7 +351,7 @@ def _take_fault(builder: _Builder, event: object, time: float) -> None:
             pass
 
 
-def _take_rank(builder: _Builder, event: ev.RankMoved, time: float) -> None:
+def _take_rank(builder: TimelineBuilder, event: ev.RankMoved, time: float) -> None:
     key = (event.pipeline, ACTOR_INFER, event.rank)
     if event.phase is Phase.ASLEEP:
         builder.close(key, time)

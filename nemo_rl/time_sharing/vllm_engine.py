@@ -19,7 +19,7 @@ from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.shards import ShardState
-from nemo_rl.time_sharing.runtime import EngineError
+from nemo_rl.time_sharing.runtime import EngineError, Ranks
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.transports.base import TransportError
 
@@ -46,21 +46,21 @@ class VllmEngine:
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere with the tokens they have, and waits until it is idle."""
-        with _engine_errors(f"drain of rank {rank}"):
+        with engine_errors(f"drain of rank {rank}"):
             self._generation.mark_dp_ranks_inactive([rank])
         if self._generation.shards.state(rank) is ShardState.FAILED:
             raise EngineError(f"rank {rank} did not end its requests")
 
     def sleep(self, rank: int) -> None:
         """Gives the rank's memory back, and verifies it."""
-        with _engine_errors(f"sleep of rank {rank}"):
+        with engine_errors(f"sleep of rank {rank}"):
             self._generation.sleep_partial([rank])
         if self._generation.shards.state(rank) is not ShardState.ASLEEP:
             raise EngineError(f"rank {rank} failed while it was put to sleep")
 
     def wake(self, rank: int) -> None:
         """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
-        with _engine_errors(f"wake of rank {rank}"):
+        with engine_errors(f"wake of rank {rank}"):
             self._elastic.wake_weights([rank])
 
     def load(self, rank: int, version: int) -> int:
@@ -85,7 +85,7 @@ class VllmEngine:
         serving = [rank for rank in ranks if shards.state(rank) is ShardState.ACTIVE]
         woken = [rank for rank in ranks if rank not in serving]
         failed: dict[int, str] = {}
-        with _engine_errors(f"load of ranks {list(ranks)}"):
+        with engine_errors(f"load of ranks {list(ranks)}"):
             if serving:
                 self._elastic.refresh(serving)
             if woken:
@@ -98,14 +98,14 @@ class EngineSlot:
     """Stands for the engines of a pipeline until they can be built: the scheduler wakes no rank without demand."""
 
     def __init__(self) -> None:
-        self._engine: VllmEngine | None = None
+        self._engine: Ranks | None = None
 
-    def put(self, engine: VllmEngine) -> None:
+    def put(self, engine: Ranks) -> None:
         """From here on commands reach these engines."""
         self._engine = engine
 
     @property
-    def engine(self) -> VllmEngine:
+    def engine(self) -> Ranks:
         """The engines.
 
         Raises:
@@ -191,7 +191,7 @@ class Together:
 
 
 @contextmanager
-def _engine_errors(what: str) -> Iterator[None]:
+def engine_errors(what: str) -> Iterator[None]:
     try:
         yield
     except _FAILURES as error:

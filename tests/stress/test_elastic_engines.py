@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.errors import ShardStateError
@@ -37,6 +38,7 @@ from nemo_rl.weight_sync.cache import CachedSource
 from nemo_rl.weight_sync.session import SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.elastic_engines import Elastic, elastic_engines
+from tests.models.test_receiver_methods import payloads
 from tests.stress.unrest import (
     PROMPTS,
     SAMPLES,
@@ -283,6 +285,49 @@ def test_a_sync_that_cannot_be_is_refused_and_changes_nothing(engines: Elastic) 
     targets.abort("first")
     requests = engines.requests(9)
     assert engines.worst(requests, asyncio.run(engines.run(requests))) < TOLERANCE
+
+
+def test_a_sync_service_that_drives_the_receivers_itself_brings_whole_versions(engines: Elastic) -> None:
+    """After a sleep that lost the weights, and below running requests, which stand still meanwhile."""
+    generation = engines.generation
+
+    def send(shards: list[int], version: int) -> None:
+        buckets = payloads(engines.versions.weights(version))
+        for bucket in buckets:
+            rpc = [generation.group.workers[shard].rlix_model_update_rpc for shard in shards]
+            ray.get(
+                [one.remote("update_parameter_in_bucket", [bucket], False, [0], "cpu_serialize") for one in rpc],
+                timeout=60,
+            )
+
+    engines.refresh(40)
+    generation.sleep_partial([0], level=2)
+    with pytest.raises(WorkerError, match="sleeps: wake its weights"):
+        generation.shards.call([0], "rlix_model_update_rpc", name="broadcast_parameter")
+    generation.wake_up_partial([0], skip_activate=True)
+    with pytest.raises(WorkerError, match="has had no weights"):
+        generation.activate_dp_ranks([0])
+    send([0], 41)
+    with pytest.raises(WorkerError, match="has had no weights"):
+        generation.activate_dp_ranks([0])
+    generation.finalize_weight_update([0])
+    generation.activate_dp_ranks([0])
+    others = list(range(1, SHARDS))
+    generation.mark_dp_ranks_inactive(others)
+    requests = engines.requests(8)
+    results = asyncio.run(engines.run(requests))
+    assert {span.version for result in results for span in result.spans} == {41}
+    assert engines.worst(requests, results) < TOLERANCE
+    generation.activate_dp_ranks(others)
+
+    def replace_all() -> None:
+        everybody = list(range(SHARDS))
+        send(everybody, 43)
+        generation.finalize_weight_update(everybody, 43)
+
+    requests, results = asyncio.run(engines.under_load(replace_all))
+    assert 43 in {span.version for result in results for span in result.spans}
+    assert engines.worst(requests, results) < TOLERANCE
 
 
 def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_version(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from nemo_rl.time_sharing import planner
 from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler
 from nemo_rl.time_sharing.steady_clock import SteadyClock
@@ -19,7 +22,7 @@ from nemo_rl.time_sharing.types import (
     Verb,
     Want,
 )
-from nemo_rl.utils.record import MemoryRecord
+from nemo_rl.utils.record import MemoryRecord, RecordWriter
 
 
 class Bench:
@@ -27,16 +30,18 @@ class Bench:
     agent.
     """
 
-    def __init__(self, gpus: int = 4, rule: PlanRule = planner.plan) -> None:
-        self.record = MemoryRecord(clock=lambda: self.clock.now)
+    def __init__(self, gpus: int = 4, rule: PlanRule = planner.plan, log: Path | None = None) -> None:
         self.clock = SteadyClock()
+        clock = lambda: self.clock.now  # noqa: E731
+        written = None if log is None else RecordWriter(log, source="scheduler", clock=clock, flush_interval_s=0.0)
+        self.record: Any = written or MemoryRecord(clock=clock)
         self.inbox: list[Command] = []
         self.silent: set[str] = set()
         self.failing: set[tuple[str, Verb]] = set()
         self.sent: list[Command] = []
         self.seqs: dict[str, int] = {}
         self.now = 0.0
-        self.scheduler = Scheduler(self.record, self.inbox.append, self.clock, rule=rule)
+        self.scheduler = Scheduler(self.record, self.inbox.append, self.clock, rule=rule, explains=log is not None)
         self.scheduler.open(Pool(1, gpus), Limits(lease_s=1e6, plan_interval_s=0.0, quarantine_s=50.0), 0.0)
 
     @property

@@ -114,7 +114,7 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
     assert main(["report", str(log), "-o", str(output)]) == 0
     page = output.read_text()
     assert "src=" not in page and "href=" not in page and "/*DATA*/" not in page
-    data = json.loads(page.split("const D=", 1)[1].split(", $=", 1)[0])
+    data = json.loads(page.split("let D=", 1)[1].split(";\n", 1)[0])
     assert (
         data["pipelines"] == ["math", "games"]
         and data["steps"] == [10, 14]
@@ -206,7 +206,7 @@ def test_verbose_is_understood_after_the_command(tmp_path: Path, caplog: pytest.
 
 
 def _data(page: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads(page.read_text().split("const D=", 1)[1].split(", $=", 1)[0])
+    found: dict[str, object] = json.loads(page.read_text().split("let D=", 1)[1].split(";\n", 1)[0])
     return found
 
 

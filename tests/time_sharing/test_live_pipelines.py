@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,36 @@ from ray.util.placement_group import placement_group_table
 
 from nemo_rl.distributed.devices import CPU
 from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.actors import agent_actor_name
+from nemo_rl.time_sharing.actors import CONTROL_NAMESPACE, SCHEDULER_NAME, agent_actor_name
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.job import read_jobs
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.pool import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.utils.record import merge_records
-from nemo_rl.utils.record_events import GroupTrained, ShardRouted, ShardSlept, StepFinished
+from nemo_rl.utils.record_events import GroupTrained, ShardRouted, ShardSlept, StepFinished, VersionPublished
 from tests.end_to_end.test_runs import BASE, ROOT, Command
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 3
+STEPS = 2
+LIVES = 4
 SHARED = (*BASE, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=1", "policy.optimizer.kwargs.lr=0.001")
 # A request that loses its shard starts its turn again with its own seed, so that who shares draws what it draws alone.
 SYNCHRONOUS = ("policy.generation.on_preempt=redo_turn",)
+
+
+# Twenty pieces of work, with a place to go on from.
+COMMAND = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+place = pathlib.Path(sys.argv[1])
+done = int(place.read_text()) if place.exists() else 0
+while done < 20:
+    time.sleep(0.2)
+    done += 1
+    place.write_text(str(done))
+"""
 
 
 def write(folder: Path, name: str, model: Path, config: str, **sections: Any) -> Path:
@@ -54,40 +70,71 @@ def weights(folder: Path, name: str, step: int = STEPS) -> bytes:
     return (folder / name / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors").read_bytes()
 
 
-def test_pipelines_that_share_two_slots_train_what_they_train_alone(tiny_model: Path, tmp_path: Path) -> None:
-    files = [
-        write(tmp_path, "turns", tiny_model, "grpo_arithmetic_cpu.yaml"),
-        write(tmp_path, "ahead", tiny_model, "grpo_arithmetic_async_cpu.yaml"),
-    ]
+def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """GRPO trains on slot 0 and generates on both; fine-tuning and a command take turns on slot 1; an evaluation
+    generates on slot 0.
+    """
+    turns = write(tmp_path, "inner", tiny_model, "grpo_arithmetic_cpu.yaml")
+    sft = write(tmp_path, "warm", tiny_model, "sft_arithmetic_cpu.yaml")
+    evaluated = {
+        "defaults": str(ROOT / "examples" / "configs" / "eval_arithmetic_cpu.yaml"),
+        "generation": {"model_name": str(tiny_model)},
+        "tokenizer": {"name": str(tiny_model)},
+        "data": {"max_samples": 16},
+        "eval": {"save_path": str(tmp_path / "evaluated")},
+    }
+    (tmp_path / "evaluated.yaml").write_text(yaml.safe_dump(evaluated))
+    script = tmp_path / "work.py"
+    script.write_text(COMMAND)
+    probe = {"external": {"command": [sys.executable, str(script), str(tmp_path / "worked")], "stop_s": 20}}
+    (tmp_path / "command.yaml").write_text(yaml.safe_dump(probe))
+    wrappers = {
+        "turns": {"nemo_config_path": str(turns), "nemo_config_overrides": [*SHARED, *SYNCHRONOUS]},
+        "warm_start": {"nemo_config_path": str(sft), "train_device_mapping": [1], "slice_s": 1},
+        "score": {"nemo_config_path": "evaluated.yaml", "infer_device_mapping": [0]},
+        "probe": {"nemo_config_path": "command.yaml", "infer_device_mapping": [1]},
+    }
+    for name, wrapper in wrappers.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(wrapper))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NRL_OBJECT_STORE_BYTES": str(256 << 20)}
     line = [sys.executable, "examples/run_time_sharing.py", "--gpus", "2", "--device", "cpu"]
-    line += ["--log-dir", str(tmp_path / "pool"), "--pipelines", *map(str, files), *SHARED, *SYNCHRONOUS]
+    line += ["--log-dir", str(tmp_path / "pool"), "--pipelines", *(str(tmp_path / f"{name}.yaml") for name in wrappers)]
+    line += ["sft.max_num_steps=60", "sft.val_period=0"]
     ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stderr
     assert "record kept every invariant" in ended.stderr
 
-    entries = list(merge_records(sorted((tmp_path / "pool" / "latest").glob("*.jsonl"))))
-    for name in ("turns", "ahead"):
-        of = [entry.event for entry in entries if entry.source.startswith(f"{name}/")]
-        trained = [event.group_id for event in of if isinstance(event, GroupTrained)]
-        assert len(trained) == len(set(trained)) == STEPS * 4
-        assert [event.version for event in of if isinstance(event, StepFinished)] == [1, 2, 3]
-        # Ranks on the training GPUs left and came back with the version of the moment.
-        assert any(isinstance(event, ShardSlept) for event in of)
-        assert max(event.version for event in of if isinstance(event, ShardRouted)) >= 1
+    entries = list(merge_by_machine_time(sorted((tmp_path / "pool" / "latest").glob("*.jsonl"))))
+    of = [entry.event for entry in entries if entry.source.startswith("turns/")]
+    trained = [event.group_id for event in of if isinstance(event, GroupTrained)]
+    assert len(trained) == len(set(trained)) == STEPS * 4
+    assert [event.version for event in of if isinstance(event, StepFinished)] == [1, 2]
+    # A rank on the training slot left, and every version was served.
+    assert any(isinstance(event, ShardSlept) for event in of)
+    assert {event.version for event in of if isinstance(event, VersionPublished)} >= {1, 2}
+
+    # Fine-tuning gave its slot back while the command waited, and both came to their end.
+    granted = [e.event for e in entries if isinstance(e.event, ev.Granted) and e.event.pipeline == "warm_start"]
+    assert len(granted) >= 2
+    assert weights(tmp_path, "warm", 60)
+    assert (tmp_path / "worked").read_text() == "20"
+    assert json.loads((tmp_path / "evaluated" / "summary.json").read_text())["problems"] == 16
 
     alone = Command(tiny_model, tmp_path / "alone")
     alone.folder.mkdir()
     alone.finish(*SHARED, *SYNCHRONOUS)
     assert (alone.checkpoint(STEPS) / "policy" / "weights" / "model.safetensors").read_bytes() == weights(
-        tmp_path, "turns"
+        tmp_path, "inner"
     )
 
 
-def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path, "lonely", tiny_model, "grpo_arithmetic_cpu.yaml")
+@pytest.mark.parametrize("driver", ["grpo", "sft"])
+def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(
+    driver: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = write(tmp_path, "lonely", tiny_model, f"{driver}_arithmetic_cpu.yaml")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RLIX_CONTROL_PLANE": "rlix", "RAY_ADDRESS": "local"}
-    line = [sys.executable, "examples/run_grpo.py", "--config", str(file)]
+    line = [sys.executable, f"examples/run_{driver}.py", "--config", str(file)]
     ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1 and "open a pool with python -m nemo_rl.time_sharing serve" in ended.stderr
@@ -125,8 +172,16 @@ def test_an_engine_and_a_pipeline_that_are_killed_cost_nobody_else_anything(
     monkeypatch.chdir(ROOT)
     survivor = write(tmp_path, "survivor", tiny_model, "grpo_arithmetic_async_cpu.yaml")
     victim = write(tmp_path, "victim", tiny_model, "grpo_arithmetic_cpu.yaml")
-    overrides = [*SHARED, "grpo.max_num_steps=5"]
+    overrides = [*SHARED, f"grpo.max_num_steps={LIVES}"]
     jobs = {job.name: job for job in read_jobs([survivor, victim], Pool(1, 2), overrides)}
+    # Samples of a step are few: at eight of them to a rank both ranks are of use.
+    jobs = {name: replace(job, options={**job.options, "rank_batch": 8}) for name, job in jobs.items()}
+    scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE)
+
+    def serves(name: str, rank: int) -> bool:
+        known = ray.get(scheduler.describe.remote(), timeout=60)["pipelines"].get(name)
+        return known is not None and known["ranks"].get(rank) == "active"
+
     for job in jobs.values():
         ray.get(pool.submit.remote(job), timeout=60)
 
@@ -141,8 +196,10 @@ def test_an_engine_and_a_pipeline_that_are_killed_cost_nobody_else_anything(
     def checkpoint(name: str, step: int) -> Path:
         return tmp_path / name / "checkpoints" / f"step_{step}"
 
-    until(lambda: checkpoint("survivor", 1).exists(), 400, "the first step")
+    until(lambda: checkpoint("survivor", 1).exists() and serves("survivor", 1), 400, "a step, and rank 1")
     kill_actor(rank_actor_name(1, incarnation("survivor")), agent_namespace("survivor"))
+    until(lambda: not serves("survivor", 1), 60, "the end of the rank whose engine is gone")
+    until(lambda: serves("survivor", 1), 200, "a new engine")
     until(lambda: checkpoint("victim", 1).exists(), 400, "the victim's first step")
     kill_actor(agent_actor_name(incarnation("victim")), agent_namespace("victim"))
     until(lambda: standing("victim").outcome is not None, 200, "the victim's end")
@@ -154,8 +211,12 @@ def test_an_engine_and_a_pipeline_that_are_killed_cost_nobody_else_anything(
     ray.get(pool.submit.remote(jobs["victim"]), timeout=60)
     until(lambda: standing("victim").outcome is not None, 400, "the victim's second life")
     assert standing("victim").outcome.kind == "done", standing("victim").outcome
-    assert checkpoint("victim", 5).exists() and checkpoint("survivor", 5).exists()
+    assert checkpoint("victim", LIVES).exists() and checkpoint("survivor", LIVES).exists()
 
-    entries = list(merge_records(sorted((tmp_path / "pool").glob("*.jsonl")), recover=True))
+    entries = list(merge_by_machine_time(sorted((tmp_path / "pool").glob("*.jsonl")), recover=True))
     assert [str(violation) for violation in check(entries, ended=False)] == []
     assert any(isinstance(entry.event, ev.Fenced) for entry in entries)
+    # The rank whose engine was killed came back, with the version of that moment.
+    routed = [e.event for e in entries if e.source.startswith("survivor/") and isinstance(e.event, ShardRouted)]
+    versions = [event.version for event in routed if event.shard == 1]
+    assert len(versions) >= 2 and versions[-1] >= 1

@@ -30,11 +30,11 @@ from nemo_rl.time_sharing.actors import (
     stop_scheduler,
 )
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.segments import segments_of
 from nemo_rl.time_sharing.topology import IncarnationUsed, Pool, RegistrationError
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
-from nemo_rl.utils.record import merge_records
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -112,7 +112,7 @@ def _ask(method: Any, *arguments: object) -> Any:
 
 
 def _violations(log_dir: Path) -> list[str]:
-    return [str(violation) for violation in check(merge_records(sorted(log_dir.glob("*.jsonl")), recover=True))]
+    return [str(violation) for violation in check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl")), recover=True))]
 
 
 def _start_pipeline(
@@ -188,7 +188,7 @@ def _recoveries(segments: list[Path]) -> list[float]:
     """Seconds from each restart of the scheduler to its first plan, and from each fence to the return of the GPUs."""
     began: dict[str, float] = {}
     seconds = []
-    for entry in merge_records(segments):
+    for entry in merge_by_machine_time(segments):
         event = entry.event
         if isinstance(event, ev.SchedulerStarted) and event.term > 1:
             began["scheduler"] = entry.time

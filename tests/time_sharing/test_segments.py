@@ -18,14 +18,16 @@ from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.actors import SchedulerActor
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.saved_state import StateSaved, saved
 from nemo_rl.time_sharing.scheduler import Scheduler
 from nemo_rl.time_sharing.segments import SegmentedLog, missing_segment, newest_segment, segments_of
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.state import SchedulerState, replay
+from nemo_rl.time_sharing.steady_clock import SteadyClock
 from nemo_rl.time_sharing.types import Limits
-from nemo_rl.utils.record import Entry, MemoryRecord, RecordTooNew, merge_records, read_record
+from nemo_rl.utils.record import Entry, MemoryRecord, RecordTooNew, RecordWriter, merge_records, read_record
 from nemo_rl.utils.record_events import RecordOpened
 from tests.time_sharing.test_saved_state import everything, history
 
@@ -304,3 +306,24 @@ def test_the_signature_of_a_scheduler_that_has_not_said_yet_that_its_log_lost_it
 def test_a_length_of_segments_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="segment_lines=3: a segment has at least 16 lines"):
         SegmentedLog(tmp_path / "scheduler.jsonl", BOOT, clock=lambda: 0.0, segment_lines=3)
+
+
+def test_records_of_a_pool_are_merged_by_the_machines_clock(tmp_path: Path) -> None:
+    """A scheduler that was suspended leaves the time out, and its pipelines do not."""
+    now = [0.0]
+    clock = SteadyClock(max_step_s=5.0, reading=0.0)
+    with (
+        RecordWriter(tmp_path / "scheduler.jsonl", source="scheduler", clock=lambda: clock.now) as scheduler,
+        RecordWriter(tmp_path / "a.jsonl", source="a/agent", clock=lambda: now[0]) as agent,
+    ):
+        for number, seconds in enumerate([0.0, 1.0, 30.0, 1.0, 1.0]):
+            now[0] += seconds
+            jumped = clock.advance(now[0])
+            if jumped:
+                scheduler.emit(ev.ClockJumped(jumped))
+            scheduler.emit(ev.InventoryDone(number))
+            now[0] += 0.1
+            agent.emit(ev.InventoryDone(number))
+    merged = merge_by_machine_time([tmp_path / "a.jsonl", tmp_path / "scheduler.jsonl"])
+    told = [(entry.event.term, entry.source) for entry in merged if isinstance(entry.event, ev.InventoryDone)]
+    assert told == [(number, source) for number in range(5) for source in ("scheduler", "a/agent")]

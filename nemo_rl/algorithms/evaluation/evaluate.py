@@ -12,12 +12,14 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
+from nemo_rl.algorithms.evaluation.placement import OwnPlacement, Placement
 from nemo_rl.algorithms.seeds import set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
@@ -25,7 +27,6 @@ from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
-from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
@@ -63,13 +64,18 @@ class Score:
     seconds: float
 
 
-def evaluate(config: EvalMasterConfig) -> Score:
+def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Score:
     """Runs a checked configuration and writes what `eval.save_path` asks for.
+
+    Args:
+        config: What to evaluate.
+        placement: Gives the engines their accelerators; by default they have slots of their own.
 
     Raises:
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
         there. GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
     """
+    placement = placement or OwnPlacement()
     _find_model(config)
     save_path = _writable(config.eval.save_path)
     set_seed(config.eval.seed)
@@ -80,25 +86,32 @@ def evaluate(config: EvalMasterConfig) -> Score:
     name = config.data.env_name
     environment_class(name, section_of(name, config.env))
     with ExitStack() as stack:
-        accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
-        stack.callback(shutdown_ray)
-        cluster = RayVirtualCluster(
-            [config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=accelerator.is_cuda, name="evaluation"
-        )
+        accelerator = placement.connect(config)
+        stack.callback(placement.disconnect)
+        cluster = placement.reserve(config, accelerator)
         stack.callback(cluster.shutdown)
-        generation = _start_engines(config, policy, cluster, tokenizer)
+        generation = _start_engines(config, policy, cluster, tokenizer, placement)
         stack.callback(generation.shutdown)
-        handle = EnvironmentHandle.of(name, start_environments([name], config.env)[name], config.env)
+        actors = start_environments([name], config.env)
+        stack.callback(_end, actors)
+        handle = EnvironmentHandle.of(name, actors[name], config.env)
         generation.wait_until_started()
         began = time.monotonic()
-        trajectories = _answer(
-            config, RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle)), generation, problems
-        )
+        runner = RolloutRunner(generation, tokenizer, dict.fromkeys(problems.tasks, handle))
+        with placement.serving(generation, problems.count, config.eval.num_tests_per_prompt) as tell:
+            trajectories = _answer(config, runner, generation, problems, tell)
         seconds = time.monotonic() - began
     score = _score(config, trajectories, seconds)
     if save_path is not None:
         _save(save_path, config, score, trajectories)
     return score
+
+
+def _end(actors: dict[str, Any]) -> None:
+    import ray
+
+    for actor in actors.values():
+        ray.kill(actor)
 
 
 @dataclass(frozen=True)
@@ -156,7 +169,7 @@ def _problems(config: EvalMasterConfig, tokenizer: Any) -> _Problems:
 
 
 def _start_engines(
-    config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any
+    config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any, placement: Placement
 ) -> VllmGeneration:
     return VllmGeneration(
         cluster,
@@ -168,13 +181,21 @@ def _start_engines(
         colocated=False,
         refits=False,
         request_timeout_s=request_timeout_s(),
+        lent=placement.lends_shards,
+        record=placement.record,
     )
 
 
 def _answer(
-    config: EvalMasterConfig, runner: RolloutRunner, generation: VllmGeneration, problems: _Problems
+    config: EvalMasterConfig,
+    runner: RolloutRunner,
+    generation: VllmGeneration,
+    problems: _Problems,
+    tell: Callable[[int], None],
 ) -> list[list[Trajectory]]:
-    """Trajectories by problem; at most `num_prompts_per_step` problems are in flight."""
+    """Trajectories by problem; at most `num_prompts_per_step` problems are in flight. `tell` hears how many are
+    done.
+    """
     draws, at_once = config.eval.num_tests_per_prompt, config.generation.num_prompts_per_step
     limits = RolloutLimits(
         config.generation.vllm_cfg.max_model_len, config.generation.max_new_tokens, config.data.max_rollout_turns
@@ -187,6 +208,7 @@ def _answer(
         rows = [problems.dataset[index] for index in range(first, min(first + size, problems.count))]
         flat = runner.run(number_samples(rl_collate_fn(rows), draws, first), plan)
         answered += [flat[start : start + draws] for start in range(0, len(flat), draws)]
+        tell(len(answered))
     return answered
 
 

@@ -26,12 +26,13 @@ def sft_train(run: SFTRun) -> None:
         NonFiniteStepError, WorkerError, CheckpointError: The run cannot go on; the last checkpoint is usable.
     """
     run.timeout.start_iterations()
+    run.placement.lend(run)
     if run.config.sft.val_at_start and run.state.step == 0:
         validate(run)
-    run.policy.prepare_for_training()
     for batch in _batches(run):
         run.timer.reset()
         with run.timer.time("total_step_time"):
+            run.placement.lend(run)
             metrics = _step(run, batch)
             val_metrics = validate(run) if _validation_due(run) else None
             run.timeout.mark_iteration()
@@ -39,6 +40,7 @@ def sft_train(run: SFTRun) -> None:
             if should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out):
                 with run.timer.time("checkpointing"):
                     _save(run, metrics, val_metrics)
+        run.placement.step_done(run)
         _log_step(run, batch, metrics)
         if timed_out:
             logger.info("run=ended step=%d reason=checkpoint_must_save_by", run.state.step)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.algorithms.sft.placement import Placement
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
@@ -55,6 +56,7 @@ class SFTRun:
         timeout: Watches `checkpointing.checkpoint_must_save_by`.
         progress: What a person watches.
         cluster: Slots, to be given back.
+        placement: Who they come from.
     """
 
     config: SFTMasterConfig
@@ -69,3 +71,4 @@ class SFTRun:
     timeout: TimeoutChecker
     progress: RunProgress
     cluster: RayVirtualCluster
+    placement: Placement

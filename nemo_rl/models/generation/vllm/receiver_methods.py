@@ -59,13 +59,13 @@ class ReceiverMethods:
             timeout_s: Deadline of rendezvous and collectives; null is 120 s.
 
         Returns:
-            Whether this rank is a member.
+            True: this rank is ready, as a member or because it takes no part.
         """
         if mode != "receiver":
             raise ValueError(f"mode={mode!r}: an engine worker only receives; expected 'receiver'")
         plan = comm_plan.get(self.rank)
         if plan is None:
-            return False
+            return True
         group = NcclGroup(
             plan["address"], plan["port"], plan["rank"], plan["world_size"], timeout_s or 120.0, self.device
         )

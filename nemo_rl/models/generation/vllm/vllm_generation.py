@@ -331,9 +331,14 @@ class VllmGeneration(GenerationInterface):
         wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))
         return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, self._devices, recompute_kv)
 
-    def finalize_weight_update(self, dp_ranks: Sequence[int]) -> None:
-        """Finalises weights that a sync service loaded by the receiver's own methods."""
-        self.shards.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update")
+    def finalize_weight_update(self, dp_ranks: Sequence[int], version: int | None = None) -> None:
+        """Finalises weights that a sync service loaded by the receiver's own methods; the shards may be activated.
+
+        Args:
+            dp_ranks: Shards.
+            version: What tokens carry from here on; by default one more than before.
+        """
+        self.shards.call(list(dp_ranks), "rlix_model_update_rpc", name="finalize_weight_update", version=version)
 
     def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
         """These shards take no request any more; theirs go on elsewhere."""

@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from nemo_rl.models.generation.continuation import safe_cut
@@ -19,6 +20,7 @@ from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateErro
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
+from nemo_rl.models.generation.vllm.forked import forked_engine
 from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE
 from nemo_rl.models.generation.vllm.outbox import Outbox, RequestFailure, failure_of
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
@@ -26,6 +28,7 @@ from nemo_rl.models.generation.vllm.stamps import VersionStamps
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
 _ABORT_AGAIN_S = 0.02
+_RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
 
 
 class VllmGenerationWorker:
@@ -51,7 +54,7 @@ class VllmGenerationWorker:
         self._paused_at: float | None = None
         self._session: dict[str, Any] = {}
         self._asleep: set[str] = set()
-        self._weights_lost = False
+        self._weights_lost = self._receiving = False
 
     async def prepare(self) -> None:
         """Imports what the engine needs and touches no accelerator, so that `start` is short once it may be called."""
@@ -72,10 +75,13 @@ class VllmGenerationWorker:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        # Without a GPU the fork is safe, and spares the engine's process a second import of everything.
+        process = nullcontext() if self._spec.cuda else forked_engine()
         try:
-            self._engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
-            )
+            with process:
+                self._engine = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
+                )
         except (RuntimeError, ValueError, OSError) as error:
             raise GenerationError(
                 f"the engine of shard {self._shard} could not start: {failure_of('', error).message}"
@@ -412,9 +418,28 @@ class VllmGenerationWorker:
         self._stamps = VersionStamps(self._engine, own=own)
         await self._stamps.publish(version, kv_recomputed=True)
 
-    async def rlix_model_update_rpc(self, name: str, *args: Any, timeout_s: float = 150.0) -> list[Any]:
-        """Calls one of the receiver's methods on every rank, for sync services that drive them one by one."""
-        return await self._rpc(name, *args, timeout_s=timeout_s)
+    async def rlix_model_update_rpc(
+        self, name: str, *args: Any, timeout_s: float = 150.0, version: int | None = None
+    ) -> list[Any]:
+        """Calls one of the receiver's methods on every rank, for sync services that drive them one by one.
+
+        Requests stand still from the first weights until `finalize_weight_update`, after which tokens carry `version`
+        (by default one more than before). Weights that were not finalised may be half new: the shard takes no requests.
+
+        Raises:
+            ShardStateError: Weights are sent while the shard's weights sleep.
+        """
+        if name in _RECEIVES:
+            if "weights" in self._asleep:
+                raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before {name}")
+            await self._pause()
+            self._receiving = self._weights_lost = True
+        answers = await self._rpc(name, *args, timeout_s=timeout_s)
+        if name == "finalize_weight_update" and self._receiving:
+            await self._stamps.publish(self._stamps.version + 1 if version is None else version, kv_recomputed=True)
+            self._receiving = self._weights_lost = False
+            await self._resume()
+        return answers
 
     async def free_memory(self) -> list[int]:
         """Bytes that each rank could still allocate."""

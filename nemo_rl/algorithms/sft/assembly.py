@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms import start_checks
-from nemo_rl.algorithms.placement import check_device, check_policy, reserve, start_policy
+from nemo_rl.algorithms.placement import check_device, check_policy, start_policy
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
 from nemo_rl.algorithms.run_checkpoint import check_writable, name_latest, new_log_dir
 from nemo_rl.algorithms.seeds import set_seed
+from nemo_rl.algorithms.sft.placement import OwnPlacement, Placement
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.errors import DataError
@@ -25,7 +26,7 @@ from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.data.sft import sft_collate
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.actor_logs import collect_actor_logs
-from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here, init_ray, shutdown_ray
+from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
 from nemo_rl.loss import NLLLossFn
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
@@ -36,12 +37,13 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 logger = logging.getLogger(__name__)
 
 
-def setup(config: SFTMasterConfig, start: StartPhases | None = None) -> SFTRun:
+def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: Placement | None = None) -> SFTRun:
     """A run that is ready to be driven.
 
     Args:
         config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
         start: Where the phases of the start are shown.
+        placement: Gives the run its accelerators; by default it has slots of its own.
 
     Raises:
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
@@ -49,7 +51,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None) -> SFTRun:
         divide over ranks. CheckpointError: A checkpoint exists but cannot be resumed, or none can be written.
         ResumeError: It belongs to another run. NothingToDo: The run is over already.
     """
-    start = start or StartPhases()
+    start, placement = start or StartPhases(), placement or OwnPlacement()
     checkpointer = CheckpointManager(config.checkpointing)
     with start.phase("model and configuration"):
         resume = find_resume(config, checkpointer)
@@ -66,8 +68,8 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None) -> SFTRun:
             name_latest(checkpointer)
             resume.check_unfinished(config.sft.max_num_steps, "sft.max_num_steps")
     with ExitStack() as undo:
-        ray_start = RayStart(lambda: init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots))
-        undo.callback(ray_start.end, shutdown_ray)
+        ray_start = RayStart(lambda: placement.connect(config))
+        undo.callback(ray_start.end, placement.disconnect)
         with start.phase("tokenizer and data, beside Ray's start"):
             tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
             datasets = load_datasets(tokenizer, config.data)
@@ -85,10 +87,9 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None) -> SFTRun:
         if here is None:
             start_checks.check_cpu_is_meant(config, accelerator, model, start.say)
         check_device(config, accelerator)
-        slots = [config.cluster.gpus_per_node] * config.cluster.num_nodes
-        cluster = reserve(config.cluster, accelerator, "policy", slots)
+        cluster = placement.reserve(config, accelerator)
         undo.callback(cluster.shutdown)
-        with start.phase("policy"):
+        with placement.building(), start.phase("policy"):
             policy = start_policy(config, cluster, tokenizer, checkpointer, resume, init_reference_model=False)
             undo.callback(policy.shutdown)
             policy.wait_until_started()
@@ -105,6 +106,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None) -> SFTRun:
             timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
             progress=RunProgress(total_steps, title="SFT", first_step=state.step),
             cluster=cluster,
+            placement=placement,
         )
         undo.pop_all()
     run.logger.log_hyperparams(config.to_dict())
@@ -168,7 +170,7 @@ def _check_conversations(dataset: Any, key: str) -> None:
 def close(run: SFTRun) -> None:
     """Ends everything the run started; safe after a failure, and no process is left."""
     with ExitStack() as stack:
-        stack.callback(shutdown_ray)
+        stack.callback(run.placement.disconnect)
         stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
         stack.callback(run.cluster.shutdown)
         stack.callback(run.policy.shutdown)

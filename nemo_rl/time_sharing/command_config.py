@@ -1,0 +1,44 @@
+"""A job of the pool that is a command: what to run, and on how many GPUs.
+
+Reads the section `external` of a file. Knows no Ray and no schedule.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from nemo_rl.config import ConfigError, Section
+
+EXTERNAL = "external"
+
+
+class CommandConfig(Section):
+    """A command that gives its GPUs back when it is told to, and is started again when it gets some."""
+
+    command: list[str] = Field(min_length=1, description="Program and arguments.")
+    gpus: int = Field(1, ge=1, description="GPUs that it needs at once; of one node, with neighbouring numbers.")
+    env: dict[str, str] = Field(
+        default_factory=dict[str, str], description="Environment variables beside those of the pool."
+    )
+    stop_s: float = Field(
+        30.0, gt=0, description="Seconds from SIGTERM, when its GPUs are wanted back, until it is killed."
+    )
+
+
+def read_command(values: dict[str, Any], source: Path) -> CommandConfig:
+    """The command of a file's merged contents.
+
+    Raises:
+        ConfigError: A key is unknown or a value wrong.
+    """
+    others = sorted(set(values) - {EXTERNAL})
+    if others:
+        raise ConfigError([f"a file with a section {EXTERNAL!r} has no other; found {', '.join(others)}"], str(source))
+    try:
+        return CommandConfig.model_validate(values[EXTERNAL])
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, (EXTERNAL, *e['loc'])))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(problems, str(source)) from error

@@ -1,0 +1,184 @@
+"""What is submitted to a pool: files of every kind, wrappers around them, and what is refused before Ray starts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
+from nemo_rl.distributed.devices import CPU
+from nemo_rl.time_sharing.job import Job, Kind, read_jobs
+from nemo_rl.time_sharing.sft_pipeline import LentTraining
+from nemo_rl.time_sharing.topology import Pool, RegistrationError
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Priority
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+GRPO, SFT, EVALUATION = (CONFIGS / f"{name}_arithmetic_cpu.yaml" for name in ("grpo", "sft", "eval"))
+POOL = Pool(1, 2)
+
+
+def file(folder: Path, name: str, **content: Any) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def only(path: Path, *overrides: str) -> Job:
+    return read_jobs([path], POOL, overrides)[0]
+
+
+def test_the_kind_of_a_job_is_read_from_its_file(tmp_path: Path) -> None:
+    command = file(tmp_path, "probe", external={"command": ["true"], "gpus": 2})
+    jobs = read_jobs([GRPO, SFT, EVALUATION, command], POOL)
+    assert [job.kind for job in jobs] == [Kind.GRPO, Kind.SFT, Kind.EVALUATION, Kind.EXTERNAL]
+    assert [job.train for job in jobs] == [(0,), (1,), (), ()], "neighbours train on different GPUs"
+    assert [job.infer for job in jobs] == [(0, 1), (1,), (0, 1), (0, 1)]
+    assert [len(job.topology(POOL).ranks) for job in jobs] == [2, 1, 2, 1]
+    assert [sorted(job.mappings()) for job in jobs[2:]] == [[ACTOR_INFER], [ACTOR_INFER]]
+
+
+def test_an_override_goes_to_the_jobs_that_have_its_key() -> None:
+    overrides = ["grpo.max_num_steps=7", "sft.max_num_steps=9", "policy.train_micro_batch_size=8"]
+    grpo, sft, _ = read_jobs([GRPO, SFT, EVALUATION], POOL, overrides)
+    assert isinstance(grpo.config, MasterConfig) and isinstance(sft.config, SFTMasterConfig)
+    assert grpo.config.grpo.max_num_steps == 7 and sft.config.sft.max_num_steps == 9
+    assert grpo.config.policy.train_micro_batch_size == sft.config.policy.train_micro_batch_size == 8
+    with pytest.raises(ConfigError, match="max_num_stepz"):
+        read_jobs([GRPO, SFT], POOL, ["grpo.max_num_stepz=7"])
+
+
+def test_a_wrapper_chooses_gpus_share_and_slice(tmp_path: Path) -> None:
+    wrapped = {"nemo_config_path": str(SFT), "exp_name": "warm start", "train_device_mapping": [1], "slice_s": 5}
+    job = only(file(tmp_path, "a", pipeline_cls="nemo_rl.time_sharing.sft_pipeline.SFTPipeline", weight=2.0, **wrapped))
+    assert (job.name, job.train, job.infer, job.slice_s) == ("warm_start", (1,), (1,), 5.0)
+    assert job.options["weight"] == 2.0
+
+
+def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
+    stub = {"offload_nccl": True, "strategy_args": {"strategy_name": "vllm", "strategy_config": {"sleep_level": 1}}}
+    wrapper = {
+        "pipeline_cls": "nemo_rl.time_sharing.pipeline.NemoRLFullFinetunePipeline",
+        "nemo_config_path": str(GRPO),
+        "nemo_config_overrides": ["grpo.max_num_steps=6"],
+        "verify_model_after_sync": False,
+        "num_gpus_per_node": 2,
+        "rlix_max_colocated_worker_groups": 4,
+        "actor_train": {"device_mapping": [1]},
+        "actor_infer": {"device_mapping": [0, 1], **stub},
+    }
+    job = only(file(tmp_path, "seed", **wrapper))
+    assert (job.train, job.infer) == ((1,), (0, 1)) and isinstance(job.config, MasterConfig)
+    assert job.config.grpo.max_num_steps == 6 and not job.config.weight_sync.verify
+    assert job.config.policy.generation.vllm_cfg.sleep_level == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"nemo_config_path": str(SFT), "pipeline_cls": "x.NemoRLFullFinetunePipeline"}, "run by SFTPipeline"),
+        ({"nemo_config_path": str(GRPO), "gpus": 2}, "unknown keys .'gpus'."),
+        ({"nemo_config_path": str(GRPO), "actor_train": {"offload_nccl": False}}, "offload_nccl: false"),
+        ({"nemo_config_path": str(GRPO), "actor_infer": {"strategy_config": {"sleep_level": 3}}}, "sleep_level 3"),
+        ({"nemo_config_path": str(GRPO), "num_gpus_per_node": 8}, "the pool's nodes have 2"),
+        (
+            {"nemo_config_path": str(GRPO), "nemo_config_overrides": ["policy.dtensor_cfg.tensor_parallel_size=2"]},
+            "is 2, which does not divide the 1 accelerators that train",
+        ),
+        (
+            {
+                "nemo_config_path": str(GRPO),
+                "nemo_config_overrides": [
+                    "grpo.num_prompts_per_step=1",
+                    "grpo.num_generations_per_prompt=5",
+                    "policy.train_global_batch_size=5",
+                    "policy.train_micro_batch_size=1",
+                ],
+                "train_device_mapping": [0, 1],
+            },
+            "5 does not divide over 2 data-parallel ranks",
+        ),
+        ({"external": {"command": []}}, "external.command"),
+        ({"external": {"command": ["true"], "gpu": 1}}, "external.gpu"),
+        ({"external": {"command": ["true"]}, "grpo": {}}, "has no other; found grpo"),
+        ({"external": {"command": ["true"], "gpus": 3}}, "more GPUs than the pool has"),
+        ({"nemo_config_path": str(GRPO), "train_device_mapping": [1], "infer_device_mapping": [0]}, "not among"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused_with_its_mistake(tmp_path: Path, content: dict[str, Any], said: str) -> None:
+    with pytest.raises((ConfigError, RegistrationError), match=said):
+        only(file(tmp_path, "bad", **content))
+
+
+@pytest.mark.parametrize(
+    ("names", "trains"),
+    [("a", [(0, 1)]), ("b_0 b_1", [(0, 1), (2, 3)]), ("e", [(0, 1)]), ("f_0 f_1", [(0, 1), (2, 3)])],
+)
+def test_the_scenarios_of_the_seeds_can_be_submitted(names: str, trains: list[tuple[int, ...]]) -> None:
+    folder = CONFIGS.parent / "time_sharing" / "pipelines"
+    jobs = read_jobs([folder / f"scenario_{name}.yaml" for name in names.split()], Pool(1, 4))
+    assert [job.train for job in jobs] == trains
+    assert {job.infer for job in jobs} == {(0, 1, 2, 3)}
+    assert len({job.config.checkpointing.checkpoint_dir for job in jobs if job.config}) == len(jobs)  # type: ignore[union-attr]
+
+
+class Runtime:
+    """Grants at once and notes what was asked for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def acquire(self, cluster: str, priority: Priority, step: int, timeout_s: float) -> None:
+        self.said.append(f"{priority.tag} {step}")
+
+    def release(self, cluster: str) -> None:
+        assert cluster == ACTOR_TRAIN
+        self.said.append("release")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "slice_s", "longest_s", "said"),
+    [
+        (False, 0.0, 60.0, ["INIT -1", "TRN 0"]),
+        (True, 60.0, 60.0, ["INIT -1", "TRN 0"]),
+        (True, 0.0, 60.0, ["INIT -1", "TRN 0", "release", "TRN 1", "release"]),
+        # Held longer than the scheduler lets anybody hold, the run would be cut off.
+        (False, 0.0, 0.0, ["INIT -1", "TRN 0", "release", "TRN 1", "release"]),
+    ],
+)
+def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
+    wanted: bool, slice_s: float, longest_s: float, said: list[str]
+) -> None:
+    runtime: Any = Runtime()
+    where: list[str] = []
+
+    class Run:
+        policy = SimpleNamespace(
+            prepare_for_training=lambda: where.append("device"), offload_to_cpu=lambda: where.append("host")
+        )
+        progress = SimpleNamespace(phase=lambda text: None)
+        timer = SimpleNamespace(time=lambda name: nullcontext())
+        state = SimpleNamespace(step=0)
+
+    run: Any = Run()
+    placement = LentTraining(
+        SimpleNamespace(accelerator=CPU),  # type: ignore[arg-type]
+        runtime,
+        lambda: wanted,
+        slice_s=slice_s,
+        longest_s=longest_s,
+        wait_s=1.0,
+    )
+    with placement.building():
+        pass
+    for step in range(2):
+        run.state.step = step
+        placement.lend(run)
+        assert where[-1] == "device"
+        placement.step_done(run)
+    assert runtime.said == said
+    assert where.count("host") == said.count("release")

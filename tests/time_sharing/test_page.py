@@ -1,0 +1,155 @@
+"""The web page of a pool: what it serves, to whom, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nemo_rl.time_sharing.events import LogClosed
+from nemo_rl.time_sharing.page_server import PageError, PageServer, PoolView
+from nemo_rl.time_sharing.pipeline import Outcome, Progress
+from nemo_rl.time_sharing.pool import Standing
+from nemo_rl.time_sharing.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
+from tests.time_sharing.bench import Bench
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """Two pipelines on two GPUs: one has trained and generates, the other waits for its turn."""
+    bench = Bench(2, log=tmp_path / "scheduler.jsonl")
+    for name, gpu in (("long", 0), ("short", 1)):
+        bench.register(name, [gpu], [0, 1])
+    bench.status("long", demand=Demand(64, 0, 4, 1))
+    bench.settle(20.0)
+    train(bench, "long", 2)
+    bench.settle(10.0)
+    bench.status("short", demand=Demand(8, 0, 1, 1))
+    bench.settle(20.0)
+    return bench
+
+
+def train(bench: Bench, name: str, seq: int) -> None:
+    bench.status(name, demand=Demand(64, 0, 4, seq), wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, seq, 0),))
+    bench.settle(5.0)
+    epoch = bench.state.pipelines[name].held[ACTOR_TRAIN].epoch
+    back = (GivenBack(ACTOR_TRAIN, epoch, 0),)
+    bench.status(name, demand=Demand(64, 0, 4, seq + 1), given_back=back)
+
+
+def standings() -> list[Standing]:
+    return [
+        Standing("long", (0,), (0, 1), 0.0, progress=Progress("training", 3, 9, "logs", 1.5)),
+        Standing("short", (1,), (0, 1), 0.0, ended_at=60.0, outcome=Outcome("done", steps=4, waited_s=2.0)),
+    ]
+
+
+@pytest.fixture
+def view(bench: Bench, tmp_path: Path) -> PoolView:
+    return PoolView(tmp_path, standings)
+
+
+@pytest.fixture
+def page(view: PoolView) -> Iterator[PageServer]:
+    server = PageServer(view)
+    yield server
+    server.close()
+
+
+def get(url: str, **headers: str) -> Any:
+    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30)
+
+
+def status_of(url: str, **headers: str) -> int:
+    try:
+        return int(get(url, **headers).status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_page_follows_the_log_and_says_why(bench: Bench, page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_rl.time_sharing.page_server._FRESH_S", 0.0)
+    before = json.load(get(f"{page.url}data.json"))
+    assert before["pipelines"] == ["long", "short"] and before["live"] and not before["checked"]
+    assert {bar[5] for bar in before["bars"]} >= {"train", "generate"}
+    assert any("for ACTOR_TRAINING: " in text for _, _, text in before["decisions"])
+    assert any("rank" in text and "wakes on GPUs" in text for _, _, text in before["decisions"])
+    assert before["standings"][0][3:5] == ["3/9", "training"]
+    train(bench, "long", 8)
+    after = json.load(get(f"{page.url}data.json"))
+    assert len(after["decisions"]) > len(before["decisions"]) and len(after["bars"]) > len(before["bars"])
+
+    bench.record.emit(LogClosed())
+    closed = json.load(get(f"{page.url}data.json"))
+    assert not closed["live"] and closed["checked"]
+
+
+def test_from_another_machine_the_page_asks_for_its_token(view: PoolView) -> None:
+    server = PageServer(view, host="0.0.0.0", port=0)
+    try:
+        bare, _, token = server.url.partition("?token=")
+        assert len(token) >= 16
+        for path in ("", "data.json", "metrics"):
+            assert status_of(bare + path) == 403
+            assert status_of(f"{bare}{path}?token={token}x") == 403
+            assert status_of(f"{bare}{path}?token={token}") == 200
+            assert status_of(bare + path, Authorization=f"Bearer {token}") == 200
+        cookie = get(f"{bare}?token={token}").headers["Set-Cookie"]
+        assert "HttpOnly" in cookie and status_of(f"{bare}data.json", Cookie=cookie.partition(";")[0]) == 200
+        port = bare.rpartition(":")[2].strip("/")
+        with pytest.raises(PageError, match="cannot be listened on"):
+            PageServer(view, host="0.0.0.0", port=int(port))
+    finally:
+        server.close()
+
+
+def test_on_this_machine_the_page_is_open_but_not_to_a_foreign_name(page: PageServer) -> None:
+    assert "token" not in page.url
+    assert status_of(page.url) == 200
+    assert status_of(page.url, Host="pool.example.com") == 403
+    assert status_of(f"{page.url}secrets") == 404
+
+
+def test_prometheus_reads_the_figures(page: PageServer) -> None:
+    text = get(f"{page.url}metrics").read().decode()
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["nrl_pool_gpus",] == 2
+    assert found["nrl_pool_steps_total", "long"] == 3 and found["nrl_pool_waited_seconds_total", "short"] == 2
+    in_use = sum(value for name, value in found.items() if name[0] == "nrl_pool_gpus_in_use")
+    assert 0 < in_use <= 2
+    assert found["nrl_pool_demand_samples", "short"] == 8
+    assert found["nrl_pool_handover_seconds_count",] > 0
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
+def test_a_browser_draws_the_page(page: PageServer, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    line = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1600"]
+    # A page that asks again and again is never done by itself.
+    line += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", f"--screenshot={picture}"]
+    shot = subprocess.run([*line, page.url], capture_output=True, text=True, timeout=120, check=False)
+    assert picture.exists(), shot.stderr
+    colours = {tuple(pixel) for pixel in np.round(matplotlib.image.imread(picture)[:, :, :3] * 15).reshape(-1, 3)}
+    assert len(colours) > 50, "the timeline is in the pipelines' colours"
+
+    dumped = subprocess.run(
+        [*line[:-1], "--dump-dom", page.url], capture_output=True, text=True, timeout=120, check=False
+    ).stdout
+    assert "wakes on GPUs" in dumped and "for ACTOR_TRAINING" in dumped
+    assert "<td>3/9</td>" in dumped and "hand-overs, p50" in dumped
