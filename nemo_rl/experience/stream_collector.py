@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _CAUSES = 8
 _LOOK_S = 5.0
 _LAUNCH_S = 60.0
+_TICK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ class StreamCollector:
         self._fatal: BaseException | None = None
         self.skipped = 0
         self.evicted = 0
+        self.loop_lag_s = 0.0
+        self._watch: Future[None] | None = None
         self.stopped = False
 
     def __len__(self) -> int:
@@ -155,6 +158,8 @@ class StreamCollector:
                 self._begin_again(key)
         if tasks:
             self._start(_cancel(tasks)).result(timeout=_LAUNCH_S)
+        if self._watch is None:
+            self._watch = self._start(self._watch_loop())
         self.draw()
         self._launch()
 
@@ -204,6 +209,13 @@ class StreamCollector:
     def _admit(self, key: GroupKey, prompt: _Prompt) -> None:
         self._prompt_of[key] = prompt
         self._record.emit(GroupAdmitted(group_name(key), prompt.identity, self._generations, key.target))
+
+    async def _watch_loop(self) -> None:
+        """Keeps how late the loop came back at worst; whoever reads `loop_lag_s` sets it to 0 again."""
+        while not self.stopped:
+            begun = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.loop_lag_s = max(self.loop_lag_s, time.monotonic() - begun - _TICK_S)
 
     def _launch(self) -> None:
         """Begins every rollout that may begin, with one call to the loop. From any thread."""
@@ -449,6 +461,8 @@ class StreamCollector:
             self._changed.notify_all()
         if tasks:
             self._start(_cancel(tasks)).result(timeout=_LAUNCH_S)
+        if self._watch is not None:
+            self._watch.cancel()
         for key in sorted(self._prompt_of):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
 

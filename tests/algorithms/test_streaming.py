@@ -278,6 +278,7 @@ def test_nothing_of_the_driver_blocks_the_loop_where_requests_are_dispatched(tmp
     future.cancel()
     # Every training pass takes 0.3 s; a loop that waited for one would show it.
     assert sorted(lags)[-3] < 0.25 and len(lags) > 50
+    assert all(0 <= logged["streaming/dispatch_loop_lag_s"] < 10 for logged in world.logged)
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,12 @@ class StreamingSource:
         """What became of prompts since the last step."""
         step, collector = self.collector.queue.step, self.collector
         evicted, collector.evicted = collector.evicted, 0
+        lag_s, collector.loop_lag_s = collector.loop_lag_s, 0.0
         return {
             "dropped_prompt_groups": float(len(step.dropped)),
             "replaced_prompt_groups": float(len(step.replaced)),
             "evicted_stale_prompt_groups": float(evicted),
+            "streaming/dispatch_loop_lag_s": lag_s,
         }
 
     def trained(self, step: int) -> None:

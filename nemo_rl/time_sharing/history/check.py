@@ -8,6 +8,7 @@ after by the modules beside this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.time_sharing import events as ev
@@ -84,6 +85,10 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     refuse_nothing(record)
     sense, clocks = Sense(), Clocks()
     groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks(), StarvationChecks()]
+    if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
+        # One run by itself: its parts are one pipeline, and nobody lends it accelerators.
+        record = [replace(entry, source=f"run/{entry.source.partition('/')[2] or entry.source}") for entry in record]
+        groups = [PromptChecks(), WaitChecks()]
     table: dict[type, list[tuple[Checks, Handler]]] = {}
     for group in groups:
         for kind, handler in group.handlers().items():
