@@ -38,6 +38,14 @@ releases before 0.5 (`data.dataset_name`) are read as they were meant, which the
 """
 
 
+_ENVIRONMENT = {
+    "`NRL_NSYS_WORKER_PATTERNS`, `NRL_NSYS_PROFILE_STEP_RANGE`": "refused before anything starts: not built",
+    "`SANDBOX_*` (ray.sub)": "refused by the script: run the sandbox as a service of its own",
+    "`RAY_DEBUG`, `OMP_NUM_THREADS` (ray.sub)": "as there, on every node",
+    "`NRL_IGNORE_TP_ACCURACY_CHECK`, `NRL_LOG_LEVEL`": "as there",
+}
+
+
 def page() -> str:
     """The whole page as Markdown."""
     parts = [
@@ -46,6 +54,8 @@ def page() -> str:
         *_table(("part", "keys that ask for it"), _parts()),
         "### Keys without effect\n",
         *_table(("key", "why", "values"), _without_effect()),
+        "### Environment variables\n",
+        *_table(("variable", "here"), _ENVIRONMENT.items()),
         "### Earlier names\n",
         *_table(("key", "read as"), ((f"`{old}`", f"`{new}`") for old, new in MOVED.items())),
         "## Scripts\n",

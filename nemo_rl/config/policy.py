@@ -61,6 +61,11 @@ class LoraConfig(Section):
     lora_A_init: Literal["xavier", "kaiming", "uniform"] = Field(
         "xavier", description="Initialisation of the first factor; the second is 0. kaiming and uniform are the same."
     )
+    sync: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="What a refit sends: whole weights with adapters added, or the adapters alone, which the engines "
+        "add to the weights of their own model files.",
+    )
     use_triton: bool = Field(True, description="Accepted for NeMo-RL's recipes: both values are torch's products here.")
 
 

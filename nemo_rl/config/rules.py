@@ -58,6 +58,18 @@ def one_training_backend(config: RootConfig) -> Iterator[str]:
         yield "policy.optimizer: null, but the DTensor backend has no optimizer of its own; name one"
 
 
+def workers_are_not_profiled(config: RootConfig) -> Iterator[Problem]:
+    del config
+    asked = sorted(name for name, value in os.environ.items() if name.startswith("NRL_NSYS_") and value)
+    for name in asked:
+        yield not_built(
+            name,
+            os.environ[name],
+            "profiles of workers by Nsight Systems",
+            "unset it; the timing/ metrics tell a step's phases apart",
+        )
+
+
 def packing_or_dynamic_batching(config: RootConfig) -> Iterator[str]:
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
         yield (
@@ -345,6 +357,7 @@ def _shown(value: int | None) -> str:
 
 SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     one_training_backend,
+    workers_are_not_profiled,
     packing_or_dynamic_batching,
     parallelism_divides_the_world,
     wide_tensor_parallelism_keeps_one_batch_size,

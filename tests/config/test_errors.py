@@ -21,6 +21,7 @@ FOR_DEVELOPERS = {
     "MissingRowsError",
     "PipelineStageError",
     "ProtocolError",
+    "QueueProtocolError",
     "StaleGroupError",
     "StorageFull",
     "SyncProtocolError",

@@ -372,6 +372,16 @@ def test_the_accuracy_check_of_wide_tensor_parallelism_can_be_waived(monkeypatch
     )
 
 
+def test_profiles_of_workers_that_the_environment_asks_for_are_not_silently_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NRL_NSYS_WORKER_PATTERNS", "*policy*")
+    monkeypatch.setenv("NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
+    lines = problems()
+    assert [line.partition(":")[0] for line in lines] == ["NRL_NSYS_PROFILE_STEP_RANGE", "NRL_NSYS_WORKER_PATTERNS"]
+    assert all("not built yet: profiles of workers by Nsight Systems" in line for line in lines)
+
+
 def test_sft_has_its_own_loop_and_its_rules() -> None:
     good = ["data.train={dataset_name: arithmetic}", "data.validation={dataset_name: arithmetic, split: validation}"]
     config = load_master_config(None, [*good, "policy.train_global_batch_size=32"], SFTMasterConfig)

@@ -19,7 +19,7 @@ from nemo_rl.config import load_master_config
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.data_plane.conftest import SMALL_MOONCAKE, require_mooncake
-from tests.models.policy_ranks import RaisingLoss
+from tests.models.policy_ranks import MEGATRON, RaisingLoss
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -66,9 +66,20 @@ CASES = {
         "policy.sequence_packing.enabled=true",
     ),
     "dynamic_dp2_whitened": ("cluster.gpus_per_node=2", "policy.dynamic_batching.enabled=true", *WHITENED),
+    "megatron_pp2_packed": (
+        *MEGATRON,
+        "cluster.gpus_per_node=2",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        "policy.sequence_packing.enabled=true",
+    ),
 }
 # A storage knows nothing of how batches are cut: each way is tried on one.
-BACKENDS = {"plain_dp2_dynamic_sampling": "simple", "packed_tp2": "mooncake_cpu", "dynamic_dp2_whitened": "simple"}
+BACKENDS = {
+    "plain_dp2_dynamic_sampling": "simple",
+    "packed_tp2": "mooncake_cpu",
+    "dynamic_dp2_whitened": "simple",
+    "megatron_pp2_packed": "simple",
+}
 
 
 @pytest.fixture(scope="module")

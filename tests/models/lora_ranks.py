@@ -60,6 +60,10 @@ def adapter_story(model: str, world: int, folder: str, overrides: list[str]) -> 
     scored = shard_of(worker, training_batch(), training=False)
     seen["reference"] = worker.get_reference_policy_logprobs(scored)["reference_logprobs"].numpy()
     seen["exported"] = {name: tensor.numpy().copy() for name, tensor in worker.backend.full_weights(None)}
+    worker.backend._sends_adapters = True
+    seen["sent"] = {name: tensor.numpy().copy() for name, tensor in worker.backend.export(torch.float32)}
+    seen["sent metas"] = {meta.name: (meta.shape, meta.nbytes) for meta in worker.tensor_metas()}
+    worker.backend._sends_adapters = False
     _saved(worker, folder)
     seen["second"] = _train(worker, config)["loss"]
     resumed = make_worker(config, weights_path=f"{folder}/weights", optimizer_path=f"{folder}/optimizer")

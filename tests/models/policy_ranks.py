@@ -452,11 +452,18 @@ def expert_story(model: str, world: int, folder: str, overrides: list[str], save
 
 
 def megatron_of_two(
-    model: str, moe: str, folder: str, cases: dict[str, list[str]], experts: dict[str, list[str]], stories: list[str]
+    models: dict[str, str],
+    folder: str,
+    cases: dict[str, list[str]],
+    experts: dict[str, list[str]],
+    deep: dict[str, list[str]],
+    stories: list[str],
 ) -> dict[str, Any]:
     """All that two ranks on Megatron have to show: one group, for starting one costs more than most cases."""
     ep2 = [*MEGATRON, "policy.megatron_cfg.expert_model_parallel_size=2"]
+    model, moe = models["tiny"], models["experts"]
     return {
+        "deep": many_splits(models["deep"], 2, deep),
         "cases": many_splits(model, 2, cases),
         "experts": many_splits(moe, 2, experts),
         "stories": {name: training_story(model, 2, f"{folder}/{name[:2]}", cases[name]) for name in stories},
@@ -465,11 +472,31 @@ def megatron_of_two(
     }
 
 
+def half_precision(model: str) -> dict[str, Any]:
+    """A step of Megatron in bfloat16: its loss, and in which precision weights and gradients lie."""
+    config = run_config(model, 1, *MEGATRON, "policy.precision=bfloat16")
+    worker = make_worker(config)
+    result = _train(worker, training_batch(), ClippedPGLossFn(config.loss_fn))
+    weights = worker.backend.weights.own().values()  # type: ignore[attr-defined]
+    return {
+        "loss": result["loss"],
+        "grad_norm": result["grad_norm"],
+        "weights": {str(weight.dtype) for weight in weights},
+        "gradients": {str(weight.main_grad.dtype) for weight in weights},
+    }
+
+
 def megatron_of_one(
-    model: str, moe: str, folder: str, cases: dict[str, list[str]], experts: dict[str, list[str]]
+    models: dict[str, str],
+    folder: str,
+    cases: dict[str, list[str]],
+    experts: dict[str, list[str]],
 ) -> dict[str, Any]:
     """What one rank shows for comparison; goes on from what two ranks saved in `folder`."""
+    model, moe = models["tiny"], models["experts"]
     return {
+        "deep": one_step(models["deep"], 1, cases["dtensor"]),
+        "bfloat16": half_precision(model),
         "cases": many_splits(model, 1, cases),
         "experts": many_splits(moe, 1, experts),
         "resumed experts": expert_story(moe, 1, "", list(MEGATRON), f"{folder}/ep"),

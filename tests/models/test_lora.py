@@ -14,9 +14,11 @@ from torch import nn
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.lora import AdaptedLinear, apply_adapters, base_model, chosen_layers, first_factors
+from nemo_rl.models.generation.vllm.adapted_files import AdapterMismatchError, ArrivedAdapters
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.utils.convert import to_hugging_face
 from tests.conftest import example
+from tests.models.engines import colocated
 from tests.models.lora_ranks import adapter_story, refused, scored_with
 from tests.ranks import run_ranks
 
@@ -61,6 +63,64 @@ def test_what_is_sent_scores_like_the_policy(told: Any, tiny_model: Path, tmp_pa
         np.testing.assert_allclose(tensor, weights[name].numpy(), atol=1e-6)
     for story, scored in zip(stories, run_ranks(scored_with, world, str(merged), world, overrides), strict=True):
         np.testing.assert_allclose(story["logprobs"], scored, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_alone_make_of_the_models_files_what_is_sent_merged(told: Any, tiny_model: Path) -> None:
+    for story in told[0]:
+        assert {name: tensor.shape for name, tensor in story["sent"].items()} == {
+            name: shape for name, (shape, _) in story["sent metas"].items()
+        }
+        arrived = ArrivedAdapters()
+        sent = ((name, torch.from_numpy(tensor)) for name, tensor in story["sent"].items())
+        assert list(arrived.take(sent)) == [] and arrived
+        files = load_file(tiny_model / "model.safetensors")
+        merged = dict(arrived.merged(files.items(), torch.device("cpu")))
+        assert merged.keys() == files.keys()
+        for name, tensor in story["exported"].items():
+            np.testing.assert_allclose(merged[name].float().numpy(), tensor, atol=1e-6)
+
+
+def test_adapters_of_another_model_are_refused_by_the_engine() -> None:
+    def arrive(**factors: torch.Tensor) -> ArrivedAdapters:
+        arrived = ArrivedAdapters()
+        list(arrived.take((name.replace("__", "."), tensor) for name, tensor in factors.items()))
+        return arrived
+
+    files = {"q_proj.weight": torch.zeros(4, 6), "norm.weight": torch.zeros(4)}
+    fitting = {"q_proj__lora_A": torch.ones(2, 6), "q_proj__lora_B": torch.ones(4, 2)}
+    host = torch.device("cpu")
+    merged = dict(arrive(**fitting).merged(files.items(), host))
+    assert torch.equal(merged["q_proj.weight"], torch.full((4, 6), 2.0))
+    for wrong, reason in (
+        (fitting | {"k_proj__lora_A": torch.ones(2, 6)}, "adapters of k_proj came"),
+        (fitting | {"q_proj__lora_B": torch.ones(5, 2)}, r"q_proj.weight \(4, 6\) came as"),
+        ({"q_proj__lora_A": torch.ones(2, 6)}, r"came as \{'lora_A': \(2, 6\)\}"),
+    ):
+        with pytest.raises(AdapterMismatchError, match=reason):
+            dict(arrive(**wrong).merged(files.items(), host))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_engines_score_alike_whether_adapters_come_alone_or_merged(tiny_model: Path, ray_session: None) -> None:
+    lora = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=2"]
+    answers, sent = {}, {}
+    for sync in ("merged", "adapter"):
+        with colocated(tiny_model, 1, *lora, f"policy.dtensor_cfg.lora_cfg.sync={sync}") as both:
+            requests = both.requests(6)
+            both.refitter.release_device()
+            both.train_step()
+            both.refitter.bring_to(1)
+            results = both.run(requests)
+            assert both.disagreement(requests, results) <= 1.001
+            answers[sync] = [(result.token_ids, result.logprobs) for result in results]
+            sent[sync] = sum(meta.nbytes for meta in both.policy.tensor_metas())
+    assert sent["adapter"] <= 0.05 * sent["merged"]
+    for (tokens, logprobs), (same_tokens, same_logprobs) in zip(answers["merged"], answers["adapter"], strict=True):
+        assert list(tokens) == list(same_tokens)
+        np.testing.assert_allclose(logprobs, same_logprobs, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import example
 from tests.models.policy_ranks import (
     MEGATRON,
     megatron_of_one,
@@ -24,13 +25,21 @@ PACKED = ["policy.sequence_packing.enabled=true"]
 # Where ranks share gradients out, only one of them has each in full: the step's result shows them all the same.
 WHOLE = [*MEGATRON, f"{KEY}.optimizer.use_distributed_optimizer=false"]
 PLAIN = ["policy.scheduler=null", "policy.optimizer.kwargs={lr: 0.005, weight_decay: 0.0, betas: [0.9, 0.999]}"]
-ONE = {"dtensor": PLAIN, "dtensor packed": [*PLAIN, *PACKED], "megatron": WHOLE, "megatron packed": [*WHOLE, *PACKED]}
+FILTERED = [f"policy.generation.{key}" for key in ("top_k=200", "top_p=0.95", "temperature=1.3")]
+ONE = {
+    "dtensor": PLAIN,
+    "dtensor packed": [*PLAIN, *PACKED],
+    "dtensor filtered": [*PLAIN, *FILTERED],
+    "megatron": WHOLE,
+    "megatron packed": [*WHOLE, *PACKED],
+}
 TP2 = [f"{KEY}.tensor_model_parallel_size=2"]
 TWO = {
     "dp 2": WHOLE,
     "dp 2, optimizer shared out": list(MEGATRON),
     "dp 2 packed": [*WHOLE, *PACKED],
     "tp 2": [*WHOLE, *TP2],
+    "tp 2 filtered": [*WHOLE, *TP2, *FILTERED],
     "tp 2, sequence parallel, packed": [*WHOLE, *TP2, *PACKED, f"{KEY}.sequence_parallel=true"],
     "pp 2": [*WHOLE, f"{KEY}.pipeline_model_parallel_size=2"],
     "pp 2 packed, layers recomputed": [
@@ -49,6 +58,18 @@ EXPERTS = {
 }
 
 
+DEEP = {
+    "two stages of two parts each": [
+        *WHOLE,
+        f"{KEY}.pipeline_model_parallel_size=2",
+        f"{KEY}.model_overrides={{virtual_pipeline_model_parallel_size: 2}}",
+    ],
+    "stages of one layer and of three": [
+        *WHOLE,
+        f"{KEY}.pipeline_model_parallel_size=2",
+        f"{KEY}.num_layers_in_first_pipeline_stage=1",
+    ],
+}
 STORIES = ["dp 2, optimizer shared out", "pp 2"]
 
 
@@ -58,16 +79,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_model: Path, tiny_moe_model: Path, folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(
-        megatron_of_two, 2, str(tiny_model), str(tiny_moe_model), str(folder), TWO, EXPERTS, STORIES, timeout_s=280.0
-    )
+def models(tiny_model: Path, tiny_moe_model: Path, folder: Path) -> dict[str, str]:
+    example("make_tiny_model").save_tiny_model(folder / "deep", layers=4, hidden=64)
+    return {"tiny": str(tiny_model), "experts": str(tiny_moe_model), "deep": str(folder / "deep")}
 
 
 @pytest.fixture(scope="module")
-def one(tiny_model: Path, tiny_moe_model: Path, folder: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
+def two(models: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(megatron_of_two, 2, models, str(folder), TWO, EXPERTS, DEEP, STORIES, timeout_s=280.0)
+
+
+@pytest.fixture(scope="module")
+def one(models: dict[str, str], folder: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
     alone = {"dtensor": PLAIN, "megatron": WHOLE}
-    return run_ranks(megatron_of_one, 1, str(tiny_model), str(tiny_moe_model), str(folder), ONE, alone)[0]
+    return run_ranks(megatron_of_one, 1, models, str(folder), ONE, alone)[0]
 
 
 def _assert_same_step(got: dict[str, Any], want: dict[str, Any], *, gradient: bool = True) -> None:
@@ -92,8 +117,17 @@ def test_both_backends_compute_the_same_step(one: dict[str, Any], how: str) -> N
 def test_two_ranks_of_megatron_compute_the_step_of_one_of_dtensor(
     one: dict[str, Any], two: list[dict[str, Any]], case: str
 ) -> None:
+    want = one["cases"]["dtensor filtered" if "filtered" in case else "dtensor"]
     for rank in two:
-        _assert_same_step(rank["cases"][case], one["cases"]["dtensor"], gradient="shared out" not in case)
+        _assert_same_step(rank["cases"][case], want, gradient="shared out" not in case)
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_stages_of_several_parts_or_of_unequal_ones_compute_the_same_step(
+    one: dict[str, Any], two: list[dict[str, Any]], case: str
+) -> None:
+    for rank in two:
+        _assert_same_step(rank["deep"][case], one["deep"])
 
 
 @pytest.mark.parametrize("case", EXPERTS)
@@ -112,6 +146,13 @@ def test_experts_on_two_ranks_of_megatron_compute_the_step_of_one(
 def story(request: pytest.FixtureRequest, two: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = two[0]["stories"][request.param]
     return found
+
+
+def test_gradients_of_half_precision_weights_are_added_up_in_float32(one: dict[str, Any]) -> None:
+    seen, whole = one["bfloat16"], one["cases"]["megatron"]
+    assert seen["weights"] == {"torch.bfloat16"} and seen["gradients"] == {"torch.float32"}
+    assert seen["loss"] == pytest.approx(whole["loss"], rel=1e-2)
+    assert seen["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-2)
 
 
 def test_errors_leave_the_worker_as_before_the_step(story: dict[str, Any]) -> None:

@@ -18,13 +18,17 @@ WHOLE = [*MEGATRON, "policy.megatron_cfg.optimizer.use_distributed_optimizer=fal
 PACKED = ["policy.sequence_packing.enabled=true"]
 SEQUENCES = ["loss_fn.token_level_loss=false"]
 MEGATRON_TP2 = [*WHOLE, "policy.megatron_cfg.tensor_model_parallel_size=2"]
+DTENSOR_TP2 = [*DEFERRED, "policy.dtensor_cfg.tensor_parallel_size=2"]
 CASES = {
     "dtensor dp 2": DEFERRED,
     "dtensor dp 2 packed, sequences": [*DEFERRED, *PACKED, *SEQUENCES],
-    "dtensor tp 2": [*DEFERRED, "policy.dtensor_cfg.tensor_parallel_size=2"],
+    "dtensor tp 2": DTENSOR_TP2,
+    "dtensor tp 2 packed, sequences": [*DTENSOR_TP2, *PACKED, *SEQUENCES],
     "megatron dp 2": WHOLE,
     "megatron dp 2 packed, sequences": [*WHOLE, *PACKED, *SEQUENCES],
     "megatron tp 2": MEGATRON_TP2,
+    "megatron tp 2 packed, sequences": [*MEGATRON_TP2, *PACKED, *SEQUENCES],
+    "megatron cp 2": [*WHOLE, "policy.megatron_cfg.context_parallel_size=2"],
     "megatron pp 2": [*WHOLE, "policy.megatron_cfg.pipeline_model_parallel_size=2"],
 }
 RANKS_WITH_OTHER_SAMPLES = {case: 2 if " dp 2" in case else 1 for case in CASES}

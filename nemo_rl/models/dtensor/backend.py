@@ -20,7 +20,7 @@ from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.devices import CPU, CUDA, release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.checkpoint import CheckpointWriter, load_optimizer
-from nemo_rl.models.dtensor.export import full_weights, tensor_metas
+from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
 from nemo_rl.models.dtensor.load import load_scorer
 from nemo_rl.models.dtensor.lora import AdaptedLinear
 from nemo_rl.models.dtensor.mesh import ParallelMesh
@@ -82,6 +82,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         defer_gradient_sync=parallel.defer_fsdp_grad_sync,
         clear_cache_every=parallel.clear_cache_every_n_steps,
         adapter=_adapter_info(cfg, scorer) if lora.enabled else None,
+        sends_adapters=lora.enabled and lora.sync == "adapter",
     )
 
 
@@ -107,6 +108,7 @@ class DTensorBackend:
         defer_gradient_sync: Whether gradients are reduced once per step; until then every rank holds them whole.
         clear_cache_every: Microbatches between two times that cached device memory is given back; None never.
         adapter: What a checkpoint says of the adapters; None where all weights are trained.
+        sends_adapters: Whether a refit sends adapters alone.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class DTensorBackend:
         defer_gradient_sync: bool = False,
         clear_cache_every: int | None = None,
         adapter: AdapterInfo | None = None,
+        sends_adapters: bool = False,
     ) -> None:
         self.scorer = scorer
         self.mesh = mesh
@@ -139,6 +142,7 @@ class DTensorBackend:
         self._clear_every = clear_cache_every
         self._microbatches = 0
         self._adapter = adapter
+        self._sends_adapters = sends_adapters
 
     @property
     def rank(self) -> int:
@@ -325,7 +329,13 @@ class DTensorBackend:
 
     def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
         """See `Backend`."""
-        return tensor_metas(self.scorer, dtype)
+        return adapter_metas(self.scorer) if self._sends_adapters else tensor_metas(self.scorer, dtype)
+
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Backend`."""
+        if self._sends_adapters:
+            return sent_adapters(self.scorer, self.device)
+        return full_weights(self.scorer, dtype, self.device)
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend`."""

@@ -38,6 +38,26 @@ def adapter_factors(scorer: CausalLMScorer, device: torch.device) -> Iterator[tu
             yield hf_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def adapter_metas(scorer: CausalLMScorer) -> list[TensorMeta]:
+    """Names, shapes and dtypes of `sent_adapters`."""
+    return [
+        TensorMeta(hf_name(name), tuple(parameter.shape), dtype_name(torch.float32))
+        for name, parameter in scorer.named_parameters()
+        if is_factor(name)
+    ]
+
+
+def sent_adapters(scorer: CausalLMScorer, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The factors as engines take them: in float32, the scale of the product in the second. Collective."""
+    scales = {
+        hf_name(f"{name}.lora_B"): module.scale
+        for name, module in scorer.named_modules()
+        if isinstance(module, AdaptedLinear)
+    }
+    for name, tensor in adapter_factors(scorer, device):
+        yield name, tensor.float() * scales.get(name, 1.0)
+
+
 def full_weights(
     scorer: CausalLMScorer, dtype: torch.dtype | None, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:

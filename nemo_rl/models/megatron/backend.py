@@ -418,6 +418,10 @@ class MegatronBackend:
         """See `Backend`."""
         return self.weights.metas(dtype)
 
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Backend`."""
+        return self.full_weights(dtype)
+
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend`."""
         return self.weights.full(dtype, self.device)

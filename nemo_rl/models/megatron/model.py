@@ -142,7 +142,8 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
         "gradient_accumulation_fusion": mcore.gradient_accumulation_fusion,
         "masked_softmax_fusion": False,
     }
-    options |= _recompute(cfg) | _experts(cfg, sizes, engine=engine) | _fp8(cfg) | cpu.options() | mcore.model_overrides
+    options |= _recompute(cfg) | _experts(cfg, sizes, engine=engine) | _fp8(cfg) | cpu.options() | _interleaving(cfg)
+    options |= mcore.model_overrides
     return TransformerConfig(**options)
 
 
@@ -154,6 +155,13 @@ def _recompute(cfg: PolicyConfig) -> dict[str, Any]:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     modules = {"recompute_modules": mcore.recompute_modules} if mcore.recompute_modules is not None else {}
     return {"recompute_granularity": "selective", **modules}
+
+
+def _interleaving(cfg: PolicyConfig) -> dict[str, Any]:
+    if not cfg.megatron_cfg.model_overrides.get("virtual_pipeline_model_parallel_size"):
+        return {}
+    # Of two stages the neighbours before and after are one rank, whose messages only single operations keep apart.
+    return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
 
 def _experts(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]:

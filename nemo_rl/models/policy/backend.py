@@ -103,7 +103,11 @@ class Backend(StepBackend, Protocol):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
-        """Names, shapes and dtypes of what `full_weights` yields, in order; the same on every rank."""
+        """Names, shapes and dtypes of what `export` yields, in order; the same on every rank."""
+        ...
+
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a refit sends: `full_weights`, or less where engines have the rest. Collective."""
         ...
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

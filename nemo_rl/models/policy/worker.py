@@ -290,7 +290,7 @@ class PolicyWorker(TQWorkerMixin):
         """Starts a session's export on this rank."""
         self.backend.rebuild_communicators()
         self.close_export()
-        weights = self.backend.full_weights(self._export_dtype())
+        weights = self.backend.export(self._export_dtype())
         self._sender = WeightSender(spec, weights, self.backend.device, source=self.backend.rank)
 
     def build_cpu_bucket_cache(self, step: int, bucket_bytes: int, served: str | None = None) -> CacheManifest | None:
@@ -306,7 +306,7 @@ class PolicyWorker(TQWorkerMixin):
             What the cache holds, from the rank that owns it.
         """
         self.backend.rebuild_communicators()
-        weights = self.backend.full_weights(self._export_dtype())
+        weights = self.backend.export(self._export_dtype())
         if self.backend.rank != 0:
             for _ in weights:
                 pass

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use, release_cached_memory
+from nemo_rl.models.generation.vllm.adapted_files import ArrivedAdapters
 from nemo_rl.models.generation.vllm.lifeline import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
 from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
@@ -25,8 +26,10 @@ class _VllmModel:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._layerwise = worker.device.type == "cpu"
+        self._adapters = ArrivedAdapters()
 
     def begin_load(self) -> None:
+        self._adapters.forget()
         # On CPU vLLM repacks linear weights when it loads them and empties the originals, so that a plain
         # load_weights has nothing to copy into; its layer-wise reload rebuilds and repacks them.
         if self._layerwise:
@@ -35,6 +38,11 @@ class _VllmModel:
             initialize_layerwise_reload(self._worker.model_runner.get_model())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        whole = list(self._adapters.take(weights))
+        if whole:
+            self._load(whole)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
 
         if self._layerwise:
@@ -45,6 +53,9 @@ class _VllmModel:
             self._worker.model_runner.get_model().load_weights(weights)
 
     def finish_load(self) -> None:
+        if self._adapters:
+            self._load(self._adapters.merged(self._files(), self._worker.device))
+            self._adapters.forget()
         if self._layerwise:
             from vllm.config import set_current_vllm_config
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -55,7 +66,15 @@ class _VllmModel:
             _repack_embeddings(model)
             _repack_experts(model)
 
+    def _files(self) -> Iterable[tuple[str, torch.Tensor]]:
+        from vllm.config import LoadConfig
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
+        return loader.get_all_weights(self._worker.model_config, self._worker.model_runner.get_model())
+
     def abandon_load(self) -> None:
+        self._adapters.forget()
         # Layers keep what came of their weights until they have all of it; the next load would count that in.
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
