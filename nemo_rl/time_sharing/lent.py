@@ -198,12 +198,14 @@ class LentAccelerators:
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
         """The scheduler hears what is waited for before the wait begins, and of every further group."""
         said = (groups, ready)
-        self._runtime.begin_progress(groups, ready, self._samples)
+        # Validation answers a prompt once.
+        unit = self._samples if kind == "training" else 1
+        self._runtime.begin_progress(groups, ready, unit)
 
         def report(ready: int, of: int) -> None:
             nonlocal said
             if of != said[0] or ready < said[1]:
-                self._runtime.begin_progress(of, ready, self._samples)
+                self._runtime.begin_progress(of, ready, unit)
             elif ready != said[1]:
                 self._runtime.report_progress(ready)
             said = (of, ready)
