@@ -68,7 +68,7 @@ test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the in
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
 
-lint: $(READY_DEV) ## ruff, formatting, types, and the order of rooms
+lint: $(READY_DEV) ## ruff, formatting, types, and the order of packages
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python

@@ -1,14 +1,16 @@
-"""Asynchronous against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and samples per
-second.
+"""Asynchronous and streaming against synchronous GRPO on equal samples: final accuracy on the arithmetic task, and
+samples per second.
 
     python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--first-seed 42]
-    [--steps 40] python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--work
-    DIR]
+    [--steps 30]
+    python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--windows 0 1]
+    [--work DIR]
 
 `accuracy` runs the shipped arithmetic configurations on this machine with the same prompts, samples and steps.
 `throughput` trains random weights on responses whose lengths have a long tail (a response ends at one of many stop
-tokens, so lengths are geometric): synchronously with both phases on all GPUs in turn, and asynchronously with half of
-them for each, for every staleness bound of `--ages`.
+tokens, so lengths are geometric): synchronously with both phases on all GPUs in turn; asynchronously with half of them
+for each, for every staleness bound of `--ages`; streaming likewise, for every lookahead of `--windows` (0 is strictly
+on-policy), with the share of scoring and training that ran under generation, from the run record.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -29,7 +31,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from shapes import make_model, make_prompts  # noqa: E402
 
 CONFIGS = ROOT / "examples" / "configs"
-SYNC, ASYNC = "grpo_arithmetic_cpu.yaml", "grpo_arithmetic_async_cpu.yaml"
+ARITHMETIC = {
+    "sync": "grpo_arithmetic_cpu.yaml",
+    "async": "grpo_arithmetic_async_cpu.yaml",
+    "streaming": "grpo_arithmetic_streaming_cpu.yaml",
+}
 _VOCABULARY = {"tiny": 512}
 
 
@@ -59,10 +65,10 @@ def run(config: Path, log_dir: Path, overrides: list[str]) -> tuple[Any, float]:
 
 
 def accuracy(args: argparse.Namespace) -> None:
-    """Final validation accuracy of both drivers over seeds."""
-    results: dict[str, list[float]] = {"sync": [], "async": []}
+    """Final validation accuracy of the three ways over seeds."""
+    results: dict[str, list[float]] = {name: [] for name in ARITHMETIC}
     for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name, config in (("sync", SYNC), ("async", ASYNC)):
+        for name, config in ARITHMETIC.items():
             overrides = [
                 f"policy.model_name={args.model}",
                 f"grpo.max_num_steps={args.steps}",
@@ -73,26 +79,45 @@ def accuracy(args: argparse.Namespace) -> None:
             steps, values = metrics.scalars("validation/accuracy")
             results[name].append(values[-1])
             print(
-                f"seed {seed} {name:5s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), "
+                f"seed {seed} {name:9s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), "
                 f"{seconds:.0f} s",
                 flush=True,
             )
-    print(f"\n{'':6s} {'mean':>7s} {'lowest':>7s} {'highest':>7s}")
+    print(f"\n{'':9s} {'mean':>7s} {'lowest':>7s} {'highest':>7s}")
     for name, values in results.items():
-        print(f"{name:6s} {statistics.mean(values):7.3f} {min(values):7.3f} {max(values):7.3f}")
+        print(f"{name:9s} {statistics.mean(values):7.3f} {min(values):7.3f} {max(values):7.3f}")
     print("RESULT " + json.dumps(results))
 
 
-def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age: int) -> dict[str, Any]:
-    """One contender's configuration: synchronous with age 0."""
-    asynchronous = age > 0
+class Contender(NamedTuple):
+    """A way to run: how many versions early rollouts may begin, and whether groups are trained on as they finish."""
+
+    name: str
+    age: int
+    streams: bool = False
+
+    @property
+    def separate(self) -> bool:
+        """Whether generation has accelerators of its own."""
+        return self.streams or self.age > 0
+
+
+def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, contender: Contender) -> dict[str, Any]:
+    """One contender's configuration."""
+    age, separate = contender.age, contender.separate
     length = args.prompt_tokens + args.new_tokens
     vocabulary = _VOCABULARY.get(args.shape, 151936)
     ends = max(1, round(vocabulary / args.mean_tokens))
-    colocated = (
-        {"enabled": False, "resources": {"gpus_per_node": args.gpus // 2}} if asynchronous else {"enabled": True}
-    )
+    colocated = {"enabled": False, "resources": {"gpus_per_node": args.gpus // 2}} if separate else {"enabled": True}
+    groups = args.prompts * (age + 1)
+    streaming = {
+        "sampler": {"name": "in_order", "max_lookahead_versions": age},
+        "min_groups_for_streaming_train": max(1, args.prompts // 4),
+        "max_inflight_prompts": groups,
+        "max_buffered_rollouts": groups,
+    }
     return {
+        **({"async_rl": streaming} if contender.streams else {}),
         "grpo": {
             "num_prompts_per_step": args.prompts,
             "num_generations_per_prompt": args.generations,
@@ -100,7 +125,7 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age:
             "max_num_epochs": 100,
             "val_period": 0,
             "async_grpo": {
-                "enabled": asynchronous,
+                "enabled": separate and not contender.streams,
                 "max_trajectory_age_steps": max(1, age),
                 "in_flight_weight_updates": True,
                 "recompute_kv_cache_after_weight_updates": False,
@@ -124,7 +149,7 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age:
                 else list(range(1000, 1000 + ends)),
                 "colocated": colocated,
                 "vllm_cfg": {
-                    "gpu_memory_utilization": 0.8 if asynchronous else 0.5,
+                    "gpu_memory_utilization": 0.8 if separate else 0.5,
                     "enable_vllm_metrics_logger": False,
                 },
                 # A sample that waits for a place in the engine would lengthen the tail: there is one for each that may
@@ -150,40 +175,56 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, age:
 
 
 def throughput(args: argparse.Namespace) -> None:
-    """Samples per second of both drivers, over the steps after the second."""
+    """Samples per second of every contender, over the steps after the second."""
     import yaml
+
+    from nemo_rl.utils.record import read_record
+    from nemo_rl.utils.step_timeline import read_timeline
 
     work = Path(args.work)
     model = make_model(args.shape, work)
     prompts = make_prompts(
-        args.prompts * (args.steps + max(args.ages) + 1), args.prompt_tokens, work / "long_tail.jsonl"
+        args.prompts * (args.steps + max([*args.ages, *args.windows, 0]) + 1),
+        args.prompt_tokens,
+        work / "long_tail.jsonl",
     )
     rates: dict[str, dict[str, float]] = {}
-    for age in (0, *args.ages):
-        name = f"async, age {age}" if age else "sync"
-        config = work / f"age_{age}.yaml"
-        config.write_text(yaml.safe_dump(throughput_config(args, model, prompts, age)))
-        metrics, wall = run(config, work / f"logs_age_{age}", [])
+    contenders = [
+        Contender("sync", 0),
+        *(Contender(f"async, age {age}", age) for age in args.ages),
+        *(Contender(f"streaming, lookahead {window}", window, streams=True) for window in args.windows),
+    ]
+    for contender in contenders:
+        name = contender.name
+        file = name.replace(", ", "_").replace(" ", "_")
+        config = work / f"{file}.yaml"
+        config.write_text(yaml.safe_dump(throughput_config(args, model, prompts, contender)))
+        metrics, wall = run(config, work / f"logs_{file}", [])
+        (record,) = (work / f"logs_{file}").glob("exp_*/record.jsonl")
 
         def later(key: str, metrics: Any = metrics) -> float:
             values = metrics.scalars(key)[1][2:]
             return statistics.mean(values) if values else 0.0
 
+        generation = "exposed_generation" if contender.separate else "generation"
         step_s = later("timing/train/total_step_time")
         rates[name] = {
             "samples_per_s": args.prompts * args.generations / step_s,
             "step_s": step_s,
             "train_s": later("timing/train/policy_training"),
             "logprob_s": later("timing/train/policy_and_reference_logprobs"),
-            "generation_s": later("timing/train/exposed_generation" if age else "timing/train/generation"),
+            "generation_s": later(
+                "timing/train/exposed_generation" if contender.separate else "timing/train/generation"
+            ),
             "refit_s": later("refit/total_s"),
             "mean_tokens": later("train/mean_gen_tokens_per_sample"),
             "longest": later("train/max_gen_tokens_per_sample"),
             "lag": later("train/lag/mean"),
             "mixed_share": later("train/mixed_share"),
+            "hidden_share": read_timeline(read_record(record, recover=True)).hidden_share(first=2),
             "wall_s": wall,
         }
-        print(f"{name:12s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)
+        print(f"{name:23s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)
     for name in list(rates)[1:]:
         print(f"samples per second, {name} / sync: {rates[name]['samples_per_s'] / rates['sync']['samples_per_s']:.2f}")
     print("RESULT " + json.dumps(rates))
@@ -196,13 +237,20 @@ def main() -> None:
     parser.add_argument("--model", default="results/arithmetic/sft/latest")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=42)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument(
+        "--windows",
+        type=int,
+        nargs="*",
+        default=[0, 1],
+        help="async_rl.sampler.max_lookahead_versions of the streaming runs",
+    )
+    parser.add_argument(
         "--ages",
         type=int,
-        nargs="+",
+        nargs="*",
         default=[1, 2],
         help="grpo.async_grpo.max_trajectory_age_steps of the asynchronous runs",
     )

@@ -43,6 +43,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    # Qwen3-30B-A3B with 8 of its 48 layers.
+    "moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "head_dim": 128,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -51,14 +65,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "tiny-moe": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
 }
 
 
 def _config(shape: str) -> Any:
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, Qwen3MoeConfig
 
-    vocabulary = 512 if shape == "tiny" else 151936
-    return Qwen2Config(
+    vocabulary = 512 if shape.startswith("tiny") else 151936
+    kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else Qwen2Config
+    return kind(
         vocab_size=vocabulary,
         max_position_embeddings=4096,
         rope_theta=1e6,
@@ -73,15 +101,15 @@ def make_config(shape: str, directory: Path) -> Path:
     """Writes configuration and tokenizer of a shape without weights, for engines that start with dummy ones."""
     path = directory / f"{shape}-config"
     config = _config(shape)
-    config.architectures = ["Qwen2ForCausalLM"]
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
 
 
 def make_model(shape: str, directory: Path, *, seed: int = 0) -> Path:
-    """Writes a Qwen2-shaped model with random bfloat16 weights; done once per directory."""
-    from transformers import Qwen2ForCausalLM
+    """Writes a Qwen2- or Qwen3-MoE-shaped model with random bfloat16 weights; done once per directory."""
+    from transformers import AutoModelForCausalLM
 
     path = directory / shape
     if (path / "config.json").exists():
@@ -90,7 +118,7 @@ def make_model(shape: str, directory: Path, *, seed: int = 0) -> Path:
     config = _config(shape)
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
-    model = Qwen2ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

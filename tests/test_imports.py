@@ -13,11 +13,14 @@ OPTIONAL = {
     "vllm", "megatron", "transfer_queue", "mooncake", "wandb", "mlflow", "swanlab", "transformer_engine", "flash_attn",
 }  # fmt: skip
 
+# Parts of Megatron's model, which only the Megatron backend imports and which can but derive from Megatron's classes.
+DERIVED = {"nemo_rl.models.megatron.layers"}
+
 # Python takes None here for a module that is not installed.
 sys.modules.update(dict.fromkeys(OPTIONAL))
 import nemo_rl
 for module in pkgutil.walk_packages(nemo_rl.__path__, "nemo_rl."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__") and module.name not in DERIVED:
         importlib.import_module(module.name)
 
 import psutil, ray, torch

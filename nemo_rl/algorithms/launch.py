@@ -119,11 +119,13 @@ def directories_of_its_own(config: RootConfig) -> Iterator[None]:
     """
     from nemo_rl.utils.directory_lock import locked
 
-    keys = {Path(config.logger.log_dir).resolve(): "logger.log_dir"}
+    named = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
-        keys[Path(config.checkpointing.checkpoint_dir).resolve()] = "checkpointing.checkpoint_dir"
+        named["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    # One directory for both is locked once.
+    distinct = {Path(directory).resolve(): (directory, key) for key, directory in reversed(named.items())}
     with ExitStack() as held:
-        for directory, key in keys.items():
+        for directory, key in reversed(distinct.values()):
             held.enter_context(locked(directory, key))
         yield
 

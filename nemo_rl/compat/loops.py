@@ -30,9 +30,9 @@ class ShapeChanged(UserError, TypeError):
 
 
 def grpo_setup(master_config: MasterConfig | Mapping[str, Any], *others: Any, **named: Any) -> GRPORun:
-    """A GRPO run that is ready to be driven; see `nemo_rl.algorithms.grpo.setup.setup`."""
+    """A GRPO run that is ready to be driven; see `nemo_rl.algorithms.grpo.assembly.setup`."""
     _refuse(others, named, "setup(master_config): tokenizer, data and environments come from the configuration")
-    from nemo_rl.algorithms.grpo.setup import setup
+    from nemo_rl.algorithms.grpo.assembly import setup
 
     return setup(_checked(master_config, MasterConfig))
 
@@ -41,7 +41,7 @@ def grpo_train(run: GRPORun, *others: Any, **named: Any) -> None:
     """Drives a run to its end, rollouts and training in turns, and ends it."""
     _refuse(others, named, "grpo_train(run), with the run that setup gave", run)
     from nemo_rl.algorithms.grpo import loop
-    from nemo_rl.algorithms.grpo.setup import close
+    from nemo_rl.algorithms.grpo.assembly import close
 
     try:
         loop.grpo_train(run)
@@ -59,7 +59,7 @@ def async_grpo_train(run: GRPORun, *others: Any, rlix_hooks: RLixHooksProtocol |
     if not run.config.grpo.async_grpo.enabled:
         raise ShapeChanged("async_grpo_train: the run was set up with grpo.async_grpo.enabled: false; set it to true")
     from nemo_rl.algorithms.grpo import loop
-    from nemo_rl.algorithms.grpo.setup import close
+    from nemo_rl.algorithms.grpo.assembly import close
 
     try:
         loop.async_grpo_train(run, rlix_hooks)
@@ -84,7 +84,7 @@ def refit_policy_generation(run: GRPORun, *others: Any, **named: Any) -> None:
 def sft_setup(master_config: SFTMasterConfig | Mapping[str, Any], *others: Any, **named: Any) -> SFTRun:
     """An SFT run that is ready to be driven."""
     _refuse(others, named, "setup(master_config): tokenizer and data come from the configuration")
-    from nemo_rl.algorithms.sft.setup import setup
+    from nemo_rl.algorithms.sft.assembly import setup
 
     return setup(_checked(master_config, SFTMasterConfig))
 
@@ -93,7 +93,7 @@ def sft_train(run: SFTRun, *others: Any, **named: Any) -> None:
     """Drives an SFT run to its end and ends it."""
     _refuse(others, named, "sft_train(run), with the run that setup gave", run)
     from nemo_rl.algorithms.sft import driver
-    from nemo_rl.algorithms.sft.setup import close
+    from nemo_rl.algorithms.sft.assembly import close
 
     try:
         driver.sft_train(run)

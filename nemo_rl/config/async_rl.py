@@ -17,21 +17,15 @@ class SamplerConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[
-        Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"], NotYet("samplers other than in_order")
-    ] = Field("in_order", description="Which ready prompt groups are trained next.")
+    name: Literal["in_order", "ready_first", "weight_fifo", "windowed", "custom"] = Field(
+        "in_order", description="Which ready prompt groups are trained next."
+    )
     max_lookahead_versions: NonNegativeInt = Field(
         1, description="in_order: how many versions ahead prompts are dispatched."
     )
-    max_staleness_versions: Annotated[NonNegativeInt, NotYet("samplers other than in_order")] = Field(
-        1, description="Others: how many versions old a group may be."
-    )
-    sample_freshest_first: Annotated[bool, NotYet("samplers other than in_order")] = Field(
-        False, description="windowed: newest groups first."
-    )
-    target: Annotated[str | None, NotYet("samplers other than in_order")] = Field(
-        None, description="custom: module:Class."
-    )
+    max_staleness_versions: NonNegativeInt = Field(1, description="Others: how many versions old a group may be.")
+    sample_freshest_first: bool = Field(False, description="windowed: newest groups first.")
+    target: str | None = Field(None, description="custom: module:Class.")
 
 
 class NativeTimeoutsConfig(Section):
@@ -52,25 +46,13 @@ class RolloutFailureConfig(Section):
     """`async_rl.rollout_failure`."""
 
     max_infra_attempts_per_prompt: PositiveInt = Field(5, description="Attempts after failures of the machinery.")
-    max_data_attempts_per_prompt: Annotated[PositiveInt, NotYet("dropping and replacing prompts")] = Field(
-        2, description="Attempts after failures of the prompt itself."
-    )
-    backoff_base_s: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
-        1, gt=0, description="First pause between attempts."
-    )
-    max_backoff_s: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
-        30, gt=0, description="Longest pause between attempts."
-    )
-    max_skipped_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
-        0, description="Prompts that a run may skip."
-    )
-    max_consecutive_dropped_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
-        0, description="Prompts that may be dropped in a row."
-    )
-    min_step_batch_fraction: Annotated[float, NotYet("dropping and replacing prompts")] = Field(
-        0.9, gt=0, le=1, description="Share of a step's prompts that must remain."
-    )
-    on_dropped_prompt: Annotated[Literal["shrink", "replace"], NotYet("dropping and replacing prompts")] = Field(
+    max_data_attempts_per_prompt: PositiveInt = Field(2, description="Attempts after failures of the prompt itself.")
+    backoff_base_s: float = Field(1, gt=0, description="First pause between attempts.")
+    max_backoff_s: float = Field(30, gt=0, description="Longest pause between attempts.")
+    max_skipped_prompts: NonNegativeInt = Field(0, description="Prompts that a run may skip.")
+    max_consecutive_dropped_prompts: NonNegativeInt = Field(0, description="Prompts that may be dropped in a row.")
+    min_step_batch_fraction: float = Field(0.9, gt=0, le=1, description="Share of a step's prompts that must remain.")
+    on_dropped_prompt: Literal["shrink", "replace"] = Field(
         "shrink", description="Train on fewer prompts, or take others."
     )
     max_replacement_attempts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
@@ -90,10 +72,12 @@ class RolloutFailureConfig(Section):
 class StallWatchdogConfig(Section):
     """`async_rl.stall_watchdog`."""
 
-    interval_s: float = Field(30, gt=0, description="Seconds between looks.")
+    interval_s: float = Field(30, gt=0, description="Accepted with any value; a stall is seen when it happens.")
     stall_timeout_s: float = Field(600, gt=0, description="Seconds without progress that count as a stall.")
     stall_action: Literal["warn", "abort"] = Field("warn", description="What a stall does.")
-    gym_subprocess_check: bool = Field(True, description="Also watch NeMo-Gym's processes.")
+    gym_subprocess_check: bool = Field(
+        True, description="Accepted with any value; it is about NeMo-Gym's processes, of which there are none."
+    )
 
 
 class GenerationFleetHealthConfig(Section):
@@ -127,7 +111,11 @@ class AsyncRLConfig(Section):
     sampler: SamplerConfig = Field(SamplerConfig(), description="Choice of groups to train.")
     min_groups_for_streaming_train: PositiveInt = Field(32, description="Prompt groups that start a training chunk.")
     max_inflight_prompts: PositiveInt = Field(32, description="Prompts generated at a time.")
-    max_buffered_rollouts: PositiveInt = Field(64, description="Prompt groups that may wait for training.")
+    max_buffered_rollouts: PositiveInt = Field(
+        64,
+        description="Prompt groups that may wait for training; must hold what the sampler looks ahead, and has no "
+        "effect beyond that.",
+    )
     recompute_kv_cache_after_weight_updates: bool = Field(
         False, description="Drop the KV cache of running requests after a refit."
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+from nemo_rl.config.async_rl import AsyncRLConfig
 from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
 from nemo_rl.config.dtensor_rules import DTENSOR_RULES
 from nemo_rl.config.errors import Problem
@@ -258,21 +259,53 @@ def streaming_is_possible(config: MasterConfig) -> Iterator[str]:
             f"async_rl.min_groups_for_streaming_train={stream.min_groups_for_streaming_train} is more than "
             f"grpo.num_prompts_per_step={prompts}; lower it to at most that"
         )
-    ahead = stream.sampler.max_lookahead_versions
-    if stream.max_buffered_rollouts < prompts * (ahead + 1):
+    yield from _sampler_fits(config, stream)
+    failure = stream.rollout_failure
+    if failure.max_skipped_prompts and not failure.max_consecutive_dropped_prompts:
         yield (
-            f"async_rl.max_buffered_rollouts={stream.max_buffered_rollouts} holds fewer groups than "
-            f"{ahead + 1} steps of {prompts}: set it to at least {prompts * (ahead + 1)}, or lower "
-            "async_rl.sampler.max_lookahead_versions"
+            f"async_rl.rollout_failure.max_skipped_prompts={failure.max_skipped_prompts} allows dropped prompts, and "
+            "max_consecutive_dropped_prompts=0 none: set that to at least 1, too"
         )
-    if ahead > 0 and not config.loss_fn.use_importance_sampling_correction:
+    if failure.max_backoff_s < failure.backoff_base_s:
         yield (
-            f"async_rl.sampler.max_lookahead_versions={ahead} needs loss_fn.use_importance_sampling_correction: true, "
-            "for samples of older weights; 0 is strictly on-policy"
+            f"async_rl.rollout_failure.max_backoff_s={failure.max_backoff_s:g} must be at least "
+            f"backoff_base_s={failure.backoff_base_s:g}"
+        )
+    if stream.stall_watchdog.stall_timeout_s <= stream.stall_watchdog.interval_s:
+        yield (
+            f"async_rl.stall_watchdog.stall_timeout_s={stream.stall_watchdog.stall_timeout_s:g} must be more than "
+            f"interval_s={stream.stall_watchdog.interval_s:g}"
         )
     for key in ("rollout_record", "rollout_replay"):
         if config.grpo[key] is not None:
             yield f"async_rl does not take grpo.{key}; record a synchronous run"
+
+
+def _sampler_fits(config: MasterConfig, stream: AsyncRLConfig) -> Iterator[str]:
+    sampler, prompts = stream.sampler, config.grpo.num_prompts_per_step
+    if sampler.name == "custom" and ":" not in (sampler.target or ""):
+        yield f"async_rl.sampler.target={sampler.target!r}: a custom sampler is named by module:Class"
+    if sampler.name != "custom" and sampler.model_extra:
+        yield f"async_rl.sampler: only a custom sampler takes further keys, not {sorted(sampler.model_extra)}"
+    in_order = sampler.name == "in_order"
+    key = "max_lookahead_versions" if in_order else "max_staleness_versions"
+    ahead = sampler.max_lookahead_versions if in_order else sampler.max_staleness_versions
+    steps = 1 if sampler.name in ("windowed", "custom") else ahead + 1
+    if stream.max_buffered_rollouts < prompts * steps:
+        yield (
+            f"async_rl.max_buffered_rollouts={stream.max_buffered_rollouts} holds fewer groups than {steps} "
+            f"step{'s' * (steps > 1)} of {prompts}: set it to at least {prompts * steps}"
+            + (f", or lower async_rl.sampler.{key}" if steps > 1 else "")
+        )
+    corrected = config.loss_fn.use_importance_sampling_correction
+    if (ahead > 0 or sampler.name == "ready_first") and sampler.name != "custom" and not corrected:
+        yield (
+            f"async_rl.sampler.name={sampler.name} with {key}={ahead} trains on samples of older weights and needs "
+            "loss_fn.use_importance_sampling_correction: true; in_order with max_lookahead_versions=0 is strictly "
+            "on-policy"
+        )
+    if sampler.name == "ready_first" and config.loss_fn.force_on_policy_ratio:
+        yield "async_rl.sampler.name=ready_first needs loss_fn.force_on_policy_ratio: false; its samples may be old"
 
 
 def draft_models_need_megatron(config: MasterConfig) -> Iterator[str]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
-from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.dotted import import_dotted
+from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
@@ -157,18 +158,24 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
 
 
 def get_processor(name: str) -> TaskDataProcessFnCallable:
-    """The processor of a name.
+    """The processor of a name, or of a dotted path such as `package.module.function`.
 
     Raises:
         DataError: there is none.
+        ConfigError: the path cannot be imported, or names no function.
     """
+    if "." in name:
+        found = import_dotted(name, "data.*.processor")
+        if not callable(found):
+            raise ConfigError([f"data.*.processor: {name} is no function"])
+        return found
     if name in UNBUILT_PROCESSORS:
         raise DataError(f"data.*.processor {name!r} is not built yet: {UNBUILT_PROCESSORS[name]}")
     if name not in _PROCESSORS:
         known = ", ".join(sorted(_PROCESSORS))
         raise DataError(
             f"data.*.processor: there is no processor {name!r}.{did_you_mean(name, _PROCESSORS)} Known: "
-            f"{known}; add one with register_processor"
+            f"{known}; one of your own is named by its dotted path"
         )
     return _PROCESSORS[name]
 

@@ -11,24 +11,30 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CellType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Dropped:
     group: Any
     name: Any
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    old: Any
+    new: Any
 
 
 class Communicators:
@@ -73,12 +79,14 @@ class Communicators:
         waiting: dict[tuple[int, ...], list[_Dropped]] = {}
         for entry in self._dropped:
             waiting.setdefault(entry.ranks, []).append(entry)
+        swaps = []
         for ranks in self._agreed(Counter({ranks: len(entries) for ranks, entries in waiting.items()})):
             group: Any = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
             if ranks in waiting:
                 entry = waiting[ranks].pop(0)
-                _register_process_group(entry.name, group)
-                _replace_everywhere(entry.group, group)
+                _rename(group, entry.name)
+                swaps.append(_Swap(entry.group, group))
+        _replace_everywhere(swaps)
         logger.info("communicators=rebuilt groups=%d", len(self._dropped))
         self._dropped = []
 
@@ -92,28 +100,42 @@ class Communicators:
         return sorted(most.elements())
 
 
-def _replace_everywhere(old: Any, new: Any) -> None:
-    for holder in gc.get_referrers(old):
-        if isinstance(holder, _Dropped):
-            continue
-        if isinstance(holder, dict):
-            _replace_in_dict(holder, old, new)
-        elif isinstance(holder, list):
-            holder[:] = [new if item is old else item for item in holder]
-        elif isinstance(holder, CellType):
-            holder.cell_contents = new
-        elif isinstance(holder, tuple):
-            _replace_everywhere(holder, type(holder)(_replaced(holder, old, new)))
-        elif not isinstance(holder, ModuleType) and hasattr(holder, "__dict__"):
-            _replace_in_dict(vars(holder), old, new)
+def _rename(group: Any, name: Any) -> None:
+    # Device meshes know groups by name alone, so that the name must outlast every rebuild, not the next one only.
+    _unregister_process_group(group.group_name)
+    group._set_group_name(name)
+    distributed_c10d._world.pg_names[group] = name
+    _register_process_group(name, group)
 
 
-def _replaced(items: Sequence[Any], old: Any, new: Any) -> list[Any]:
-    return [new if item is old else item for item in items]
+def _replace_everywhere(swaps: Sequence[_Swap]) -> None:
+    """One look at all objects of the process for all swaps, and one more for each depth of tuples around them."""
+    while swaps:
+        new_of = {id(swap.old): swap for swap in swaps}
+        in_tuples: list[_Swap] = []
+        for holder in gc.get_referrers(*(swap.old for swap in swaps)):
+            if isinstance(holder, (_Swap, _Dropped)):
+                continue
+            if isinstance(holder, dict):
+                _replace_in_dict(holder, new_of)
+            elif isinstance(holder, list):
+                holder[:] = _replaced(holder, new_of)
+            elif isinstance(holder, CellType):
+                holder.cell_contents = _replaced([holder.cell_contents], new_of)[0]
+            elif isinstance(holder, tuple):
+                make = getattr(type(holder), "_make", type(holder))
+                in_tuples.append(_Swap(holder, make(_replaced(holder, new_of))))
+            elif not isinstance(holder, ModuleType) and hasattr(holder, "__dict__"):
+                _replace_in_dict(vars(holder), new_of)
+        swaps = in_tuples
 
 
-def _replace_in_dict(holder: Any, old: Any, new: Any) -> None:
-    for key in [key for key, value in holder.items() if value is old]:
-        holder[key] = new
-    if any(key is old for key in holder):
-        holder[new] = holder.pop(old)
+def _replaced(items: Iterable[Any], new_of: Mapping[int, _Swap]) -> list[Any]:
+    return [new_of[id(item)].new if id(item) in new_of else item for item in items]
+
+
+def _replace_in_dict(holder: dict[Any, Any], new_of: Mapping[int, _Swap]) -> None:
+    for key in [key for key, value in holder.items() if id(value) in new_of]:
+        holder[key] = new_of[id(holder[key])].new
+    for key in [key for key in holder if id(key) in new_of]:
+        holder[new_of[id(key)].new] = holder.pop(key)

@@ -2,7 +2,7 @@
 
 Everything that differs between the two is asked here as a value: the Ray resource, the process-group backend, memory
 readings, pinned staging memory and giving cached memory back. Nothing here knows about models or clusters.
-Invariant: code outside this room, the transports and the backends' own rooms never names `torch.cuda`.
+Invariant: code outside this package, the transports and the backends never names `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -46,6 +46,36 @@ def step_environment(
     return _checked(returned, len(message_logs), name)
 
 
+def environment_metrics(handle: Any, batch: Mapping[str, Any], *, timeout_s: float, name: str) -> dict[str, float]:
+    """What an environment measures of a finished batch (`global_post_process_and_metrics`).
+
+    Args:
+        handle: a Ray actor handle.
+        batch: columns of the batch; what the environment changes there is not read.
+        timeout_s: seconds the call may take.
+        name: the environment's name, for messages.
+
+    Raises:
+        EnvironmentFailure: it raised, died, took longer than the deadline, or returned something else.
+    """
+    import ray
+
+    reference = handle.global_post_process_and_metrics.remote(batch)
+    try:
+        returned = ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        cause = f"took longer than {timeout_s:g} s" if isinstance(error, TimeoutError) else f"failed: {error}"
+        raise EnvironmentFailure(f"environment {name}: global_post_process_and_metrics {cause}") from error
+    try:
+        _, measured = returned
+        return {str(key): float(value) for key, value in measured.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise EnvironmentFailure(
+            f"environment {name}: global_post_process_and_metrics returned {returned!r:.200}; expected the batch and a "
+            "dict of numbers"
+        ) from error
+
+
 def _call_actor(
     handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str
 ) -> Any:

@@ -9,6 +9,7 @@ conversation i.
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
@@ -56,9 +57,20 @@ class ActorOnRequest(abc.ABCMeta):
         """The actor class with Ray's options; without any it takes no CPU slot and no accelerator, as it waits for its
         own helpers.
         """
-        import ray
+        return ray_actor(cls).options(**{"num_cpus": 0, "num_gpus": 0, **options})
 
-        return ray.remote(cls).options(**{"num_cpus": 0, "num_gpus": 0, **options})
+
+def ray_actor(cls: type) -> Any:
+    """The Ray actor class of an environment class."""
+    import ray
+
+    # Ray warns that an actor's `remote` hides the class's own, which is what is meant.
+    logging.getLogger("ray.actor").addFilter(_hides_nothing)
+    return ray.remote(cls)
+
+
+def _hides_nothing(record: logging.LogRecord) -> bool:
+    return "attribute remote of that class" not in record.getMessage()
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest):
@@ -75,7 +87,14 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """May change a finished batch and adds metrics to the log; does neither unless overridden."""
+        """What the environment measures of a finished validation, logged as `validation/<environment>/<name>`.
+
+        Args:
+            batch: `rewards`, `generated_lengths` and each `reward/<name>` that `step` gave [B], and `task_name`.
+
+        Returns:
+            The batch, and the metrics; none unless overridden.
+        """
         return batch, {}
 
     def shutdown(self) -> None:

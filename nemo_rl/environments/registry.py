@@ -87,9 +87,11 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, Any]) -> Any:
     """
     import ray
 
+    from nemo_rl.environments.interfaces import ray_actor
+
     env_configs = _whole(name, env_configs)
     found = environment_class(name, section_of(name, env_configs))
-    actor = found if isinstance(found, ray.actor.ActorClass) else ray.remote(found)
+    actor = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
     return actor.options(num_cpus=0, num_gpus=0, max_concurrency=1).remote(
         environment_settings(section_of(name, env_configs))

@@ -153,25 +153,6 @@ class ReplayBuffer:
                     f"at most {self._max_age} versions of age are allowed"
                 )
 
-    def take_finished(self, target: int, attempt: int) -> list[BufferedGroup]:
-        """The groups of a batch that are finished, in the order of its prompts; they leave the buffer, and the batch is
-        known no more once the last of them has.
-
-        Raises:
-            StaleGroupError: A group is too old for its step.
-        """
-        taken = sorted(key for key in self._groups if (key.target, key.attempt) == (target, attempt))
-        self._expected[target, attempt] -= {key.number for key in taken}
-        if not self._expected[target, attempt]:
-            del self._expected[target, attempt]
-        groups = [self._groups.pop(key) for key in taken]
-        self._check_age(groups)
-        return groups
-
-    def finished(self, target: int, attempt: int) -> list[BufferedGroup]:
-        """The finished groups of a batch, which stay."""
-        return [group for key, group in self._groups.items() if (key.target, key.attempt) == (target, attempt)]
-
     def groups(self) -> list[BufferedGroup]:
         """Everything that waits, by step and prompt."""
         return [self._groups[key] for key in sorted(self._groups)]

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -57,7 +56,6 @@ class CollectorLimits:
         last_step: No prompt is drawn for this step or later ones.
         max_failures: Failed rollouts in a row that are tried again; one more ends the run.
         stall_s: Without any finished group for so long, waiting ends with an error.
-        max_inflight: Groups that are generated at a time; None for any number.
     """
 
     max_age: int
@@ -65,7 +63,6 @@ class CollectorLimits:
     last_step: int
     max_failures: int = 0
     stall_s: float = 1800.0
-    max_inflight: int | None = None
 
 
 @dataclass
@@ -125,12 +122,9 @@ class TrajectoryCollector:
         self._attempts: dict[int, int] = {}
         self._restored: list[SavedDraw] = []
         self._early: list[tuple[GroupKey, BatchedDataDict[Any]]] = []
-        # Groups taken so far of each batch that is taken in parts.
-        self._parts: dict[tuple[int, int], int] = {}
         self._version: int | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._slots = asyncio.Semaphore(limits.max_inflight) if limits.max_inflight is not None else nullcontext()
         self._running: dict[GroupKey, Future[None]] = {}
         self._untrained: set[GroupKey] = set()
         self._rolling = 0
@@ -174,7 +168,7 @@ class TrajectoryCollector:
         numbers = [first + row for row in range(prompts.size)]
         with self._changed:
             self._draws.append(Draw(target, attempt, before))
-            held = {group.key for group in self.buffer.groups()}
+            held = {group.key: group for group in self.buffer.groups()}
             self._untrained |= {GroupKey(target, attempt, number) for number in numbers}
             if not self.buffer.knows(target, attempt):
                 self.buffer.expect(target, attempt, numbers)
@@ -186,7 +180,9 @@ class TrajectoryCollector:
                     group_name(key), f"{self._prompts.epoch}-{prompt['idx'][0]}", self._limits.generations, target
                 )
             )
-            if key not in held:
+            if key in held:
+                self._record.emit(committed(held[key], restored=True))
+            else:
                 self._launch(key, number_samples(prompt, self._limits.generations, number))
 
     def _launch(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
@@ -220,9 +216,7 @@ class TrajectoryCollector:
             version = self._version or 0
             self._rolling += 1
             try:
-                async with self._slots:
-                    version = self._version or 0
-                    rollout = await self._rollouts.roll_out_group(batch, self._plan(key.target))
+                rollout = await self._rollouts.roll_out_group(batch, self._plan(key.target))
             except (GenerationError, EnvironmentFailure) as error:
                 self._note_failure(key, error)
                 await asyncio.sleep(pause_s)
@@ -250,11 +244,8 @@ class TrajectoryCollector:
         logger.warning("group=%s rollout=failed again_in_a_row=%d reason=%s", group_name(key), failures, error)
 
     def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
-        rows = rollout.columns.rows
-        group = BufferedGroup(key, handle, rows, dict(rollout.metrics), version)
-        self._record.emit(
-            GroupCommitted(group_name(key), int(rows["newest_version"].max()), int(rows["generated_lengths"].sum()))
-        )
+        group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
+        self._record.emit(committed(group))
         with self._changed:
             self.buffer.add(group)
             self._failures = 0
@@ -282,20 +273,6 @@ class TrajectoryCollector:
             if not self.buffer.knows(target, attempt):
                 raise StopIteration
 
-        def take() -> list[BufferedGroup] | None:
-            return None if self.buffer.missing(target, attempt) else self.buffer.take(target, attempt)
-
-        return self._wait_for(target, attempt, take, on_progress, 0)
-
-    def _wait_for(
-        self,
-        target: int,
-        attempt: int,
-        take: Callable[[], list[BufferedGroup] | None],
-        on_progress: Callable[[int, int], None],
-        before: int,
-    ) -> list[BufferedGroup]:
-        """What `take` gives as soon as it gives something; it is asked again whenever a group has finished."""
         wait = f"groups of step {target}"
         self._record.emit(WaitBegun(wait, wait, time.time() + self._limits.stall_s))
         outcome = "cancelled"
@@ -313,56 +290,17 @@ class TrajectoryCollector:
                         f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for "
                         f"groups {missing[:8]}"
                     )
-                on_progress(before + ready, before + ready + len(missing))
+                on_progress(ready, ready + len(missing))
                 with self._changed:
-                    groups = take()
-                    if groups is not None:
+                    if not missing:
                         outcome = "done"
+                        groups = self.buffer.take(target, attempt)
                         self._untrained -= {group.key for group in groups}
                         return groups
                     if self.buffer.ready(target, attempt) == ready:
                         self._changed.wait(min(left, 5.0))
         finally:
             self._record.emit(WaitEnded(wait, outcome))
-
-    def take_finished(
-        self,
-        target: int,
-        attempt: int,
-        enough: Callable[[Sequence[BufferedGroup]], bool],
-        on_progress: Callable[[int, int], None] = lambda ready, of: None,
-    ) -> list[BufferedGroup]:
-        """The groups of one generation batch of a step that are finished and were not taken yet, once they are enough
-        or no others are left; none when all were taken.
-
-        Args:
-            target: The step.
-            attempt: Which of its generation batches; one that was not drawn yet is drawn now.
-            enough: Whether these groups are worth a call.
-            on_progress: As for `take`, with those that were taken before counted.
-
-        Raises:
-            StopIteration: The prompts are exhausted.
-            CollectorError: Rollouts failed, the collector was stopped, or nothing arrived in time.
-        """
-        if (target, attempt) in self._parts and not self.buffer.knows(target, attempt):
-            del self._parts[target, attempt]
-            return []
-        if not self.buffer.knows(target, attempt):
-            self._draw(target, attempt)
-            if not self.buffer.knows(target, attempt):
-                raise StopIteration
-        before = self._parts.setdefault((target, attempt), 0)
-
-        def take() -> list[BufferedGroup] | None:
-            missing = self.buffer.missing(target, attempt)
-            if missing and not enough(self.buffer.finished(target, attempt)):
-                return None
-            return self.buffer.take_finished(target, attempt)
-
-        groups = self._wait_for(target, attempt, take, on_progress, before)
-        self._parts[target, attempt] = before + len(groups)
-        return groups
 
     def finish_step(self, target: int) -> Position:
         """Step `target` is trained. Where the loader stood before what is still to be trained."""
@@ -474,6 +412,12 @@ class TrajectoryCollector:
             future.cancel()
         for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
+
+
+def committed(group: BufferedGroup, *, restored: bool = False) -> GroupCommitted:
+    """What the run record says of a finished group."""
+    newest, tokens = int(group.rows["newest_version"].max()), int(group.rows["generated_lengths"].sum())
+    return GroupCommitted(group_name(group.key), newest, tokens, restored)
 
 
 def group_name(key: GroupKey) -> str:

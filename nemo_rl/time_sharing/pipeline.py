@@ -236,8 +236,8 @@ class NemoRLFullFinetunePipeline(LentPipeline):
 
     def live(self) -> Outcome:
         """See `LentPipeline.live`."""
+        from nemo_rl.algorithms.grpo.assembly import close, setup
         from nemo_rl.algorithms.grpo.loop import drive
-        from nemo_rl.algorithms.grpo.setup import close, setup
         from nemo_rl.algorithms.launch import directories_of_its_own
         from nemo_rl.time_sharing.lent import LentAccelerators, LentPlacement
         from nemo_rl.time_sharing.vllm_engine import EngineSlot

@@ -163,8 +163,8 @@ class SFTPipeline(LentPipeline):
     def live(self) -> Outcome:
         """See `LentPipeline.live`."""
         from nemo_rl.algorithms.launch import directories_of_its_own
+        from nemo_rl.algorithms.sft.assembly import close, setup
         from nemo_rl.algorithms.sft.driver import sft_train
-        from nemo_rl.algorithms.sft.setup import close, setup
 
         job, config, limits = self._job, self._job.config, self._handles.limits
         if not isinstance(config, SFTMasterConfig):

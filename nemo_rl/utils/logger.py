@@ -79,7 +79,7 @@ class Logger:
             metrics: numbers, scalar tensors and lists or 1-D tensors of numbers, by name. Anything else is left out,
                 with one warning per name.
             step: the step they belong to, from 1; 0 is before training.
-            prefix: room of the metrics, such as `train`, `validation`, `timing/train`.
+            prefix: group of the metrics, such as `train`, `validation`, `timing/train`.
             step_metric: name of a metric that is the x axis instead of the step, for backends that can.
             step_finished: nothing more will be logged for this step.
         """

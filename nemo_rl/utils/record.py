@@ -72,7 +72,7 @@ class Entry:
     seq: int
     time: float
     source: str
-    event: Any  # a dataclass of record_events or of another room; readers dispatch by its type
+    event: Any  # a dataclass of record_events or of another package; readers dispatch by its type
 
 
 class Record(Protocol):

@@ -2,7 +2,7 @@
 disk.
 
 An event is a frozen dataclass of plain values. Its kind, registered once with `@event_kind`, is what a line says; a
-field that is added later needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Rooms above
+field that is added later needs a default, and one that changes its meaning needs a new `SCHEMA_VERSION`. Packages above
 add kinds of their own in the same way (the scheduler does). Nothing here knows files, clocks or who writes.
 """
 
@@ -174,7 +174,7 @@ def _as(expected: type[Value] | tuple[type[Value], ...], value: object) -> Value
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """A line whose kind nobody has registered in this process (its room is not imported); kept so that a reader can
+    """A line whose kind nobody has registered in this process (its module is not imported); kept so that a reader can
     count and show it.
     """
 
@@ -205,11 +205,14 @@ class GroupAdmitted:
 @event_kind("group_committed")
 @dataclass(frozen=True, slots=True)
 class GroupCommitted:
-    """All samples of a group are written and scored, with the newest weight version among their tokens."""
+    """All samples of a group are written and scored, with the newest weight version among their tokens; `restored`
+    where that was before a restart, and an earlier record has its tokens.
+    """
 
     group_id: str
     version: int
     tokens: int = 0
+    restored: bool = False
 
 
 @event_kind("group_trained")
@@ -349,6 +352,17 @@ class StepBegun:
     """Optimizer step `step` (from 0) begins; it starts from weight version `step`."""
 
     step: int
+
+
+@event_kind("step_span")
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """The driver was busy with `what` for step `step`, from `begun` to `ended` in seconds on the record's clock."""
+
+    step: int
+    what: str
+    begun: float
+    ended: float
 
 
 @event_kind("step_finished")

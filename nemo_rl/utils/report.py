@@ -6,6 +6,8 @@ reader's browser.
 """
 
 import argparse
+import base64
+import io
 import json
 import logging
 import math
@@ -21,10 +23,13 @@ from nemo_rl.utils import plots
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
 from nemo_rl.utils.progress import format_duration
+from nemo_rl.utils.record import RecordError, read_record
+from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
 
 logger = logging.getLogger(__name__)
 
 _SAMPLES_SHOWN = 3
+RECORD_FILE = "record.jsonl"
 
 
 class ReportPaths(NamedTuple):
@@ -87,6 +92,7 @@ def _write_page(run: RunMetrics, newest: Path, path: Path, title: str | None, *,
         "tiles": _tiles(run, graded),
         "panels": [_panel(panel) for panel in plots.main_panels(run, graded=graded)],
         "more": [_panel(panel) for panel in plots.more_panels(run)],
+        "timeline": _timeline(newest),
         "samples": _samples(newest),
         "last": [[name, _plain(value)] for name in sorted(run.series) if (value := run.last(name)) is not None],
         "config": config,
@@ -114,6 +120,23 @@ def log_report(logger: Logger) -> None:
     except (NoMetrics, plots.NothingToShow):
         return
     logger.log_plot(picture, _last_step(run), "report")
+
+
+def _timeline(part: Path) -> str | None:
+    """The picture of the newest step that trained while it generated, as the address of an image; None where the record
+    has no such step.
+    """
+    try:
+        timeline = read_timeline(read_record(part / RECORD_FILE, recover=True))
+    except (OSError, RecordError):
+        return None
+    step = most_telling(timeline)
+    if step is None:
+        return None
+    hidden = f"{timeline.hidden_share(first=1):.0%} of scoring and training under generation" if step.step else ""
+    picture = io.BytesIO()
+    figure(step, f"Step {step.step + 1}   {hidden}").savefig(picture, format="png")
+    return "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

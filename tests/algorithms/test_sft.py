@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.resume import NothingToDo
-from nemo_rl.algorithms.sft import setup as sft_setup
+from nemo_rl.algorithms.sft import assembly
+from nemo_rl.algorithms.sft.assembly import setup
 from nemo_rl.algorithms.sft.driver import sft_train
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
-from nemo_rl.algorithms.sft.setup import setup
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.errors import DataError
@@ -107,7 +107,7 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(
 
     trained(configured(parts, tiny_model, max_num_steps=3))
     resumed = trained(configured(parts, tiny_model))
-    assert list(read_metrics(Path(resumed.config.logger.log_dir)).series["train/loss"]) == [4, 5, 6]
+    assert list(read_metrics(Path(resumed.config.logger.log_dir)).series["train/loss"]) == [1, 2, 3, 4, 5, 6]
     expected, found = weights(whole / "checkpoints"), weights(parts / "checkpoints")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     initial = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
@@ -131,7 +131,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise AssertionError("Ray was needed")
 
-    monkeypatch.setattr(sft_setup, "init_ray", fail)
+    monkeypatch.setattr(assembly, "init_ray", fail)
 
 
 @pytest.mark.usefixtures("no_ray")

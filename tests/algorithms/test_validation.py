@@ -61,6 +61,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             state=GRPOState(),
             store=store,
             logger=logger,
+            environments={},
         )
         validate(run, 0)
         store.close()

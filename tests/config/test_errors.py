@@ -19,6 +19,7 @@ FOR_DEVELOPERS = {
     "InconsistentLog",
     "MissingColumnsError",
     "MissingRowsError",
+    "PipelineStageError",
     "ProtocolError",
     "StaleGroupError",
     "StorageFull",

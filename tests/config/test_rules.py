@@ -46,7 +46,7 @@ NOT_BUILT = [
     "on_policy_distillation.enabled=true",
     "policy.generation.refit_transport=nixl",
     "data_plane.controller_address=10.0.0.1:5000",
-    "async_rl={max_inflight_prompts: 4}",
+    "async_rl.diagnostics=true",
     "reward_penalties.penalize_empty_final_answer=true",
 ]
 

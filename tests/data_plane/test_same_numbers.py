@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import setup as grpo_setup
+from nemo_rl.algorithms.grpo import placement
+from nemo_rl.algorithms.grpo.assembly import close, setup
 from nemo_rl.algorithms.grpo.loop import grpo_train
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import load_master_config
@@ -118,7 +119,7 @@ def train(
     recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
     """Trains on the recording; metrics of every step, digests of the weights and the lines of the sample logs."""
-    monkeypatch.setattr(grpo_setup, "shutdown_ray", lambda: None)
+    monkeypatch.setattr(placement, "shutdown_ray", lambda: None)
 
     def run(name: str, *overrides: str, then: Callable[[GRPORun], None] | None = None) -> dict[str, Any]:
         places = [
@@ -127,14 +128,14 @@ def train(
             f"grpo.rollout_replay={recording}",
         ]
         config = load_master_config(CONFIG, [*BASE, *places, *overrides])
-        built = grpo_setup.setup(config)
+        built = setup(config)
         try:
             grpo_train(built)
             seen: dict[str, Any] = {"weights": built.policy.run_on_all("weight_checksums")[0]}
             if then is not None:
                 then(built)
         finally:
-            grpo_setup.close(built)
+            close(built)
         series = read_metrics(Path(config.logger.log_dir)).series
         seen["metrics"] = {name: values for name, values in series.items() if name.startswith("train/")}
         seen["samples"] = [

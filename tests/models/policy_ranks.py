@@ -315,27 +315,27 @@ def empty_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def dropped_communicators(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
-    """Steps with communicators dropped before each, and the same steps of a worker that keeps its own."""
-    config = run_config(model, world, *overrides)
-    loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
-    keeping = make_worker(config)
-    kept = [_train(keeping, data, loss) for _ in range(4)]
-    kept_weights = keeping.weight_checksums()
-    worker, results, groups = make_worker(config), [], []
-    for _ in range(4):
-        worker.drop_communicators()
-        groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
-        results.append(_train(worker, data, loss))
-        groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
-    worker.begin_train_step(loss)
-    refused = _error(worker.drop_communicators)
-    worker.abort_train_step()
-    return {
-        "same": results == kept and worker.weight_checksums() == kept_weights,
-        "groups": groups,
-        "refused": refused,
-    }
+def dropped_communicators(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Per case, steps with communicators dropped before each, and the same steps of a worker that keeps its own."""
+    seen = {}
+    for case, overrides in cases.items():
+        config = run_config(model, world, *overrides)
+        loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
+        keeping = make_worker(config)
+        kept = [_train(keeping, data, loss) for _ in range(5)]
+        kept_weights = keeping.weight_checksums()
+        worker, results, groups = make_worker(config), [], []
+        for _ in range(5):
+            worker.drop_communicators()
+            groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
+            results.append(_train(worker, data, loss))
+            groups.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        worker.begin_train_step(loss)
+        refused = _error(worker.drop_communicators)
+        worker.abort_train_step()
+        same = results == kept and worker.weight_checksums() == kept_weights
+        seen[case] = {"same": same, "groups": groups, "refused": refused}
+    return seen
 
 
 def uneven_packing(model: str, world: int) -> list[float]:

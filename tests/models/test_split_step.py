@@ -11,6 +11,8 @@ import pytest
 from tests.models.policy_ranks import MEGATRON, empty_step, split_steps
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 DEFERRED = ["policy.dtensor_cfg.defer_fsdp_grad_sync=true"]
 WHOLE = [*MEGATRON, "policy.megatron_cfg.optimizer.use_distributed_optimizer=false"]
 PACKED = ["policy.sequence_packing.enabled=true"]

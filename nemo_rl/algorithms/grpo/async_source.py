@@ -1,10 +1,9 @@
 """The source that generates ahead: rollouts of later steps run while a step trains.
 
 Ties the trajectory collector to the run: builds it, takes a step's groups out of it, holds it in checkpoints.
-    Invariants:
-a step trains on groups whose oldest token is at most `grpo.async_grpo.max_trajectory_age_steps` versions old; a
-checkpoint and the loader position saved with it hold every prompt group that was drawn and is not trained, finished or
-not, exactly once.
+Invariants: a step trains on groups whose oldest token is at most `grpo.async_grpo.max_trajectory_age_steps` versions
+old; a checkpoint and the loader position saved with it hold every prompt group that was drawn and is not trained,
+finished or not, exactly once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +18,8 @@ import torch
 from nemo_rl.algorithms.grpo.collect import gather_experience, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
-from nemo_rl.algorithms.grpo.stages import Experience, StalenessPolicy, judge_versions
+from nemo_rl.algorithms.grpo.stages import Experience, judge_versions
 from nemo_rl.algorithms.run_checkpoint import dataset_names
-from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
@@ -39,52 +36,6 @@ _NEVER_S = 10 * 365 * 86400.0
 BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
 
 
-@dataclass(frozen=True)
-class AheadSettings:
-    """How rollouts run ahead of training, whichever section of the configuration says it.
-
-    Attributes:
-        max_age: How many versions a step's rollouts may begin early; 0 is strictly on-policy.
-        in_flight: Whether weights are replaced below running requests.
-        recompute_kv: Whether these compute their keys and values anew.
-        mixed_versions: What a sample of several versions is worth.
-        max_failures: Failed rollouts in a row that are tried again.
-        max_inflight: Prompt groups that are generated at a time; None for any number.
-        stall_s: Without a finished group for so long, the run ends with an error; None for the default.
-    """
-
-    max_age: int
-    in_flight: bool
-    recompute_kv: bool
-    mixed_versions: StalenessPolicy
-    max_failures: int
-    max_inflight: int | None = None
-    stall_s: float | None = None
-
-
-def ahead_settings(config: MasterConfig) -> AheadSettings:
-    """From `async_rl` where it is set, from `grpo.async_grpo` otherwise."""
-    stream, ahead = config.async_rl, config.grpo.async_grpo
-    if stream is None:
-        return AheadSettings(
-            ahead.max_trajectory_age_steps,
-            ahead.in_flight_weight_updates,
-            ahead.recompute_kv_cache_after_weight_updates,
-            ahead.mixed_versions,
-            ahead.max_generation_failures,
-        )
-    watchdog = stream.stall_watchdog
-    return AheadSettings(
-        stream.sampler.max_lookahead_versions,
-        True,
-        stream.recompute_kv_cache_after_weight_updates,
-        ahead.mixed_versions,
-        stream.rollout_failure.max_infra_attempts_per_prompt - 1,
-        stream.max_inflight_prompts,
-        watchdog.stall_timeout_s if watchdog.stall_action == "abort" else None,
-    )
-
-
 class AsynchronousSource:
     """Rollouts run ahead of training, and every step takes what was made for it."""
 
@@ -92,8 +43,8 @@ class AsynchronousSource:
 
     def __init__(self, run: GRPORun) -> None:
         self._run = run
-        self._settings = ahead_settings(run.config)
-        self.collector = build_collector(run, self._settings)
+        self._settings = run.config.grpo.async_grpo
+        self.collector = build_collector(run)
 
     @property
     def version(self) -> int:
@@ -119,18 +70,13 @@ class AsynchronousSource:
         run.progress.phase("waiting for rollouts")
         with run.control.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
             experience = gather_experience(run, lambda attempt: self._collected(attempt, report))
-        self._judge(experience)
-        return experience
-
-    def _judge(self, experience: Experience[Any]) -> None:
-        judge_versions(experience, self._run.store, self._settings.mixed_versions, self._run.state.step)
+        judge_versions(experience, run.store, self._settings.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector.buffer))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
+        return experience
 
     def _collected(self, attempt: int, on_progress: ReportProgress) -> Experience[Any]:
-        return self._experience(self.collector.take(self._run.state.step, attempt, on_progress))
-
-    def _experience(self, groups: Sequence[BufferedGroup]) -> Experience[Any]:
+        groups = self.collector.take(self._run.state.step, attempt, on_progress)
         rows = joined_rows([group.rows for group in groups])
         store = self._run.store
         handle = store.concat([store.write(group.tokens) for group in groups])
@@ -155,12 +101,12 @@ class AsynchronousSource:
     @contextmanager
     def refit_window(self) -> Iterator[bool]:
         """Below running requests, or once they have ended."""
-        in_flight, turns = self._settings.in_flight, self._run.config.grpo.max_rollout_turns
+        in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
         if not in_flight:
             with self._run.timer.time("idle/refit_bubble"):
                 self.collector.prepare_for_refit(timeout_s=turns * request_timeout_s())
         try:
-            yield self._settings.recompute_kv or not in_flight
+            yield self._settings.recompute_kv_cache_after_weight_updates or not in_flight
         finally:
             self.collector.resume_after_refit()
 
@@ -181,20 +127,17 @@ class AsynchronousSource:
         self.collector.clear()
 
 
-def build_collector(run: GRPORun, settings: AheadSettings) -> TrajectoryCollector:
+def build_collector(run: GRPORun) -> TrajectoryCollector:
     """The run's collector, waiting for its first version."""
-    cfg = run.config.grpo
+    cfg, ahead = run.config.grpo, run.config.grpo.async_grpo
     rollouts: Any = run.rollouts
     limits = CollectorLimits(
-        max_age=settings.max_age,
+        max_age=ahead.max_trajectory_age_steps,
         generations=cfg.num_generations_per_prompt,
         last_step=cfg.max_num_steps,
-        max_failures=settings.max_failures,
+        max_failures=ahead.max_generation_failures,
         # On lent shards generation stands still by order, for as long as the scheduler likes.
-        stall_s=_NEVER_S
-        if getattr(run.generation, "lent", False)
-        else settings.stall_s or 2 * cfg.max_rollout_turns * request_timeout_s(),
-        max_inflight=settings.max_inflight,
+        stall_s=_NEVER_S if getattr(run.generation, "lent", False) else 2 * cfg.max_rollout_turns * request_timeout_s(),
     )
     return TrajectoryCollector(
         prompts=prompts_of(run),
@@ -209,7 +152,16 @@ def build_collector(run: GRPORun, settings: AheadSettings) -> TrajectoryCollecto
 
 def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
     """What a checkpoint holds of the collector: which batches are drawn and not trained, and their finished groups."""
-    groups = [
+    draws = [list(draw) for draw in collector.draws()]
+    return {
+        BUFFER_FILE: {"groups": plain_groups(run, collector.finished())},
+        ROLLOUTS_FILE: {"draws": draws, "shape": batch_shape(run)},
+    }
+
+
+def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str, Any]]:
+    """Finished groups as a checkpoint holds them."""
+    return [
         {
             "key": list(group.key),
             "tokens": run.store.read(group.tokens, run.store.columns(group.tokens)).get_dict(),
@@ -217,12 +169,8 @@ def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, A
             "metrics": group.metrics,
             "generated_at": group.generated_at,
         }
-        for group in collector.finished()
+        for group in groups
     ]
-    return {
-        BUFFER_FILE: {"groups": groups},
-        ROLLOUTS_FILE: {"draws": [list(draw) for draw in collector.draws()], "shape": _shape(run)},
-    }
 
 
 def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
@@ -234,16 +182,16 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
     if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
         return
     rollouts = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
-    if rollouts["shape"] != _shape(run):
+    if "draws" not in rollouts or rollouts["shape"] != batch_shape(run):
         logger.warning(
             "resume=buffer_ignored reason=batch_shape_or_datasets_changed saved=%s now=%s",
             rollouts["shape"],
-            _shape(run),
+            batch_shape(run),
         )
         return
     draws = [SavedDraw(*draw) for draw in rollouts["draws"]]
     saved = torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]
-    max_age = ahead_settings(run.config).max_age
+    max_age = run.config.grpo.async_grpo.max_trajectory_age_steps
     groups = []
     for plain in saved:
         key = GroupKey(*plain["key"])
@@ -257,7 +205,8 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
 
 
-def _shape(run: GRPORun) -> list[Any]:
+def batch_shape(run: GRPORun) -> list[Any]:
+    """What drawn batches of prompts depend on."""
     cfg = run.config.grpo
     return [
         int(cfg.num_prompts_per_step * cfg.batch_multiplier),

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str], *, default_config: Path) -> int:
 
 def run_to_end(config: MasterConfig) -> int:
     """Runs a checked configuration; the exit code."""
+    from nemo_rl.algorithms.grpo.assembly import close, setup
     from nemo_rl.algorithms.grpo.loop import drive
-    from nemo_rl.algorithms.grpo.setup import close, setup
 
     return launch.run_to_end(config, setup, drive, close)

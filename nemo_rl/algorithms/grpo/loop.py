@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.metrics import log_samples, log_step
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.sources import ExperienceSource, SynchronousSource
+from nemo_rl.algorithms.grpo.sources import BatchSource, ExperienceSource, SynchronousSource
 from nemo_rl.algorithms.grpo.step_end import CompletedStep, complete_step, early_stop, save_step, validation_due
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
 from nemo_rl.algorithms.grpo.train_on_batch import Trained, train_on_batch
@@ -32,14 +32,14 @@ def drive(run: GRPORun) -> None:
     train_to_end(run, source_of(run))
 
 
-def source_of(run: GRPORun) -> ExperienceSource:
+def source_of(run: GRPORun) -> BatchSource | StreamingSource:
     """The source that a run's configuration asks for: streaming, ahead of training, or in turns with it."""
     if run.config.async_rl is not None:
         return StreamingSource(run)
     return AsynchronousSource(run) if run.config.grpo.async_grpo.enabled else SynchronousSource(run)
 
 
-def train_to_end(run: GRPORun, source: ExperienceSource) -> None:
+def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
     """Drives a run to its end.
 
     Raises:
@@ -69,7 +69,7 @@ def train_to_end(run: GRPORun, source: ExperienceSource) -> None:
     run.checkpointer.finalize_pending()
 
 
-def run_step(run: GRPORun, source: ExperienceSource) -> CompletedStep | None:
+def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedStep | None:
     """One step and everything that follows from it; None when the prompts are used up."""
     control, step = run.control, run.state.step
     run.timer.reset()
@@ -107,7 +107,7 @@ def run_step(run: GRPORun, source: ExperienceSource) -> CompletedStep | None:
     return done
 
 
-def _train_whole(run: GRPORun, source: ExperienceSource) -> Trained:
+def _train_whole(run: GRPORun, source: BatchSource) -> Trained:
     experience = source.next_experience()
     run.control.lend_training(run.state.step)
     return train_on_batch(run, experience)

@@ -75,12 +75,13 @@ class GRPORun:
         timeout: Watches `checkpointing.checkpoint_must_save_by`.
         progress: What a person watches.
         total_steps: Of the whole run, as far as they can be known before it.
-        environments: Environment actors, to be ended with the run.
+        environments: Environment actors by name, to be ended with the run.
         placement: Gave the run its accelerators.
         clusters: Slots, to be given back.
         device_count: Slots of the run, and of training and generation.
         resumed_from: Checkpoint that the run goes on from.
         reward_watch: Says when steps go by that teach nothing.
+        env_of_validation_task: Environment name per validation task.
     """
 
     config: MasterConfig
@@ -109,6 +110,7 @@ class GRPORun:
     setup_seconds: dict[str, float] = field(default_factory=dict)
     resumed_from: Path | None = None
     reward_watch: RewardWatch = field(default_factory=RewardWatch)
+    env_of_validation_task: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from nemo_rl.experience.prompts import EpochPrompts
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.experience.stream_collector import StreamCollector
     from nemo_rl.experience.trajectory_collector import TrajectoryCollector
 
 
@@ -39,7 +40,7 @@ class ExperienceSource(Protocol):
     generates_ahead: bool
 
     @property
-    def collector(self) -> TrajectoryCollector | None:
+    def collector(self) -> TrajectoryCollector | StreamCollector | None:
         """What rolls out ahead; None where nothing does."""
         ...
 
@@ -54,14 +55,6 @@ class ExperienceSource(Protocol):
 
     def published(self, version: int) -> None:
         """Generation serves `version`: rollouts may begin."""
-        ...
-
-    def next_experience(self) -> Experience[Any]:
-        """The scored and filtered batch of the current step.
-
-        Raises:
-            StopIteration: The prompts are used up.
-        """
         ...
 
     def trained(self, step: int) -> None:
@@ -96,6 +89,18 @@ class ExperienceSource(Protocol):
 
     def clear(self) -> None:
         """Forgets what nobody will train."""
+        ...
+
+
+class BatchSource(ExperienceSource, Protocol):
+    """Gives whole steps."""
+
+    def next_experience(self) -> Experience[Any]:
+        """The scored and filtered batch of the current step.
+
+        Raises:
+            StopIteration: The prompts are used up.
+        """
         ...
 
 

@@ -145,11 +145,14 @@ class Experience(Generic[Handle]):
         handle: Its token columns in the store.
         rows: Its small columns [B] in the driver.
         metrics: What the stages measured.
+        group_names: Identity in the run record of each `prompt_number`; where none is given, that of the step's own
+            groups.
     """
 
     handle: Handle
     rows: BatchedDataDict[Any]
     metrics: dict[str, Any] = field(default_factory=dict)
+    group_names: Mapping[int, str] = field(default_factory=dict)
 
 
 def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:

@@ -85,11 +85,12 @@ def complete_step(run: GRPORun, experience: Experience[Any]) -> None:
     state, rows = run.state, experience.rows
     trained = sorted(set(rows["prompt_number"].tolist()))
     for prompt in trained:
-        run.record.emit(GroupTrained(group_id(state.step, prompt), state.step))
+        name = experience.group_names.get(prompt, group_id(state.step, prompt))
+        run.record.emit(GroupTrained(name, state.step))
     run.record.emit(StepFinished(state.step, state.step + 1, len(trained)))
     state.step += 1
     state.step_in_epoch += 1
-    state.consumed_samples += run.config.grpo.num_prompts_per_step
+    state.consumed_samples += run.config.grpo.num_prompts_per_step if not experience.group_names else len(trained)
     state.total_valid_tokens += int(rows["generated_lengths"][rows["sample_mask"] != 0].sum())
 
 

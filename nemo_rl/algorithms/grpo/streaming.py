@@ -8,72 +8,277 @@ accelerators, or in the last one; a step that fails leaves the weights of the st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
+import torch
+
+from nemo_rl.algorithms.grpo.async_source import BUFFER_FILE, ROLLOUTS_FILE, batch_shape, plain_groups
+from nemo_rl.algorithms.grpo.collect import training_plan
 from nemo_rl.algorithms.grpo.metrics import step_metrics
-from nemo_rl.algorithms.grpo.stages import Experience, columns_to_train, filter_rows, score_rewards, whole_batch_stages
-from nemo_rl.algorithms.grpo.train_on_batch import Trained, score, weigh
-from nemo_rl.config import ConfigError, MasterConfig
+from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
+from nemo_rl.algorithms.grpo.stages import (
+    Experience,
+    columns_to_train,
+    filter_rows,
+    judge_versions,
+    score_rewards,
+    whole_batch_stages,
+)
+from nemo_rl.algorithms.grpo.train_on_batch import Trained, recorded_span, score, weigh
+from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
-from nemo_rl.experience.columns import joined_rows
-from nemo_rl.experience.replay_buffer import BufferedGroup
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns, joined_rows
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
+from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
+from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
+from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StallPolicy, StreamCollector
+from nemo_rl.experience.trajectory_collector import group_name
+from nemo_rl.utils.step_timeline import TRAINING
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
 
+logger = logging.getLogger(__name__)
 
-def check_streaming(config: MasterConfig) -> None:
-    """Whether every stage of the run can work on some groups of a step.
+_UNCLIPPED_LAG = 3
+
+
+def sampler_of(cfg: AsyncRLConfig) -> Sampler:
+    """The sampler that `async_rl.sampler` asks for.
 
     Raises:
-        ConfigError: One needs the whole step.
+        SamplerError: A custom one cannot be made.
     """
-    stages = whole_batch_stages(config.grpo, config.loss_fn)
-    if config.async_rl is not None and stages:
+    settings = cfg.sampler
+    if settings.name == "custom":
+        return custom_sampler(settings.target or "", settings.model_extra or {})
+    if settings.name == "in_order":
+        return BUILT_IN["in_order"](settings.max_lookahead_versions)
+    if settings.name == "windowed":
+        return BUILT_IN["windowed"](settings.max_staleness_versions, settings.sample_freshest_first)
+    return BUILT_IN[settings.name](settings.max_staleness_versions)
+
+
+def check_streaming(config: MasterConfig) -> None:
+    """Whether the run can be streamed: every stage works on some groups of a step, and the sampler can be made.
+
+    Raises:
+        ConfigError: Something of it cannot.
+    """
+    if config.async_rl is None:
+        return
+    if stages := whole_batch_stages(config.grpo, config.loss_fn):
         raise ConfigError(
             [f"async_rl trains on groups as they finish, and {key} does not: {why}" for key, why in stages.items()]
         )
+    try:
+        sampler = sampler_of(config.async_rl)
+    except SamplerError as error:
+        raise ConfigError([str(error)]) from error
+    bound = config.loss_fn.truncated_importance_sampling_ratio
+    if sampler.window() >= _UNCLIPPED_LAG and bound is None:
+        logger.warning(
+            "samples may be %d versions old, and their importance weights have no bound, which can raise the KL "
+            "manifold; loss_fn.truncated_importance_sampling_ratio=2.0 bounds them",
+            sampler.window(),
+        )
 
 
-class StreamingSource(AsynchronousSource):
+class StreamingSource:
     """Rollouts run beside training, and a step takes its groups as they finish."""
+
+    generates_ahead = True
+
+    def __init__(self, run: GRPORun) -> None:
+        self._run, self._cfg = run, run.config.async_rl or AsyncRLConfig()
+        self.collector = _build_collector(run, self._cfg)
+
+    @property
+    def version(self) -> int:
+        """The version of the run's weights."""
+        return self._run.state.step
+
+    def start(self) -> None:
+        """Goes on with the prompts and groups of the checkpoint."""
+        _restore(self._run, self._cfg, self.collector)
+
+    def published(self, version: int) -> None:
+        """Rollouts that this version is young enough for may begin."""
+        self.collector.set_weight_version(version)
+
+    def draw_ahead(self) -> None:
+        """Draws prompts while something else takes time."""
+        self.collector.draw()
 
     def parts(self) -> Iterator[Experience[Any]]:
         """The groups of the current step, each once: scored and filtered, as many at a time as are worth a pass. None
         where the prompts are used up.
 
         Raises:
+            StopIteration: The prompts are used up, and what is left of the step is too small.
             CollectorError: The collector cannot deliver.
         """
-        run, step = self._run, self._run.state.step
-        with run.control.demand(step, *self.waited_for()) as report:
+        run = self._run
+        with run.control.demand(run.state.step, *self.waited_for()) as report:
             while True:
                 run.progress.phase("waiting for rollouts")
-                try:
-                    with run.timer.time("exposed_generation"):
-                        groups = self.collector.take_finished(step, 0, self._enough, report)
-                except StopIteration:
-                    return
+                with run.timer.time("exposed_generation"):
+                    groups = self.collector.take(self._enough, report)
                 if not groups:
                     return
                 experience = self._experience(groups)
                 score_rewards(experience.rows, run.config.grpo)
                 filter_rows(experience.rows, run.config.grpo)
-                self._judge(experience)
+                judge_versions(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
+                experience.metrics["buffer_size"] = float(len(self.collector))
+                experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
                 yield experience
 
     def _enough(self, groups: Sequence[BufferedGroup]) -> bool:
         """Whether a pass over these groups fills the accelerators: by their number, or by their tokens."""
-        config = self._run.config
-        if config.async_rl is not None and len(groups) >= config.async_rl.min_groups_for_streaming_train:
+        if len(groups) >= self._cfg.min_groups_for_streaming_train:
             return True
-        packing = config.policy.sequence_packing
+        packing = self._run.config.policy.sequence_packing
         if not packing.enabled:
             return False
         tokens = sum(float(group.rows["total_lengths"].sum()) for group in groups)
-        return tokens >= packing.train_mb_tokens * data_parallel_size(config)
+        return tokens >= packing.train_mb_tokens * data_parallel_size(self._run.config)
+
+    def _experience(self, groups: Sequence[BufferedGroup]) -> Experience[Any]:
+        store, numbers = self._run.store, self.collector.numbers()
+        for group in groups:
+            group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
+        rows = joined_rows([group.rows for group in groups])
+        handle = store.concat([store.write(group.tokens) for group in groups])
+        names = {numbers[group.key]: group_name(group.key) for group in groups}
+        return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]), names)
+
+    def metrics(self) -> dict[str, float]:
+        """What became of prompts since the last step."""
+        step, collector = self.collector.queue.step, self.collector
+        evicted, collector.evicted = collector.evicted, 0
+        lag_s, collector.loop_lag_s = collector.loop_lag_s, 0.0
+        return {
+            "dropped_prompt_groups": float(len(step.dropped)),
+            "replaced_prompt_groups": float(len(step.replaced)),
+            "evicted_stale_prompt_groups": float(evicted),
+            "streaming/dispatch_loop_lag_s": lag_s,
+        }
+
+    def trained(self, step: int) -> None:
+        """The loader's position moves past what is trained."""
+        position, state = self.collector.finish_step(step), self._run.state
+        if position.epoch != state.epoch:
+            state.epoch, state.step_in_epoch = position.epoch, 0
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
+
+    def waited_for(self) -> tuple[int, int]:
+        """A whole step, and its groups that are finished."""
+        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
+        return groups, self.collector.count_intended_for_step(self._run.state.step)
+
+    def refit_window(self) -> AbstractContextManager[bool]:
+        """Weights are replaced below running requests."""
+        return nullcontext(self._cfg.recompute_kv_cache_after_weight_updates)
+
+    def loader(self) -> HasState:
+        """Where the loader stood before what is still to be trained."""
+        return self.collector.position()
+
+    def saved(self) -> Mapping[str, Any]:
+        """Which prompts are drawn and not trained, and their finished groups."""
+        draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
+        return {
+            BUFFER_FILE: {"groups": plain_groups(self._run, self.collector.finished())},
+            ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run), "sampler": self._cfg.sampler.name},
+        }
+
+    def stop(self) -> None:
+        """Ends every rollout."""
+        self.collector.stop()
+
+    def clear(self) -> None:
+        """Forgets the groups that wait."""
+        self.collector.clear()
+
+
+def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
+    failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, run.config.grpo
+    limits = QueueLimits(
+        wanted=grpo.num_prompts_per_step,
+        last_step=min(grpo.max_num_steps, run.total_steps),
+        capacity=cfg.max_buffered_rollouts,
+        max_inflight=cfg.max_inflight_prompts,
+        min_fraction=failure.min_step_batch_fraction,
+        replaces=failure.on_dropped_prompt == "replace",
+    )
+    rollouts: Any = run.rollouts
+    return StreamCollector(
+        prompts=prompts_of(run),
+        rollouts=rollouts,
+        store=run.store,
+        plan=lambda batch: training_plan(run, batch),
+        start=run.generation.start_on_dispatch_loop,
+        queue=PromptQueue(sampler_of(cfg), limits, run.state.step),
+        generations=grpo.num_generations_per_prompt,
+        failures=FailurePolicy(
+            failure.max_infra_attempts_per_prompt,
+            failure.max_data_attempts_per_prompt,
+            (failure.backoff_base_s, failure.max_backoff_s),
+            failure.max_skipped_prompts,
+            failure.max_consecutive_dropped_prompts,
+        ),
+        # On lent shards generation stands still by order, for as long as the scheduler likes.
+        stall=StallPolicy(
+            watchdog.stall_timeout_s,
+            aborts=watchdog.stall_action == "abort" and not getattr(run.generation, "lent", False),
+        ),
+        record=run.record,
+    )
+
+
+def _restore(run: GRPORun, cfg: AsyncRLConfig, collector: StreamCollector) -> None:
+    """Goes on with the prompts of the checkpoint that the run resumed from, and with their finished groups.
+
+    Groups that are older than the sampler now allows, or that another sampler chose, are left out: their prompts are
+    generated anew. Of another batch shape, or of other datasets, everything is.
+    """
+    if run.resumed_from is None or not (run.resumed_from / ROLLOUTS_FILE).exists():
+        return
+    saved = torch.load(run.resumed_from / ROLLOUTS_FILE, weights_only=True)
+    if "batches" not in saved or saved["shape"] != batch_shape(run):
+        logger.warning("resume=buffer_ignored reason=batch_shape_or_datasets_or_driver_changed")
+        return
+    batches = [SavedBatch(batch, rows, tuple((r, a, n) for r, a, n in left)) for batch, rows, left in saved["batches"]]
+    groups: list[BufferedGroup] = []
+    if saved["sampler"] == cfg.sampler.name:
+        known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
+        groups = _restored_groups(run, run.resumed_from / BUFFER_FILE, sampler_of(cfg), known)
+    else:
+        logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
+    collector.restore(batches, groups)
+    logger.info("resume=buffer groups=%d batches=%d", len(groups), len(batches))
+
+
+def _restored_groups(run: GRPORun, file: Path, sampler: Sampler, known: set[GroupKey]) -> list[BufferedGroup]:
+    groups: list[BufferedGroup] = []
+    for plain in torch.load(file, weights_only=True)["groups"]:
+        key, rows = GroupKey(*plain["key"]), BatchedDataDict(plain["rows"])
+        old = sampler.max_lag is not None and plain["generated_at"] < run.state.step - sampler.max_lag
+        if old or key not in known:
+            continue
+        tokens = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+        groups.append(BufferedGroup(key, tokens, rows, plain["metrics"], plain["generated_at"]))
+    return groups
 
 
 def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
@@ -86,30 +291,37 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
     parts: list[Experience[Any]] = []
     try:
         for part in source.parts():
-            if not parts:
-                run.control.lend_training(run.state.step)
-            score(run, part, step_open=bool(parts))
-            weigh(run, part, first_row=sum(earlier.rows.size for earlier in parts))
-            run.progress.phase("training")
-            with run.timer.time("training_prep"):
-                run.policy.prepare_for_training()
-            if not parts:
-                run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
-            parts.append(part)
-            with run.timer.time("policy_training"):
-                data = columns_to_train(part, run.store, run.config.grpo, run.config.loss_fn)
-                run.policy.train_microbatches(data, timer=run.timer)
+            _train_on_part(run, parts, part)
         if not parts:
             raise StopIteration
-        with run.timer.time("policy_training"):
-            result = run.policy.finish_train_step()
+        with run.timer.time("policy_training"), recorded_span(run, TRAINING):
+            pending = run.policy.submit_finish_train_step()
+            source.draw_ahead()
+            result = pending.result()
     except BaseException:
         if parts:
             run.policy.abort_train_step()
         raise
     whole = _joined(run, parts)
-    metrics = step_metrics(run, whole, result) | {"streaming/parts": float(len(parts))}
+    metrics = step_metrics(run, whole, result) | source.metrics() | {"streaming/parts": float(len(parts))}
     return Trained(whole, metrics, result)
+
+
+def _train_on_part(run: GRPORun, parts: list[Experience[Any]], part: Experience[Any]) -> None:
+    """Gradients of some groups of a step; the first of them opens it."""
+    if not parts:
+        run.control.lend_training(run.state.step)
+    score(run, part, step_open=bool(parts))
+    weigh(run, part, first_row=sum(earlier.rows.size for earlier in parts))
+    run.progress.phase("training")
+    with run.timer.time("training_prep"):
+        run.policy.prepare_for_training()
+    if not parts:
+        run.policy.begin_train_step(run.loss_fn, gbs=run.config.policy.train_global_batch_size)
+    parts.append(part)
+    with run.timer.time("policy_training"), recorded_span(run, TRAINING):
+        data = columns_to_train(part, run.store, run.config.grpo, run.config.loss_fn)
+        run.policy.train_microbatches(data, timer=run.timer)
 
 
 def _joined(run: GRPORun, parts: Sequence[Experience[Any]]) -> Experience[Any]:
@@ -117,22 +329,24 @@ def _joined(run: GRPORun, parts: Sequence[Experience[Any]]) -> Experience[Any]:
     if len(parts) == 1:
         return parts[0]
     rows = joined_rows([part.rows for part in parts])
-    return Experience(run.store.concat([part.handle for part in parts]), rows, _joined_metrics(parts))
+    names = {number: name for part in parts for number, name in part.group_names.items()}
+    return Experience(run.store.concat([part.handle for part in parts]), rows, _joined_metrics(parts), names)
 
 
 def _joined_metrics(parts: Sequence[Experience[Any]]) -> dict[str, Any]:
-    """Extremes of extremes, sums of counts, and means by rows."""
+    """Lists joined, extremes of extremes, sums of counts, and means by rows."""
     joined: dict[str, Any] = {}
-    rows = [part.rows.size for part in parts]
-    for name in parts[0].metrics:
-        values = [part.metrics[name] for part in parts if name in part.metrics]
-        if "max" in name:
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
+        values = [value for value, _ in found]
+        if isinstance(values[0], list):
+            joined[name] = [one for value in values for one in value]
+        elif "max" in name:
             joined[name] = max(values)
         elif "min" in name:
             joined[name] = min(values)
         elif name.startswith(("num_", "total_")) or name.endswith("/sum"):
             joined[name] = sum(values)
         else:
-            weights = rows[: len(values)]
-            joined[name] = sum(value * size for value, size in zip(values, weights, strict=True)) / sum(weights)
+            joined[name] = sum(value * size for value, size in found) / sum(size for _, size in found)
     return joined

@@ -6,6 +6,9 @@ from nor what becomes of the weights. Invariant: a step that fails leaves the we
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +22,19 @@ from nemo_rl.algorithms.grpo.stages import (
     train,
 )
 from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.utils.record_events import StepSpan
+from nemo_rl.utils.step_timeline import LOGPROBS, TRAINING
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
+
+
+@contextmanager
+def recorded_span(run: GRPORun, what: str) -> Iterator[None]:
+    """Writes into the run record how long the current step was busy with something."""
+    step, begun = run.state.step, time.time()
+    yield
+    run.record.emit(StepSpan(step, what, begun, time.time()))
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ def score(run: GRPORun, experience: Experience[Any], *, step_open: bool = False)
     with timer.time("logprob_inference_prep"):
         if needs_previous_logprobs(cfg, loss_cfg) or needs_reference_logprobs(cfg, loss_cfg):
             run.policy.prepare_for_lp_inference(keep_train_buffers=step_open)
-    with timer.time("policy_and_reference_logprobs"):
+    with timer.time("policy_and_reference_logprobs"), recorded_span(run, LOGPROBS):
         compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
 
 
@@ -90,5 +103,5 @@ def optimise(run: GRPORun, experience: Experience[Any]) -> TrainResult:
     run.progress.phase("training")
     with run.timer.time("training_prep"):
         run.policy.prepare_for_training()
-    with run.timer.time("policy_training"):
+    with run.timer.time("policy_training"), recorded_span(run, TRAINING):
         return train(experience, run.store, run.policy, run.loss_fn, run.config.grpo, run.config.loss_fn, run.timer)

@@ -16,6 +16,10 @@ from nemo_rl.algorithms.grpo.collect import validation_plan
 from nemo_rl.algorithms.grpo.metrics import accuracy_by_task, validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import GRPOConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.call import environment_metrics
+from nemo_rl.experience.columns import joined_rows
+from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.utils.logger import print_message_log_samples
@@ -39,6 +43,7 @@ class _Validated:
 
     rewards: torch.Tensor
     lengths: torch.Tensor
+    components: dict[str, torch.Tensor]
     tasks: list[str]
     texts: list[str]
 
@@ -47,11 +52,12 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     """Runs validation and logs it under step `step` (0: before training).
 
     Returns:
-        `accuracy`, `avg_length`, with several generations per prompt `pass_k`, and with several tasks `accuracy/<task>`
-        of each.
+        `accuracy`, `avg_length`, with several generations per prompt `pass_k`, with several tasks `accuracy/<task>` of
+        each, the mean of each `reward/<name>`, and `<environment>/<name>` that environments measure themselves.
 
     Raises:
         ValueError: There is no validation data.
+        EnvironmentFailure: An environment cannot say what it measured.
     """
     cfg = run.config.grpo
     if run.val_loader is None or run.validation_rollouts is None:
@@ -68,6 +74,8 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
             done = _roll_out_all(run, step)
     metrics = validation_metrics(done.rewards, done.lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
     metrics |= accuracy_by_task(done.rewards, done.tasks)
+    metrics |= {name: float(values.mean()) for name, values in done.components.items()}
+    metrics |= _measured_by_environments(run, done)
     run.logger.log_metrics(metrics, step, prefix="validation")
     run.logger.log_metrics(
         {"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation"
@@ -83,18 +91,31 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     return metrics
 
 
+def _measured_by_environments(run: GRPORun, done: _Validated) -> dict[str, float]:
+    found: dict[str, float] = {}
+    columns = {"rewards": done.rewards, "generated_lengths": done.lengths, **done.components}
+    for name, actor in run.environments.items():
+        own = [row for row, task in enumerate(done.tasks) if run.env_of_validation_task.get(task) == name]
+        if not own:
+            continue
+        batch = BatchedDataDict({key: values[own] for key, values in columns.items()})
+        batch["task_name"] = [done.tasks[row] for row in own]
+        timeout_s = EnvironmentHandle.of(name, actor, run.config.env).timeout_s
+        measured = environment_metrics(actor, batch, timeout_s=timeout_s, name=name)
+        found |= {f"{name}/{key}": value for key, value in measured.items()}
+    return found
+
+
 def _roll_out_all(run: GRPORun, step: int) -> _Validated:
     cfg = run.config.grpo
-    rewards: list[torch.Tensor] = []
-    lengths: list[torch.Tensor] = []
+    rows: list[BatchedDataDict[Any]] = []
     tasks: list[str] = []
     texts: list[str] = []
     for index, prompts in enumerate(_batches(run)):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
         source: Any = run.validation_rollouts
         columns = source.roll_out(batch, validation_plan(run, index), 0).columns
-        rewards.append(columns.rows["total_reward"])
-        lengths.append(columns.rows["generated_lengths"])
+        rows.append(columns.rows)
         tasks += batch["task_name"]
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
@@ -102,7 +123,9 @@ def _roll_out_all(run: GRPORun, step: int) -> _Validated:
         if run.config.logger.num_val_samples_to_print:
             texts += list(run.store.read(handle, ["content"])["content"])
         run.store.clear(handle)
-    return _Validated(torch.cat(rewards), torch.cat(lengths), tasks, texts)
+    joined = joined_rows(rows)
+    components = {name: joined[name] for name in joined if name.startswith("reward/")}
+    return _Validated(joined["total_reward"], joined["generated_lengths"], components, tasks, texts)
 
 
 def _batches(run: GRPORun) -> list[Any]:

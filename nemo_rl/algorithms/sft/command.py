@@ -27,7 +27,7 @@ def main(arguments: Sequence[str], *, default_config: Path) -> int:
 
 def run_to_end(config: SFTMasterConfig) -> int:
     """Runs a checked configuration; the exit code."""
+    from nemo_rl.algorithms.sft.assembly import close, setup
     from nemo_rl.algorithms.sft.driver import sft_train
-    from nemo_rl.algorithms.sft.setup import close, setup
 
     return launch.run_to_end(config, setup, sft_train, close)

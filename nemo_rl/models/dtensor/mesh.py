@@ -67,6 +67,13 @@ class ParallelMesh:
             self._experts = init_device_mesh(
                 accelerator.kind, shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep", "expert_tp")
             )
+        # Known also while communicators are dropped.
+        self._coordinates = {
+            "data_parallel": self.data_mesh.get_local_rank(),
+            "context_parallel": self.mesh.get_local_rank("cp"),
+            "tensor_parallel": self.mesh.get_local_rank("tp"),
+            "pipeline_parallel": 0,
+        }
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -109,7 +116,7 @@ class ParallelMesh:
     @property
     def cp_rank(self) -> int:
         """Coordinate along cp."""
-        return self.mesh.get_local_rank("cp")
+        return self._coordinates["context_parallel"]
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different samples; the same on every one of them."""
@@ -118,12 +125,7 @@ class ParallelMesh:
 
     def coordinates(self) -> dict[str, int]:
         """This rank's position along every axis, under the names that drivers use."""
-        return {
-            "data_parallel": self.data_mesh.get_local_rank(),
-            "context_parallel": self.mesh.get_local_rank("cp"),
-            "tensor_parallel": self.mesh.get_local_rank("tp"),
-            "pipeline_parallel": 0,
-        }
+        return dict(self._coordinates)
 
     def make_replica_group(self) -> dist.ProcessGroup | None:
         """A host-side group of the ranks that see the same samples as this one, None where there is no other.

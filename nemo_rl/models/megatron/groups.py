@@ -73,16 +73,18 @@ class MegatronGroups:
         self.dp_group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         self.ep_group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
         self.etp_group: dist.ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
-
-    def coordinates(self) -> dict[str, int]:
-        """This rank's position along every axis, under the names that drivers use."""
-        return {
+        # Known also while communicators are dropped.
+        self._coordinates = {
             "data_parallel": self.dp_group.rank(),
             "context_parallel": self.cp_group.rank(),
             "tensor_parallel": self.tp_group.rank(),
             "pipeline_parallel": self.pp_group.rank(),
             "expert_parallel": self.ep_group.rank(),
         }
+
+    def coordinates(self) -> dict[str, int]:
+        """This rank's position along every axis, under the names that drivers use."""
+        return dict(self._coordinates)
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different samples."""
@@ -113,12 +115,12 @@ class MegatronGroups:
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds tokens."""
-        return self.pp_group.rank() == 0
+        return self._coordinates["pipeline_parallel"] == 0
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank scores tokens."""
-        return self.pp_group.rank() == self.sizes.pp - 1
+        return self._coordinates["pipeline_parallel"] == self.sizes.pp - 1
 
     def make_replica_group(self) -> dist.ProcessGroup | None:
         """A host-side group of the ranks that see the same samples as this one, its leader first; None where there is

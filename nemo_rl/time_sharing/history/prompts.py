@@ -133,6 +133,9 @@ class PromptChecks:
             )
             return
         group.committed = True
+        if event.restored:
+            group.newest = event.version
+            return
         if group.done != group.samples:
             self._bad(2, f"prompt group {event.group_id} is committed with {group.done} of {group.samples} samples")
         if event.version != group.newest:

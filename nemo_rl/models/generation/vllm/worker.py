@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from nemo_rl.models.generation.continuation import safe_cut
@@ -19,6 +20,7 @@ from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateErro
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
+from nemo_rl.models.generation.vllm.forked import forked_engine
 from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE
 from nemo_rl.models.generation.vllm.outbox import Outbox, RequestFailure, failure_of
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
@@ -73,10 +75,13 @@ class VllmGenerationWorker:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        # Without a GPU the fork is safe, and spares the engine's process a second import of everything.
+        process = nullcontext() if self._spec.cuda else forked_engine()
         try:
-            self._engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
-            )
+            with process:
+                self._engine = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
+                )
         except (RuntimeError, ValueError, OSError) as error:
             raise GenerationError(
                 f"the engine of shard {self._shard} could not start: {failure_of('', error).message}"

@@ -1,0 +1,263 @@
+"""Tokens per second and model FLOPs utilisation of a training step on both backends, beside the devices' own peak.
+
+    python benchmarks/train_step.py --shape 1.5b [--gpus 2] [--sequence 1024 4096] [--backends dtensor megatron]
+    python benchmarks/train_step.py --shape moe --expert-parallel 2 --gpus 2
+    python benchmarks/train_step.py --shape tiny --device cpu
+
+Random weights, packed rows of equal sequences, the token-level policy loss, one optimizer step of several microbatches
+after one that warms up. Every contender runs in processes of its own, one after the other. The peak is that of a large
+matrix product in the same precision, measured on the same devices before and after each contender: utilisation against
+the data sheet and against what was measured are both in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from shapes import make_model  # noqa: E402
+
+BACKENDS = ("dtensor", "megatron")
+
+
+def policy_section(args: argparse.Namespace, model: Path, backend: str, sequence: int) -> dict[str, Any]:
+    """The policy section of one contender."""
+    megatron = backend == "megatron"
+    optimizer = {"lr": 1e-6, "min_lr": 1e-6, "weight_decay": 0.0, "use_distributed_optimizer": True}
+    section: dict[str, Any] = {
+        "model_name": str(model),
+        "precision": args.precision,
+        "max_total_sequence_length": sequence,
+        "train_global_batch_size": rows(args, sequence),
+        "train_micro_batch_size": max(1, args.tokens // sequence),
+        "tokenizer": {"chat_template": None},
+        "sequence_packing": {"enabled": True, "train_mb_tokens": args.tokens, "logprob_mb_tokens": args.tokens},
+        "dtensor_cfg": {
+            "enabled": not megatron,
+            "defer_fsdp_grad_sync": True,
+            "activation_checkpointing": args.recompute,
+            "expert_parallel_size": args.expert_parallel,
+        },
+        "optimizer": None
+        if megatron
+        else {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "fused": args.device == "cuda"}},
+        "scheduler": None,
+    }
+    if megatron:
+        section["megatron_cfg"] = {
+            "enabled": True,
+            "activation_checkpointing": args.recompute,
+            "expert_model_parallel_size": args.expert_parallel,
+            "optimizer": optimizer,
+        }
+    return section
+
+
+def rows(args: argparse.Namespace, sequence: int) -> int:
+    """Sequences of a step over all devices."""
+    return max(1, args.tokens // sequence) * args.microbatches * args.gpus
+
+
+def batch_of(rows_here: int, sequence: int, vocabulary: int, seed: int) -> Any:
+    """One device's rows, full of tokens."""
+    import torch
+
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    draw = torch.Generator().manual_seed(seed)
+    shape = (rows_here, sequence)
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocabulary, shape, generator=draw),
+        input_lengths=torch.full((rows_here,), sequence),
+        token_mask=torch.ones(shape, dtype=torch.long),
+        sample_mask=torch.ones(rows_here),
+        advantages=torch.randn(shape, generator=draw),
+        prev_logprobs=torch.full(shape, -12.0),
+        generation_logprobs=torch.full(shape, -12.0),
+    )
+
+
+def matmul_tflops(device: Any, precision: str) -> float:
+    """TFLOP/s of the best of several large matrix products."""
+    import torch
+
+    cuda = device.type == "cuda"
+    size, times = (8192, 10) if cuda else (1024, 3)
+    a = torch.randn(size, size, device=device, dtype=getattr(torch, precision))
+    best = float("inf")
+    for _ in range(times):
+        if cuda:
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        a @ a
+        if cuda:
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best / 1e12
+
+
+def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path) -> None:
+    """One rank of one contender; rank 0 prints what was measured as JSON."""
+    import torch
+
+    from nemo_rl.config import MasterConfig
+    from nemo_rl.loss import ClippedPGLossFn
+    from nemo_rl.models.policy.worker import PolicyWorker
+    from nemo_rl.utils.flops import peak_tflops
+
+    config = MasterConfig(
+        policy=policy_section(args, model, backend, sequence), loss_fn={"reference_policy_kl_penalty": 0.0}
+    )
+    worker = PolicyWorker(config.policy, init_reference_model=False)
+    device = worker.backend.device
+    peaks = [matmul_tflops(device, args.precision)]
+    here = rows(args, sequence) // args.gpus
+    data = batch_of(here, sequence, worker.backend.model_config.vocab_size, worker.backend.rank)
+    loss = ClippedPGLossFn(config.loss_fn)
+    seconds = []
+    for _ in range(args.steps + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        worker.begin_train_step(loss)
+        for start in range(0, here, here // args.microbatches):
+            chunk = data.slice(start, start + here // args.microbatches)
+            worker.train_microbatches(_packed(chunk, worker.cfg))
+        result = worker.finish_train_step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        torch.distributed.barrier()
+        seconds.append(time.perf_counter() - started)
+    peaks.append(matmul_tflops(device, args.precision))
+    if worker.backend.rank == 0:
+        told = worker.describe()
+        tokens = here * sequence * args.gpus
+        wall = statistics.median(seconds[1:])
+        flops = told["shape"].train_flops([sequence] * (here * args.gpus))
+        sheet = peak_tflops(told["device_name"], args.precision) if device.type == "cuda" else None
+        answer = {
+            "kernels": told["kernels"],
+            "tokens_per_s": tokens / wall,
+            "seconds": wall,
+            "tflops": flops / wall / args.gpus / 1e12,
+            "sheet": sheet,
+            "measured_peak": max(peaks),
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+            "loss": result["loss"][0],
+        }
+        print("RESULT " + json.dumps(answer), flush=True)
+    torch.distributed.barrier()
+    worker.shutdown()
+
+
+def _packed(chunk: Any, cfg: Any) -> Any:
+    from nemo_rl.models.policy.batches import shard_chunk
+
+    return shard_chunk(chunk, cfg, 1)[0]
+
+
+def contender(args: argparse.Namespace, backend: str, sequence: int, model: Path) -> dict[str, Any]:
+    """Runs every rank of one contender; what rank 0 measured.
+
+    Raises:
+        RuntimeError: A rank failed or took longer than the deadline.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(args.gpus):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(args.gpus),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        if args.device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+        line = [sys.executable, __file__, *sys.argv[1:], "--rank-of", backend, str(sequence), str(model)]
+        processes.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True))
+    deadline = time.monotonic() + args.timeout
+    try:
+        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{backend} with sequences of {sequence} gave no result in {args.timeout} s") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    told = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
+    if not told:
+        raise RuntimeError(f"{backend} with sequences of {sequence} failed: see the errors above")
+    answer: dict[str, Any] = json.loads(told[0].removeprefix("RESULT "))
+    return answer
+
+
+def row_of(backend: str, sequence: int, answer: dict[str, Any]) -> str:
+    """One line of the table."""
+    sheet = f"{answer['tflops'] / answer['sheet']:.1%}" if answer["sheet"] else "-"
+    memory = f"{answer['memory_gib']:.1f}" if answer["memory_gib"] is not None else "-"
+    cells = (
+        backend,
+        answer["kernels"],
+        str(sequence),
+        f"{answer['tokens_per_s']:,.0f}",
+        f"{answer['seconds']:.3f}",
+        f"{answer['tflops']:.3g}",
+        sheet,
+        f"{answer['measured_peak']:.3g}",
+        f"{answer['tflops'] / answer['measured_peak']:.1%}",
+        memory,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5b", help="a shape of benchmarks/shapes.py")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="devices; slots of the CPU with --device cpu")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--sequence", type=int, nargs="+", help="tokens of a sequence (1024 and 4096; tiny: 32)")
+    parser.add_argument("--tokens", type=int, help="tokens of a microbatch (16384; tiny: 256)")
+    parser.add_argument("--microbatches", type=int, default=4, help="microbatches of a step, each a chunk")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--expert-parallel", type=int, default=1)
+    parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
+    parser.add_argument("--work", default="/tmp/nemo_rl_train_step", help="where models are made")
+    parser.add_argument("--rank-of", nargs=3, metavar=("BACKEND", "SEQUENCE", "MODEL"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    tiny = args.shape.startswith("tiny")
+    args.precision = "bfloat16" if args.device == "cuda" else "float32"
+    args.tokens = args.tokens or (256 if tiny else 16384)
+    if args.rank_of:
+        backend, sequence, model = args.rank_of
+        run_rank(args, backend, int(sequence), Path(model))
+        return
+    model = make_model(args.shape, Path(args.work))
+    print(f"shape={args.shape} devices={args.gpus} ({args.device}) tokens_per_microbatch={args.tokens}\n")
+    header = ("backend", "kernels", "sequence", "tokens/s", "s a step", "TFLOP/s a device", "MFU, data sheet")
+    header = (*header, "matmul TFLOP/s", "of matmul", "GiB")
+    print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for sequence in args.sequence or ([32] if tiny else [1024, 4096]):
+        for backend in args.backends:
+            print(row_of(backend, sequence, contender(args, backend, sequence, model)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Which finished prompt groups the next optimizer step takes: pure functions over immutable slots.
+
+A sampler sees slots and the version of the weights, and knows neither tokens nor threads. `PromptQueue` asks it when
+prompts may be dispatched, which groups a step may take, and which have become too old. Invariant: what `eligible`
+returns is ready, and, where the sampler bounds it, at most `max_lag` versions old.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.experience.replay_buffer import GroupKey
+
+
+class SamplerError(UserError, ValueError):
+    """A sampler that cannot be made, or that was asked for an impossible number of groups."""
+
+
+class SlotStatus(Enum):
+    """Where a prompt group is on its way to a step."""
+
+    WAITING = "waiting"
+    ROLLING = "rolling"
+    READY = "ready"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One prompt group that was drawn and is not trained.
+
+    Attributes:
+        key: Its identity: the batch that it was drawn with, the attempt, its number.
+        place: Number of the group in the order of training, over the whole run.
+        status: Where it is.
+        started: Version that was published when its generation began; None before.
+        arrived: Number of its arrival; None until it is ready.
+        attempts: Rollouts of it that failed.
+    """
+
+    key: GroupKey
+    place: int
+    status: SlotStatus = SlotStatus.WAITING
+    started: int | None = None
+    arrived: int | None = None
+    attempts: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether its rollouts are finished."""
+        return self.status is SlotStatus.READY
+
+    def lag(self, version: int) -> int:
+        """How many versions its generation began before `version`."""
+        return version - (version if self.started is None else self.started)
+
+
+class Sampler(Protocol):
+    """Chooses groups.
+
+    Attributes:
+        max_lag: How many versions old a group may be when it is trained; None for any number.
+        paced: Whether prompts are dispatched for at most `max_lag + 1` steps at a time.
+        in_order: Whether a step takes exactly the groups whose place is its own.
+    """
+
+    max_lag: int | None
+    paced: bool
+    in_order: bool
+
+    def window(self) -> int:
+        """How many versions early prompts are dispatched."""
+        ...
+
+    def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """The ready slots that the step which starts from `version` may take, those it prefers first.
+
+        Args:
+            slots: Every slot that is not trained, by place.
+            version: Of the weights.
+            first: Place of the step's first group.
+            wanted: Groups of the step.
+        """
+        ...
+
+    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """Slots, ready or rolling, that no step from `version` on will take as they are."""
+        ...
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Every step takes the groups that were drawn for it; `max_lookahead_versions` steps are dispatched early."""
+
+    max_lookahead_versions: int = 1
+    paced = True
+    in_order = True
+
+    @property
+    def max_lag(self) -> int:
+        """The lookahead: what is dispatched so early is trained so late."""
+        return self.max_lookahead_versions
+
+    def window(self) -> int:
+        """The lookahead."""
+        return self.max_lookahead_versions
+
+    def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """The step's own, as they arrived."""
+        return _by_arrival(slot for slot in slots if slot.ready and first <= slot.place < first + wanted)
+
+    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """None: pacing bounds their age."""
+        return ()
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What the samplers with `max_staleness_versions` share."""
+
+    max_staleness_versions: int = 1
+    in_order = False
+
+    def window(self) -> int:
+        """The staleness that is allowed."""
+        return self.max_staleness_versions
+
+    def _inside(self, slot: Slot, version: int) -> bool:
+        return slot.started is not None and 0 <= slot.lag(version) <= self.max_staleness_versions
+
+
+@dataclass(frozen=True)
+class WeightFifo(_Window):
+    """Takes the groups of the oldest version first, and waits for all of them before younger ones."""
+
+    paced = True
+
+    @property
+    def max_lag(self) -> int:
+        """The window."""
+        return self.max_staleness_versions
+
+    def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """Those whose generation began under the oldest version inside the window."""
+        begun = [slot for slot in slots if self._inside(slot, version)]
+        oldest = max((slot.lag(version) for slot in begun), default=0)
+        return _by_arrival(slot for slot in begun if slot.ready and slot.lag(version) == oldest)
+
+    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """Those that fell out of the window."""
+        return _fallen(slots, version, self.max_staleness_versions)
+
+
+@dataclass(frozen=True)
+class Windowed(_Window):
+    """Takes whatever is ready and young enough; prompts are dispatched as fast as the buffer allows."""
+
+    sample_freshest_first: bool = False
+    paced = False
+
+    @property
+    def max_lag(self) -> int:
+        """The window."""
+        return self.max_staleness_versions
+
+    def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """Inside the window, as they arrived or the freshest first."""
+        found = _by_arrival(slot for slot in slots if slot.ready and self._inside(slot, version))
+        return sorted(found, key=lambda slot: slot.lag(version)) if self.sample_freshest_first else found
+
+    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """Those that fell out of the window."""
+        return _fallen(slots, version, self.max_staleness_versions)
+
+
+@dataclass(frozen=True)
+class ReadyFirst(_Window):
+    """Takes whatever is ready, however old; `max_staleness_versions` only paces the dispatch of prompts."""
+
+    paced = True
+    max_lag: int | None = field(default=None, init=False)
+
+    def eligible(self, slots: Sequence[Slot], version: int, first: int, wanted: int) -> Sequence[Slot]:
+        """All that are ready, as they arrived."""
+        return _by_arrival(slot for slot in slots if slot.ready)
+
+    def stale(self, slots: Sequence[Slot], version: int) -> Sequence[Slot]:
+        """None."""
+        return ()
+
+
+def _by_arrival(slots: Any) -> list[Slot]:
+    return sorted(slots, key=lambda slot: slot.arrived)
+
+
+def _fallen(slots: Sequence[Slot], version: int, window: int) -> list[Slot]:
+    return [slot for slot in slots if slot.started is not None and slot.lag(version) > window]
+
+
+def select_one_group(slots: Sequence[Slot], version: int, max_lag: int, *, strict: bool = False) -> Slot | None:
+    """The one ready group to take next: at most `max_lag` versions old, or none old at all when `strict`; the freshest,
+    and of those the one drawn first.
+    """
+    bound = 0 if strict else max_lag
+    found = [slot for slot in slots if slot.ready and 0 <= slot.lag(version) <= bound]
+    return min(found, key=lambda slot: (slot.lag(version), slot.place), default=None)
+
+
+BUILT_IN: Mapping[str, type] = {
+    "in_order": InOrder,
+    "weight_fifo": WeightFifo,
+    "windowed": Windowed,
+    "ready_first": ReadyFirst,
+}
+"""The samplers of `async_rl.sampler.name`; `custom` names a class of the user's."""
+
+
+def custom_sampler(target: str, settings: Mapping[str, Any]) -> Sampler:
+    """A sampler of the user's.
+
+    Args:
+        target: `module:Class`.
+        settings: Its further keys.
+
+    Raises:
+        SamplerError: It cannot be imported or made, or lacks a part of `Sampler`.
+    """
+    where = f"async_rl.sampler.target={target}"
+    module, _, name = target.partition(":")
+    try:
+        sampler = getattr(importlib.import_module(module), name)(**settings)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise SamplerError(f"{where}: expected module:Class and the keys that it takes; {error}") from error
+    missing = [part for part in ("max_lag", "paced", "in_order", "window", "eligible", "stale")
+               if not hasattr(sampler, part)]  # fmt: skip
+    if missing:
+        raise SamplerError(f"{where}: {name} lacks {missing}; see nemo_rl.experience.samplers.Sampler")
+    return sampler

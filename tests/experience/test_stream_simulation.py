@@ -1,0 +1,93 @@
+"""Ten thousand random schedules of a streaming run, each checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, QueueProtocolError
+from nemo_rl.experience.replay_buffer import GroupKey
+from nemo_rl.experience.samplers import InOrder, Slot, SlotStatus, WeightFifo, Windowed, select_one_group
+from tests.experience.stream_simulation import StreamSimulation, prompts_of
+
+SCHEDULES = 10_000
+
+
+@pytest.mark.slow
+def test_every_prompt_is_trained_once_or_accounted_for_in_every_schedule() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        simulation = StreamSimulation(seed)
+        outcome = simulation.run()
+        what = f"seed {seed}"
+        ended = Counter([*outcome.trained, *outcome.failed, *outcome.left])
+        assert max(ended.values(), default=1) == 1, what
+        assert set(ended) <= prompts_of(simulation), what
+        limits, sampler = simulation.limits, simulation.sampler
+        if sampler.max_lag is not None:
+            assert max(outcome.lags, default=0) <= sampler.max_lag, what
+        lost = len(outcome.failed)
+        assert outcome.steps == limits.last_step or lost, what
+        if sampler.in_order and not limits.replaces and not lost:
+            assert outcome.trained == sorted(outcome.trained, key=lambda prompt: prompt // simulation.wanted), what
+        if not lost:
+            assert len(outcome.trained) == limits.last_step * simulation.wanted, what
+            assert sorted(outcome.trained) == list(range(len(outcome.trained))) or not sampler.in_order, what
+        seen[type(sampler).__name__] += 1
+        seen.update(crash=outcome.crashes, failed=lost, evicted=outcome.evicted, lag=max(outcome.lags, default=0))
+    # None of what is checked goes unseen.
+    assert min(seen[what] for what in ("InOrder", "WeightFifo", "Windowed", "ReadyFirst")) > SCHEDULES / 20, seen
+    assert min(seen[what] for what in ("crash", "failed", "evicted", "lag")) > SCHEDULES / 20, seen
+
+
+def slot(number: int, started: int | None, *, ready: bool = True, place: int | None = None) -> Slot:
+    status = SlotStatus.READY if ready else SlotStatus.ROLLING
+    return Slot(GroupKey(0, 0, number), number if place is None else place, status, started, number if ready else None)
+
+
+def numbers(slots: object) -> list[int]:
+    return [one.key.number for one in slots]  # type: ignore[attr-defined]
+
+
+def test_samplers_choose_as_they_say() -> None:
+    slots = [slot(0, 3, place=2), slot(1, 4, place=0), slot(2, 2, place=4), slot(3, 3, ready=False, place=1)]
+    assert numbers(InOrder(1).eligible(slots, 4, 0, 3)) == [0, 1]
+    assert numbers(InOrder(1).eligible(slots, 4, 3, 3)) == [2]
+    assert numbers(WeightFifo(2).eligible(slots, 4, 0, 3)) == [2]
+    assert numbers(WeightFifo(1).eligible(slots, 4, 0, 3)) == [0], "waits for the slow one of version 3"
+    assert numbers(Windowed(1).eligible(slots, 4, 0, 3)) == [0, 1]
+    assert numbers(Windowed(1, True).eligible(slots, 4, 0, 3)) == [1, 0]
+    assert numbers(Windowed(1).stale(slots, 4)) == [2] and InOrder(1).stale(slots, 4) == ()
+
+
+def test_one_group_is_selected_by_lag_and_then_by_its_place() -> None:
+    slots = [
+        slot(0, 3, place=5),
+        slot(1, 4, place=4),
+        slot(2, 4, place=3),
+        slot(3, 5),
+        slot(4, 4, ready=False, place=0),
+    ]
+    chosen = select_one_group(slots, 4, 1)
+    assert chosen is not None and chosen.key.number == 2
+    only_old = select_one_group(slots[:1], 4, 1)
+    assert only_old is not None and only_old.key.number == 0
+    assert select_one_group(slots[:1], 4, 1, strict=True) is None, "strictly on-policy"
+    assert select_one_group([], 4, 1) is None
+
+
+def test_the_queue_refuses_what_cannot_be() -> None:
+    queue = PromptQueue(InOrder(0), QueueLimits(wanted=2, last_step=2, capacity=2))
+    first, second = queue.draw(2)
+    with pytest.raises(QueueProtocolError, match="waiting, expected rolling"):
+        queue.ready(first)
+    assert queue.to_launch() == [first, second] and not queue.wants_batch()
+    queue.launched(first, 0)
+    queue.ready(first)
+    with pytest.raises(QueueProtocolError, match="ready, expected rolling"):
+        queue.ready(first)
+    assert queue.select(lambda keys: False) is None, "the other one may come"
+    assert queue.select(lambda keys: True) == [first]
+    with pytest.raises(QueueProtocolError, match="unknown"):
+        queue.give_up(first)

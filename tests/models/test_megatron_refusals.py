@@ -1,0 +1,87 @@
+"""What the Megatron backend does not take is refused by its key, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import ConfigError, PolicyConfig
+from nemo_rl.models.megatron.checks import check_device, check_policy
+from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError, model_config
+from tests.models.policy_ranks import MEGATRON, run_config
+
+KEY = "policy.megatron_cfg"
+
+
+def _policy(model: Path, *overrides: str, world: int = 4) -> PolicyConfig:
+    return run_config(model, world, *MEGATRON, *overrides).policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{KEY}.tensor_model_parallel_size=4"], "num_key_value_heads=2; possible: 1, 2"),
+        ([f"{KEY}.pipeline_model_parallel_size=4"], "num_hidden_layers=2; possible: 1, 2"),
+        ([f"{KEY}.expert_model_parallel_size=2"], "the model has no experts; set it to 1"),
+    ],
+)
+def test_grids_that_the_model_does_not_allow_are_refused_with_those_that_would_do(
+    tiny_model: Path, overrides: list[str], message: str
+) -> None:
+    cfg = _policy(tiny_model, *overrides)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_policy(cfg, model_config(cfg))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{KEY}.expert_model_parallel_size=3"], "4 experts; possible: 1, 2, 4"),
+        ([f"{KEY}.tensor_model_parallel_size=2"], "needs policy.megatron_cfg.sequence_parallel=true"),
+        (
+            [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true"],
+            "expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2",
+        ),
+    ],
+)
+def test_grids_that_experts_do_not_allow_are_refused(tiny_moe_model: Path, overrides: list[str], message: str) -> None:
+    cfg = _policy(tiny_moe_model, *overrides, world=1 if "=3" in overrides[0] else 2)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_policy(cfg, model_config(cfg))
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model: Path) -> None:
+    cfg = _policy(tiny_model)
+    model = model_config(cfg)
+    model.model_type = "gpt2"
+    with pytest.raises(UnsupportedModelError, match="'gpt2' is not known; possible: llama, qwen2, qwen3, qwen3_moe"):
+        check_policy(cfg, model)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cuda_graph_impl=local",
+        "mtp_num_layers=1",
+        "moe_router_load_balancing_type=aux_loss",
+        "moe_token_dispatcher_type=flex",
+        "peft.enabled=true",
+        "optimizer.optimizer=sgd",
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(tiny_model: Path, override: str) -> None:
+    cfg = _policy(tiny_model, f"{KEY}.{override}")
+    with pytest.raises(ConfigError, match=f"{KEY}.{override.partition('=')[0]}"):
+        check_policy(cfg, model_config(cfg))
+
+
+@pytest.mark.parametrize("key", ["fp8_cfg.enabled", "gradient_accumulation_fusion"])
+def test_keys_that_need_transformer_engine_are_refused_without_it(tiny_model: Path, key: str) -> None:
+    with pytest.raises(KernelUnavailableError, match=f"{KEY}.{key}=true needs Transformer Engine"):
+        check_device(_policy(tiny_model, f"{KEY}.{key}=true"), cuda=False)
+
+
+def test_both_backends_at_once_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="are both true; enable exactly one"):
+        run_config(tiny_model, 1, f"{KEY}.enabled=true")
