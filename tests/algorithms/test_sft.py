@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.resume import NothingToDo
-from nemo_rl.algorithms.sft import assembly
+from nemo_rl.algorithms.sft import placement
 from nemo_rl.algorithms.sft.assembly import setup
 from nemo_rl.algorithms.sft.driver import sft_train
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
@@ -131,7 +131,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise AssertionError("Ray was needed")
 
-    monkeypatch.setattr(assembly, "init_ray", fail)
+    monkeypatch.setattr(placement, "init_ray", fail)
 
 
 @pytest.mark.usefixtures("no_ray")
