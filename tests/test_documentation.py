@@ -86,6 +86,10 @@ RUNS = {
 }
 
 
+# Commands on a pool that is open, or that keep one open; tests/time_sharing carries them out.
+LIVE = ("serve", "submit", "status", "drain", "cancel", "page")
+
+
 def commands() -> list[str]:
     """Every command line of every page, comments left out."""
     lines = [
@@ -132,6 +136,9 @@ def attempt(line: str, workplace: Path) -> str:
         return "" if "sbatch" not in words or (ROOT / words[-1]).is_file() else f"{words[-1]} does not exist"
     assignments = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word) and words[0] != "make"]
     words = [word for word in words if word not in assignments]
+    live = "nemo_rl.time_sharing" in words and (words[3] in LIVE or "logs/time_sharing" in line)
+    if live or "run_time_sharing.py" in line:
+        return shared(words)
     script = next((Path(word).name for word in words if Path(word).name in RUNS), None)
     if script is not None:
         return configured(words, RUNS[script], workplace)
@@ -152,6 +159,23 @@ def attempt(line: str, workplace: Path) -> str:
         check=False,
     )
     return "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr[-1500:]}"
+
+
+def shared(words: list[str]) -> str:
+    """Whether a command on a pool is one, and its files, where they are here, can be submitted."""
+    from nemo_rl.time_sharing.cli import parser
+    from nemo_rl.time_sharing.job import read_jobs
+    from nemo_rl.time_sharing.launcher import launcher_parser
+    from nemo_rl.time_sharing.topology import Pool
+
+    launches = words[1].endswith("run_time_sharing.py")
+    try:
+        chosen, _ = launcher_parser().parse_known_args(words[2:]) if launches else (parser().parse_args(words[3:]), [])
+    except SystemExit:
+        return f"{words} is no command line"
+    given = chosen.pipelines if launches else getattr(chosen, "files", [])
+    files = [ROOT / name for name in given if "=" not in name and name.startswith("examples/")]
+    return "" if not files or read_jobs(files, Pool(1, chosen.gpus if launches else 8)) else f"{files} are no jobs"
 
 
 def configured(words: list[str], kind: str, workplace: Path) -> str:

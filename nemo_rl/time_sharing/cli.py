@@ -60,7 +60,7 @@ class UsageError(UserError, ValueError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    chosen = _parser().parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
     package = logging.getLogger("nemo_rl")
     before = package.level
@@ -83,21 +83,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    about = "Many RL pipelines on one pool of GPUs: simulate, check, look."
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """All commands with their arguments."""
+    about = "Many RL pipelines on one pool of GPUs: share, simulate, check, look."
+    whole = argparse.ArgumentParser(
         prog="python -m nemo_rl.time_sharing",
         description=about,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    whole.add_argument(
         "-v",
         "--verbose",
         action="store_true",
         help="log what the scheduler does, and every fault (also after the command)",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -158,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     _live_commands(command)
     keys = command("keys", _keys, "write the page that describes every key of a scenario file")
     keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
-    return parser
+    return whole
 
 
 def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

@@ -47,6 +47,12 @@ def run_together(arguments: Sequence[str]) -> int:
         0 when every pipeline is done and the record keeps every invariant, 1 otherwise, 2 for a wrong command line or
         configuration, 130 when interrupted.
     """
+    chosen, overrides = launcher_parser().parse_known_args(list(arguments))
+    return guarded(lambda: _run_together(chosen, overrides))
+
+
+def launcher_parser() -> argparse.ArgumentParser:
+    """The arguments of `examples/run_time_sharing.py`."""
     parser = argparse.ArgumentParser(
         prog="run_time_sharing.py",
         description="Runs GRPO, SFT, evaluations and commands side by side on one pool of GPUs; further arguments are "
@@ -57,8 +63,7 @@ def run_together(arguments: Sequence[str]) -> int:
     )
     add_pool_arguments(parser)
     add_page_arguments(parser)
-    chosen, overrides = parser.parse_known_args(list(arguments))
-    return guarded(lambda: _run_together(chosen, overrides))
+    return parser
 
 
 def guarded(work: Callable[[], int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, DemandKind, ReportProgress
@@ -22,6 +22,7 @@ from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_cache import PolicyWeightCache
+from nemo_rl.time_sharing.residents import SlotMemory
 from nemo_rl.time_sharing.runtime import AgentRuntime
 from nemo_rl.time_sharing.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.types import ACTOR_TRAIN, Priority
@@ -33,6 +34,9 @@ from nemo_rl.weight_sync.session import SyncOptions
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 300.0
+
+Settle = Callable[[Sequence[SlotMemory], Sequence[int]], None]
+"""Takes memory and needs (bytes) by training rank."""
 
 
 class RequestsOnly:
@@ -69,6 +73,8 @@ class LentPlacement:
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines, once they can be built.
         wait_s: How long a grant may take.
+        settle: Told what stays on each training GPU, and what the pipeline needs there when it is awake; raises where
+            that does not fit.
     """
 
     lends_shards = True
@@ -82,7 +88,9 @@ class LentPlacement:
         engines: EngineSlot,
         *,
         wait_s: float,
+        settle: Settle,
     ) -> None:
+        self._settle = settle
         self.record_prefix = f"{pipeline}/"
         self._clusters = Clusters(training, generation)
         self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
@@ -126,7 +134,8 @@ class LentPlacement:
         built.generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         cache.build(built.version)
         self._runtime.begin_at(built.version)
-        leave_accelerators(built.policy, self._clusters.training.accelerator)
+        share = built.config.policy.generation.vllm_cfg.gpu_memory_utilization
+        leave_and_settle(built.policy, self._clusters.training.accelerator, self._settle, share)
         samples = built.config.grpo.num_generations_per_prompt
         return LentAccelerators(
             self._runtime,
@@ -144,6 +153,31 @@ def leave_accelerators(policy: Policy, accelerator: Accelerator) -> None:
     policy.offload_to_cpu()
     if accelerator.is_cuda:
         policy.destroy_nccl_groups()
+
+
+def leave_and_settle(policy: Policy, accelerator: Accelerator, settle: Settle, share: float) -> None:
+    """Leaves the GPUs for the first time, and has what stays there entered into the books.
+
+    Args:
+        policy: Built, and resident.
+        accelerator: What it is on.
+        settle: See `LentPlacement`; by training rank.
+        share: Of a GPU's memory, what an engine there will take.
+
+    Raises:
+        PoolFull: What stays and what is needed do not fit together.
+    """
+    if not accelerator.is_cuda:
+        leave_accelerators(policy, accelerator)
+        return
+    resident = policy.worker_group.run("memory_in_use")
+    leave_accelerators(policy, accelerator)
+    used, free = policy.worker_group.run("memory_in_use"), policy.worker_group.run("free_memory")
+    measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
+    needs = [
+        max(before - memory.used, int(share * memory.total)) for before, memory in zip(resident, measured, strict=True)
+    ]
+    settle(measured, needs)
 
 
 class LentAccelerators:
@@ -198,12 +232,14 @@ class LentAccelerators:
     def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
         """The scheduler hears what is waited for before the wait begins, and of every further group."""
         said = (groups, ready)
-        self._runtime.begin_progress(groups, ready, self._samples)
+        # Validation answers a prompt once.
+        unit = self._samples if kind == "training" else 1
+        self._runtime.begin_progress(groups, ready, unit)
 
         def report(ready: int, of: int) -> None:
             nonlocal said
             if of != said[0] or ready < said[1]:
-                self._runtime.begin_progress(of, ready, self._samples)
+                self._runtime.begin_progress(of, ready, unit)
             elif ready != said[1]:
                 self._runtime.report_progress(ready)
             said = (of, ready)

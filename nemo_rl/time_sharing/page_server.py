@@ -15,6 +15,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,9 +31,10 @@ from nemo_rl.time_sharing.merged import merge_by_machine_time
 from nemo_rl.time_sharing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.report import report_data
 from nemo_rl.time_sharing.report_page import PAGE
-from nemo_rl.time_sharing.standings_table import cells
+from nemo_rl.time_sharing.standings_table import cells, steps_of
 from nemo_rl.time_sharing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.record import RecordError
+from nemo_rl.utils.record_events import StepFinished
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.pool import Standing
@@ -71,6 +73,7 @@ class PoolView:
         self._known: Sequence[Standing] = ()
         self._closed = False
         self._violations: list[Any] | None = None
+        self._steps: dict[str, int] = {}
 
     def _timeline(self) -> Timeline:
         if time.monotonic() - self._asked > _FRESH_S:
@@ -90,6 +93,7 @@ class PoolView:
             timeline = self._timeline()
             if self._closed and self._violations is None:
                 self._violations = self._judged()
+            timeline.steps = self._steps | {standing.name: steps_of(standing) for standing in self._known}
             data = report_data(timeline, self._violations or [], self._log_dir.resolve().name)
             bars: Any = data["bars"]
             said = "" if self._tail.damage is None else f"the log cannot be read any further: {self._tail.damage}"
@@ -102,9 +106,12 @@ class PoolView:
             }
 
     def _judged(self) -> list[Any]:
-        """What the checker finds in all records of the pool, once the log is closed."""
+        """What the checker finds in all records of the pool, once the log is closed; counts its pipelines' steps."""
         try:
-            return list(check(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl"))), ended=True))
+            entries = list(merge_by_machine_time(sorted(self._log_dir.glob("*.jsonl"))))
+            done = [entry.source for entry in entries if isinstance(entry.event, StepFinished)]
+            self._steps = dict(Counter(source.partition("/")[0] for source in done))
+            return list(check(entries, ended=True))
         except (RecordError, NothingToCheck) as error:
             return [error]
 

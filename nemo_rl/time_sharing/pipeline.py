@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import MasterConfig
-from nemo_rl.time_sharing.actors import RayLink
+from nemo_rl.time_sharing.actors import CONTROL_NAMESPACE, RayLink
 from nemo_rl.time_sharing.job import Job
 from nemo_rl.time_sharing.runtime import AgentRuntime, Dismissed, Ranks
 from nemo_rl.time_sharing.topology import Pool, Topology
@@ -25,11 +25,13 @@ from nemo_rl.utils.record import RecordWriter
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.time_sharing.residents import SlotMemory
     from nemo_rl.time_sharing.shared_cluster import SharedCluster
 
 logger = logging.getLogger(__name__)
 
 _REGISTER_S = 60.0
+POOL_NAME = "pool"
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,28 @@ class LentPipeline:
         self._ready.set()
         return self._runtime
 
+    def settle(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
+        """Enters what stays on the training GPUs into the pool's books.
+
+        Raises:
+            PoolFull: It does not fit.
+        """
+        import ray
+
+        from nemo_rl.time_sharing.residents import PoolFull
+
+        train = self._job.train
+        pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
+        entered = pool.settle.remote(
+            self._job.name, dict(zip(train, measured, strict=True)), dict(zip(train, needs, strict=True))
+        )
+        try:
+            ray.get(entered, timeout=_REGISTER_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, PoolFull):
+                raise error.cause from error
+            raise
+
     def cluster(self, gpus: Sequence[int], *, leads_ranks: bool) -> SharedCluster:
         """Some GPUs of the pool as slots of this pipeline."""
         from nemo_rl.distributed.devices import CPU, CUDA
@@ -228,7 +252,9 @@ class NemoRLFullFinetunePipeline(LentPipeline):
                 self.cluster(job.infer, leads_ranks=True),
             )
             wait_s = self._handles.limits.request_s
-            placement = LentPlacement(job.name, training, generation, runtime, engines, wait_s=wait_s)
+            placement = LentPlacement(
+                job.name, training, generation, runtime, engines, wait_s=wait_s, settle=self.settle
+            )
             self._run = run = setup(config, placement=placement)
             self._show_record(run)
             try:

@@ -26,14 +26,14 @@ from nemo_rl.time_sharing.actors import (
     stop_scheduler,
 )
 from nemo_rl.time_sharing.job import Job, Kind
-from nemo_rl.time_sharing.pipeline import LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipeline import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
 from nemo_rl.time_sharing.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.residents import Residents, SlotMemory
 from nemo_rl.time_sharing.topology import Pool
 from nemo_rl.time_sharing.types import Limits
 
 logger = logging.getLogger(__name__)
 
-POOL_NAME = "pool"
 LIVE_LIMITS = Limits(
     heartbeat_s=2.0,
     lease_s=60.0,
@@ -100,6 +100,12 @@ class PoolActor(Orchestrator):
         self._handles = handles
         self._lives: dict[str, _Life] = {}
         self._lock = threading.Lock()
+        self._residents = Residents()
+
+    def settle(self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int]) -> None:
+        """See `Residents.admit`."""
+        with self._lock:
+            self._residents.admit(name, measured, needs)
 
     def shape(self) -> tuple[Pool, str]:
         """The pool's shape, and where its logs are."""
@@ -152,6 +158,7 @@ class PoolActor(Orchestrator):
             self.unregister_pipeline(life.job.name)
         with self._lock:
             life.outcome, life.ended_at = outcome, time.time()
+            self._residents.leave(life.job.name)
         if outcome.kind == "done":
             ray.kill(life.actor, no_restart=True)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from nemo_rl.time_sharing.standings_table import steps_of
 from nemo_rl.time_sharing.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -61,9 +62,8 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
     waited = CounterMetricFamily("nrl_pool_waited_seconds", "Waits for training GPUs.", labels=("pipeline",))
     for standing in standings:
         progress, outcome = standing.progress, standing.outcome
-        done = outcome.steps if outcome is not None else progress.step if progress is not None else 0
         seconds = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
-        steps.add_metric((standing.name,), done)
+        steps.add_metric((standing.name,), steps_of(standing))
         waited.add_metric((standing.name,), seconds)
     yield steps
     yield waited

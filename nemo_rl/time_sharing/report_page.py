@@ -35,7 +35,8 @@ const esc=t=>String(t).replace(/[&<>"]/g,c=>({"&":"&amp;","<":"&lt;",">":"&gt;",
 const HSL=[[212,62,58],[350,62,60],[140,42,44],[32,84,54],[270,45,62],[184,62,40],[318,55,68],[50,82,44],[18,40,40],[228,48,40],[84,48,36],[296,60,32]];
 const tone=i=>i<HSL.length?HSL[i]:[(i*137.5+20)%360,i%2?34:70,i%3?52:66];
 const color=(i,k)=>{const [h,s,l]=tone(i);return k==="generate"?`hsl(${h} ${s}% ${l}%)`:k==="train"?`hsl(${h} ${s}% ${Math.max(l-24,16)}%)`:k==="init"?`hsl(${h} ${s*.3}% 46%)`:k==="fenced"?"#f3c9c9":k==="quarantined"?"#3d1f1f":k==="cooling"?"#f6f0d8":`hsl(${h} ${s}% 87%)`};
-let view=[0,D.end||1];
+// #from-to shows these seconds, for links.
+const asked=location.hash.match(/^#([0-9.]+)-([0-9.]+)$/);let view=asked?[+asked[1],Math.min(+asked[2],D.end||1)]:[0,D.end||1];
 const pad={l:62,r:26,t:10,b:22};
 function setup(id,h){const c=$(id),r=window.devicePixelRatio||1,w=c.clientWidth||1100;c.width=w*r;c.height=h*r;c.style.height=h+"px";const g=c.getContext("2d");g.scale(r,r);
  g.clearRect(0,0,w,h);g.font="11px system-ui,sans-serif";return [g,w,h]}

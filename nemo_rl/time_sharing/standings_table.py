@@ -65,6 +65,13 @@ def _state(standing: Standing) -> tuple[str, ...]:
 COLUMNS = ("pipeline", "training GPUs", "generation GPUs", "step", "doing", "waited for GPUs", "seconds")
 
 
+def steps_of(standing: Standing) -> int:
+    """Its completed steps, as far as it has said."""
+    if standing.outcome is not None:
+        return standing.outcome.steps
+    return standing.progress.step if standing.progress is not None else 0
+
+
 def cells(standing: Standing) -> list[str]:
     """One pipeline as text, column by column."""
     progress, outcome = standing.progress, standing.outcome

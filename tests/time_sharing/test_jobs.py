@@ -15,7 +15,8 @@ from nemo_rl.distributed.devices import CPU
 from nemo_rl.time_sharing.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.sft_pipeline import LentTraining
 from nemo_rl.time_sharing.topology import Pool, RegistrationError
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Priority
+from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Want
+from tests.time_sharing.bench import Bench
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 GRPO, SFT, EVALUATION = (CONFIGS / f"{name}_arithmetic_cpu.yaml" for name in ("grpo", "sft", "eval"))
@@ -182,3 +183,21 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         placement.step_done(run)
     assert runtime.said == said
     assert where.count("host") == said.count("release")
+
+
+def test_gpus_are_wanted_by_who_waits_to_train_on_them_or_has_nothing_to_generate_on() -> None:
+    bench = Bench(2)
+    for name, gpu in (("holds", 0), ("other", 1)):
+        bench.register(name, [gpu], [0, 1])
+    bench.status("holds", wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
+    bench.settle(2.0)
+    assert not bench.scheduler.wanted("holds")
+    # It generates on the other GPU and has enough.
+    bench.status("other", demand=Demand(4, 0, 1, 1))
+    bench.settle(20.0)
+    assert bench.phases("other") == {1: "active"} and not bench.scheduler.wanted("holds")
+    bench.register("late", [0], [0, 1])
+    bench.status("late", wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),))
+    bench.settle(2.0)
+    assert bench.scheduler.wanted("holds")
+    assert not bench.scheduler.wanted("other"), "it holds nothing that anybody trains on"
