@@ -141,7 +141,7 @@ def without_place(results: Sequence[GenerationResult]) -> list[GenerationResult]
 
 def engine_pids(generation: VllmGeneration) -> list[int]:
     """Every process below the engines' actors, and the engine workers."""
-    workers = {worker["pid"] for worker in generation._workers or []}
+    workers = {worker["pid"] for shard in generation._workers for worker in shard}
     above = {
         parent.pid
         for pid in workers

@@ -407,9 +407,7 @@ def test_a_shard_with_wrong_weights_is_quarantined_and_the_others_live(engines: 
 def test_when_the_last_shard_hangs_its_requests_fail_by_name(engines: Elastic) -> None:
     dispatcher = engines.generation._dispatcher
     dispatcher.hang_s, dispatcher.poll_s = 3.0, 1.0
-    workers = engines.generation._workers
-    assert workers is not None
-    pid = workers[0]["pid"]
+    pid = engines.generation._workers[0][0]["pid"]
 
     async def hang() -> None:
         await engines.under_load(lambda: os.kill(pid, signal.SIGSTOP))

@@ -116,7 +116,7 @@ class VllmGeneration(GenerationInterface):
         self._starting = None if lent else self.group.run_all_workers_single_data("start")
         if lent:
             self.group.run_all_workers_single_data("prepare")
-        self._devices: list[list[str]] = [[] for _ in shards]
+        self._workers: list[list[dict[str, Any]]] = [[] for _ in shards]
         self.router = Router(len(shards), policy.generation.router)
         if lent:
             self.router.set_active(())
@@ -148,7 +148,7 @@ class VllmGeneration(GenerationInterface):
         starting, self._starting = self._starting, None
         if starting is not None:
             for shard, answer in enumerate(self.group.get_all_worker_results(starting)):
-                self._devices[shard] = [worker["device"] for worker in answer]
+                self._workers[shard] = answer
 
     def _start_shard(self, shard: int) -> None:
         if shard in self._unused:
@@ -156,7 +156,7 @@ class VllmGeneration(GenerationInterface):
         else:
             self.group.start_worker(shard)
         answer = self.shards.call([shard], "start", timeout_s=_START_TIMEOUT_S)[0]
-        self._devices[shard] = [worker["device"] for worker in answer]
+        self._workers[shard] = answer
 
     def on_failure(self, tell: Callable[[int, str], None]) -> None:
         """Has `tell` called with every shard that is quarantined from now on, and why; it must not block."""
@@ -329,7 +329,8 @@ class VllmGeneration(GenerationInterface):
         """
         self.wait_until_started()
         wanted = self.shards.healthy() if dp_ranks is None else sorted(set(dp_ranks))
-        return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, self._devices, recompute_kv)
+        devices = [[worker["device"] for worker in shard] for shard in self._workers]
+        return ShardTargets(self.shards, wanted, self.group.workers, self.group.identities, devices, recompute_kv)
 
     def finalize_weight_update(self, dp_ranks: Sequence[int], version: int | None = None) -> None:
         """Finalises weights that a sync service loaded by the receiver's own methods; the shards may be activated.
