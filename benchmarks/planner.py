@@ -13,8 +13,8 @@ import random
 import time
 
 from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.books import AwakeRank, HeldCluster, Lease, QueuedWant
 from nemo_rl.time_sharing.events import Registered
+from nemo_rl.time_sharing.ledger import AwakeRank, HeldCluster, Lease, QueuedWant
 from nemo_rl.time_sharing.plan import Plan, Snapshot
 from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.topology import Pool, register

@@ -110,8 +110,8 @@ class VerifierPool:
 
     def _answered_or_late(self) -> list[_Worker]:
         busy = [worker for worker in self._workers if worker.task is not None or not worker.ready]
-        patience = max(0.0, min(worker.give_up_at for worker in busy) - time.monotonic())
-        answered = [key.data for key, _ in self._selector.select(patience)]
+        wait_bound = max(0.0, min(worker.give_up_at for worker in busy) - time.monotonic())
+        answered = [key.data for key, _ in self._selector.select(wait_bound)]
         now = time.monotonic()
         return answered or [worker for worker in busy if worker.give_up_at <= now]
 

@@ -101,7 +101,7 @@ class DataPlaneStore:
         self._owned.setdefault(meta.partition_id, {}).update(dict.fromkeys(meta.sample_ids))
         return meta
 
-    def set_aside(self, columns: RolloutColumns) -> KVBatchMeta:
+    def write_pending(self, columns: RolloutColumns) -> KVBatchMeta:
         """Writes rows that no step owns yet."""
         return write_rollout(self._client, columns, self._partition, self._multiple)
 

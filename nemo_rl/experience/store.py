@@ -38,7 +38,7 @@ class ExperienceStore(Protocol[Handle]):
         """Stores new rows, or takes over those that a rollout stored already; the handle under which they are known."""
         ...
 
-    def set_aside(self, columns: RolloutColumns) -> Handle:
+    def write_pending(self, columns: RolloutColumns) -> Handle:
         """Stores rows that wait for a later step, whichever ends meanwhile; `write` takes their handle over. From any
         thread.
         """
@@ -129,7 +129,7 @@ class InProcessStore:
         """Takes the columns over."""
         return BatchedDataDict(columns.get_dict())
 
-    def set_aside(self, columns: RolloutColumns) -> BatchedDataDict[Any]:
+    def write_pending(self, columns: RolloutColumns) -> BatchedDataDict[Any]:
         """The columns wait as they are."""
         return columns.tokens
 

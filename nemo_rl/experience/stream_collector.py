@@ -259,7 +259,7 @@ class StreamCollector:
             if not self._may_commit(key):
                 return
             # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.to_thread(self._store.set_aside, rollout.columns)
+            handle = await asyncio.to_thread(self._store.write_pending, rollout.columns)
             self._commit(key, handle, rollout, version)
             break
         self._launch()

@@ -227,7 +227,7 @@ class TrajectoryCollector:
                 with self._changed:
                     self._changed.notify_all()
             # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.to_thread(self._store.set_aside, rollout.columns)
+            handle = await asyncio.to_thread(self._store.write_pending, rollout.columns)
             self._commit(key, handle, rollout, version)
             return
 

@@ -235,8 +235,8 @@ class SchedulerActor:
             self._core.answer(answer, time.time())
 
     def _note_memory_free(self, command: Command) -> None:
-        """Records what the ended processes occupy no more: what is quarantined because of them, and what the books give
-        them.
+        """Records what the ended processes occupy no more: what is quarantined because of them, and what the ledger
+        gives them.
         """
         record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
         for quarantine in state.quarantines:

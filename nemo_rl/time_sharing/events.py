@@ -3,7 +3,7 @@ written before it takes effect.
 
 All are facts that the scheduler decided or learned, at the time of the entry; none needs another source to be
 understood. Agents and trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker holds
-against the scheduler's books.
+against the scheduler's ledger.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ class Granted:
     hold_until: float
 
 
-@event_kind("ts_repriced")
+@event_kind("ts_priority_changed")
 @dataclass(frozen=True, slots=True)
-class Repriced:
+class PriorityChanged:
     """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does not
     move.
     """

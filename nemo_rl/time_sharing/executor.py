@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.books import Claim, PendingCommand, PipelineState
+from nemo_rl.time_sharing.ledger import Claim, PendingCommand, PipelineState
 from nemo_rl.time_sharing.plan import Plan
 from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Answer, Command, Outcome, Phase, Verb
@@ -55,8 +55,8 @@ class Executor:
     def start(self, plan: Plan) -> None:
         """Begins everything a plan asks for."""
         number = self._state.plan + 1
-        for reprice in plan.reprices:
-            self._reprice(reprice.pipeline, reprice.cluster)
+        for change_priority in plan.priority_changes:
+            self._change_priority(change_priority.pipeline, change_priority.cluster)
         for shrink in plan.shrinks:
             self.begin_shrink(shrink.pipeline, shrink.rank)
         for grant in plan.grants:
@@ -76,10 +76,10 @@ class Executor:
         awake = pipeline.awake[rank]
         if awake.phase in FALLING:
             return
-        patience = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
+        wait_bound = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
         self._end_command_of(name, rank, "superseded")
         self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
-        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, patience=patience)
+        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, wait_bound=wait_bound)
 
     def begin_cooling(self, name: str, rank: int) -> None:
         """Sends a rank that cannot serve to sleep and leaves it alone for a while."""
@@ -118,7 +118,7 @@ class Executor:
 
     def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:
         """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do
-        `contested` ones that it occupies though the books have given them to others.
+        `contested` ones that it occupies though the ledger has given them to others.
         """
         pipeline = self._state.pipelines[name]
         for pending in [
@@ -136,7 +136,7 @@ class Executor:
                     contested, name, pipeline.incarnation, -1, until, "it occupies what the log has given to others"
                 )
             )
-        self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
+        self._command(pipeline, Verb.REAP, wait_bound=self._state.limits.reap_s)
 
     def end_unknown(self, name: str, incarnation: int) -> None:
         """Ends a pipeline that holds GPUs and whose registration is lost."""
@@ -187,7 +187,7 @@ class Executor:
                 if not any(
                     (c.pipeline, c.incarnation) == (name, pipeline.incarnation) for c in self._state.commands.values()
                 ):
-                    self._command(pipeline, Verb.REAP, patience=self._state.limits.reap_s)
+                    self._command(pipeline, Verb.REAP, wait_bound=self._state.limits.reap_s)
                 continue
             for rank, awake in list(pipeline.awake.items()):
                 if (name, rank) not in self._of_rank and awake.phase is not Phase.ACTIVE:
@@ -257,7 +257,7 @@ class Executor:
             self.begin_cooling(name, rank)
             return
         self._emit(ev.RankMoved(name, rank, Phase.FAILED, awake.epoch))
-        self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, patience=self._state.limits.reap_s)
+        self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, wait_bound=self._state.limits.reap_s)
 
     def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
         done = outcome is Outcome.DONE
@@ -334,10 +334,10 @@ class Executor:
         )
         self._command(pipeline, Verb.GRANT, cluster=claim.cluster, epoch=epoch)
 
-    def _reprice(self, name: str, cluster: str) -> None:
+    def _change_priority(self, name: str, cluster: str) -> None:
         pipeline = self._state.pipelines[name]
         held, want = pipeline.held[cluster], pipeline.wants[cluster].want
-        self._emit(ev.Repriced(name, cluster, held.epoch, want.priority, want.step, want.request))
+        self._emit(ev.PriorityChanged(name, cluster, held.epoch, want.priority, want.step, want.request))
         self._command(pipeline, Verb.GRANT, cluster=cluster, epoch=held.epoch)
 
     def _command(
@@ -348,10 +348,10 @@ class Executor:
         rank: int = -1,
         epoch: int = 0,
         cluster: str = "",
-        patience: float | None = None,
+        wait_bound: float | None = None,
     ) -> None:
         gpus = pipeline.topology.ranks[rank] if rank >= 0 else pipeline.held[cluster].gpus if cluster else ()
-        seconds = self._state.limits.deadline_of(verb) if patience is None else patience
+        seconds = self._state.limits.deadline_of(verb) if wait_bound is None else wait_bound
         self._raw_command(pipeline.topology.pipeline, pipeline.incarnation, verb, rank, epoch, cluster, gpus, seconds)
 
     def _raw_command(
@@ -375,7 +375,7 @@ class Executor:
         self._send(command)
 
     def _fill_in(self, command: Command) -> Command:
-        """A GRANT says for what: taken from the books, so that a rebuilt one says the same."""
+        """A GRANT says for what: taken from the ledger, so that a rebuilt one says the same."""
         pipeline = self._state.pipelines.get(command.pipeline)
         held = pipeline.held.get(command.cluster) if pipeline is not None else None
         if command.verb is not Verb.GRANT or held is None:

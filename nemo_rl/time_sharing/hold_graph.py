@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nemo_rl.time_sharing.books import Claim, PipelineState
+from nemo_rl.time_sharing.ledger import Claim, PipelineState
 
 
 class HoldGraph:
     """Holds and claims of fixed clusters, and who waits for whom, while one plan is made.
 
-    A waiter is named by its pipeline; a pipeline that waits for its first generation rank by `hungry(name)`, since its
-    holds do not wait for that.
+    A waiter is named by its pipeline; a pipeline that waits for its first generation rank by `unscheduled(name)`, since
+    its holds do not wait for that.
     """
 
     def __init__(self, pipelines: Mapping[str, PipelineState], fixed_claims: Iterable[Claim]) -> None:
@@ -86,6 +86,6 @@ class HoldGraph:
         return {holder for gpu in gpus if (holder := self._holder.get(gpu, but)) != but}
 
 
-def hungry(name: str) -> str:
+def unscheduled(name: str) -> str:
     """The waiter that a pipeline without a generation rank is; no pipeline id contains a colon."""
     return f"{name}:generation"

@@ -1,8 +1,8 @@
-"""Squares the books with what a pipeline says it holds, once per pipeline after a scheduler restart.
+"""Squares the ledger with what a pipeline says it holds, once per pipeline after a scheduler restart.
 
-The log is exact up to where it ends; if its end was lost, agents hold or have given back things the books do not know.
-What an agent holds and nobody else does is adopted; what contradicts another holder costs the pipeline that says so,
-because a GPU is never on two books.
+The log is exact up to where it ends; if its end was lost, agents hold or have given back things the ledger does not
+know. What an agent holds and nobody else does is adopted; what contradicts another holder costs the pipeline that says
+so, because a GPU is never on two ledgers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 
 from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
+from nemo_rl.time_sharing.ledger import PipelineState
 from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.topology import BadShare, check_numbers
 from nemo_rl.time_sharing.types import FIXED_CLUSTERS, Phase, Status, Verb
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
-    """Adopts what `status` holds and the books miss, frees what the books hold and it does not; fences the pipeline
-    where that is impossible.
+    """Adopts what `status` holds and the ledger misses, frees what the ledger holds and it does not; fences the
+    pipeline where that is impossible.
     """
     name, pipeline = status.pipeline, state.pipelines[status.pipeline]
     granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
@@ -65,7 +65,7 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
 
 
 def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
-    """GPUs that a pipeline says it occupies and that are not its own by the books."""
+    """GPUs that a pipeline says it occupies and that are not its own by the ledger."""
     topology = state.pipelines[status.pipeline].topology
     said = {
         gpu
@@ -79,8 +79,8 @@ def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
 
 
 def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
-    """Whether the books know that the rank's processes are still there: they could not be ended so far, and it is tried
-    again.
+    """Whether the ledger knows that the rank's processes are still there: they could not be ended so far, and it is
+    tried again.
     """
     return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
 
@@ -120,8 +120,8 @@ def _ranks(
         ):
             continue
         if known is not None:
-            # The books know an earlier lease of this rank: it has ended, and a later one begun, in the part of the log
-            # that is lost.
+            # The ledger knows an earlier lease of this rank: that has ended, and a later one begun, in the lost part of
+            # the log.
             emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
         if not _clear(state, emit, pipeline.topology.ranks[rank]):
             reason = f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others"

@@ -156,7 +156,7 @@ def leave_accelerators(policy: Policy, accelerator: Accelerator) -> None:
 
 
 def leave_and_settle(policy: Policy, accelerator: Accelerator, settle: Settle, share: float) -> None:
-    """Leaves the GPUs for the first time, and has what stays there entered into the books.
+    """Leaves the GPUs for the first time, and has what stays there entered into the ledger.
 
     Args:
         policy: Built, and resident.

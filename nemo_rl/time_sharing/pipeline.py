@@ -175,7 +175,7 @@ class LentPipeline:
         return self._runtime
 
     def settle(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
-        """Enters what stays on the training GPUs into the pool's books.
+        """Enters what stays on the training GPUs into the pool's ledger.
 
         Raises:
             PoolFull: It does not fit.

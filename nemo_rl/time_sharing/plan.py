@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.books import Claim, Lease, PipelineState
+from nemo_rl.time_sharing.ledger import Claim, Lease, PipelineState
 from nemo_rl.time_sharing.state import SchedulerState
 from nemo_rl.time_sharing.types import Limits, Priority
 
@@ -46,7 +46,7 @@ class Grant(NamedTuple):
     because: Reason
 
 
-class Reprice(NamedTuple):
+class PriorityChange(NamedTuple):
     """A held cluster goes on under another priority."""
 
     pipeline: str
@@ -92,7 +92,7 @@ class Plan:
     """
 
     grants: list[Grant] = field(default_factory=list)
-    reprices: list[Reprice] = field(default_factory=list)
+    priority_changes: list[PriorityChange] = field(default_factory=list)
     shrinks: list[Shrink] = field(default_factory=list)
     expands: list[Expand] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -101,13 +101,13 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        return not (self.grants or self.reprices or self.shrinks or self.expands)
+        return not (self.grants or self.priority_changes or self.shrinks or self.expands)
 
     def without(self, pipelines: Set[str]) -> Plan:
         """The plan less all operations of these pipelines."""
         return Plan(
             [grant for grant in self.grants if grant.pipeline not in pipelines],
-            [reprice for reprice in self.reprices if reprice.pipeline not in pipelines],
+            [change_priority for change_priority in self.priority_changes if change_priority.pipeline not in pipelines],
             [shrink for shrink in self.shrinks if shrink.pipeline not in pipelines],
             [expand for expand in self.expands if expand.pipeline not in pipelines],
             self.waits,
@@ -132,7 +132,7 @@ _REASONS = {
     "spare": "the GPUs would be idle otherwise",
     "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
     "surplus": "{0} has more ranks than work left, {1} has not",
-    "hungry": "its pipeline has work and has had no rank for {0:.1f} s",
+    "unscheduled": "its pipeline has work and has had no rank for {0:.1f} s",
     "turn": "{0} has had its turn on these GPUs, {1} has waited for {2:.1f} s",
     "held": "GPU {0} is held by {1} until it releases",
     "claimed": "GPU {0} goes to {1} next",
@@ -144,7 +144,7 @@ _REASONS = {
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
 }
-_ABOUT_TIME = ("backfill", "hungry", "turn")
+_ABOUT_TIME = ("backfill", "unscheduled", "turn")
 
 
 def reason_text(because: Reason, now: float = 0.0) -> str:
@@ -160,7 +160,7 @@ def explain(plan: Plan, now: float = 0.0) -> Iterator[str]:
     for g in plan.grants:
         what = f"{g.cluster} (GPUs {_gpus(g.gpus)}) for {g.priority.name}"
         yield f"{g.pipeline} gets {what}: {reason_text(g.because, now)}."
-    for r in plan.reprices:
+    for r in plan.priority_changes:
         yield f"{r.pipeline} goes on with {r.cluster} for {r.priority.name}: {reason_text(r.because, now)}."
     for s in plan.shrinks:
         yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason_text(s.because, now)}."

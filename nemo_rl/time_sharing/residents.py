@@ -2,7 +2,7 @@
 
 Contexts, sleeping engines and trainers on the host leave something behind on a GPU; it is measured when a pipeline has
 been built and has moved to the host, while everybody else's ranks on that GPU sleep. Pure; knows no GPU. Invariant: on
-every GPU in the books, what stays and the largest of what its pipelines need at once fit together.
+every GPU in the ledger, what stays and the largest of what its pipelines need at once fit together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SlotMemory(NamedTuple):
 
 
 class Residents:
-    """The books of one pool."""
+    """The ledger of one pool."""
 
     def __init__(self) -> None:
         self._left: dict[str, dict[int, int]] = {}

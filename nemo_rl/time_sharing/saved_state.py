@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
-from nemo_rl.time_sharing.books import (
+from nemo_rl.time_sharing.ledger import (
     AwakeRank,
     Claim,
     HeldCluster,
@@ -44,7 +44,7 @@ class SavedPipeline:
     cooling: Mapping[int, float]
     releases: Mapping[str, int]
     hold_estimates: Mapping[Priority, float]
-    hungry_since: float | None
+    unscheduled_since: float | None
     service: float
     last_request: int
     expired: Mapping[str, int]

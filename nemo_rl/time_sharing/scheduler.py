@@ -14,9 +14,9 @@ from dataclasses import asdict
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
 from nemo_rl.time_sharing.inventory import reconcile, refuse_the_unplannable
+from nemo_rl.time_sharing.ledger import PipelineState
 from nemo_rl.time_sharing.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.state import EXPIRED, SchedulerState, replay
 from nemo_rl.time_sharing.steady_clock import SteadyClock
@@ -48,7 +48,7 @@ _REPLAN = frozenset(
 
 
 class Scheduler:
-    """Decides and keeps the books.
+    """Decides and keeps the ledger.
 
     record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a
     REAP to the daemon that ends processes. clock: steady time, advanced here only. notify: tells an agent at once that
@@ -72,8 +72,8 @@ class Scheduler:
         self._record, self._rule, self._validate = record, rule, validator
         self._explains = explains
         self._send_now, self._notify = send, notify
-        self._outbox: list[Command] = []
-        self._executor = Executor(self.state, self._emit, self._outbox.append, lambda: clock.now)
+        self._result_buffer: list[Command] = []
+        self._executor = Executor(self.state, self._emit, self._result_buffer.append, lambda: clock.now)
         self._seen: dict[str, float] = {}
         self._seqs: dict[str, int] = {}
         self._answered: dict[str, int] = {}
@@ -281,8 +281,8 @@ class Scheduler:
             if other == name or pipeline.fenced:
                 continue
             asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
-            hungry = pipeline.hungry_since is not None and not pipeline.held
-            if held & (asked | (pipeline.topology.mapped_gpus if hungry else set())):
+            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held
+            if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
                 return True
         return False
 
@@ -340,16 +340,16 @@ class Scheduler:
         gpus = pipeline.topology.ranks[event.rank]
         if event.phase is Phase.ASLEEP:
             return not all(gpu in self.state.claimed for gpu in gpus)
-        hungry = (p for p in self.state.pipelines.values() if p.hungry_since is not None and not p.held)
-        return bool(pipeline.wants) or any(not p.topology.mapped_gpus.isdisjoint(gpus) for p in hungry)
+        unscheduled = (p for p in self.state.pipelines.values() if p.unscheduled_since is not None and not p.held)
+        return bool(pipeline.wants) or any(not p.topology.mapped_gpus.isdisjoint(gpus) for p in unscheduled)
 
     def _flush(self) -> None:
         """The log reaches the operating system before any command leaves."""
-        if self._outbox:
+        if self._result_buffer:
             self._record.flush()
-            outbox = list(self._outbox)
-            self._outbox.clear()
-            for command in outbox:
+            result_buffer = list(self._result_buffer)
+            self._result_buffer.clear()
+            for command in result_buffer:
                 self._send_now(command)
 
     def _restart(self, term: int, *, complete: bool) -> None:

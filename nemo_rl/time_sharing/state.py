@@ -1,6 +1,6 @@
 """The scheduler's whole state: a fold over its events, so that a log read again gives the same state.
 
-`SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the books (a
+`SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the ledger (a
 GPU leased twice, an unknown rank), because a log that says so is wrong and must not be believed.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.books import (
+from nemo_rl.time_sharing.ledger import (
     AwakeRank,
     Claim,
     HeldCluster,
@@ -115,11 +115,11 @@ class SchedulerState:
 
     def note_hunger(self, pipeline: PipelineState, at: float) -> None:
         fed = bool(pipeline.claimed_ranks) or any(rank.phase not in FALLING for rank in pipeline.awake.values())
-        hungry = pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced
-        if not hungry:
-            pipeline.hungry_since = None
-        elif pipeline.hungry_since is None:
-            pipeline.hungry_since = at
+        unscheduled = pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced
+        if not unscheduled:
+            pipeline.unscheduled_since = None
+        elif pipeline.unscheduled_since is None:
+            pipeline.unscheduled_since = at
 
 
 def replay(entries: Iterable[Entry]) -> SchedulerState:
@@ -271,7 +271,7 @@ def _granted(state: SchedulerState, event: ev.Granted, at: float) -> None:
     pipeline.last_request = max(pipeline.last_request, event.request)
 
 
-def _repriced(state: SchedulerState, event: ev.Repriced, at: float) -> None:
+def _priority_changed(state: SchedulerState, event: ev.PriorityChanged, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     held = pipeline.held[event.cluster]
     _note_hold(pipeline, held, at)
@@ -392,7 +392,7 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.Claimed: _claimed,
     ev.ClaimDropped: _claim_dropped,
     ev.Granted: _granted,
-    ev.Repriced: _repriced,
+    ev.PriorityChanged: _priority_changed,
     ev.Released: _released,
     ev.RankMoved: _rank_moved,
     ev.RankCooling: _rank_cooling,

@@ -267,7 +267,7 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
             timeline.marks.append(
                 (time, f"plan {event.plan}: {event.pipeline}/{who} gets {count} {'GPU' if count == 1 else 'GPUs'}")
             )
-        case ev.Granted() | ev.Repriced():
+        case ev.Granted() | ev.PriorityChanged():
             builder.end_wait(event.pipeline, event.cluster, time)
             key = (event.pipeline, event.cluster, -1)
             builder.begin(

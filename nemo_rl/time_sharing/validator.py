@@ -3,7 +3,7 @@ expands.
 
 Pure, and written without the planner's data structures: it shares only the snapshot and the plan. Each failure names
 rule, pipeline and GPU. An empty answer means that the executor can do everything the plan says without breaking the
-books; `sound_part` takes out of a plan what breaks them.
+ledger; `sound_part` takes out of a plan what breaks them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.books import Lease
+from nemo_rl.time_sharing.ledger import Lease
 from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Snapshot
 from nemo_rl.time_sharing.types import ACTOR_INFER, FALLING, Phase, Priority
 
 
 class Problem(NamedTuple):
-    """A rule that a plan breaks, and the pipeline whose decision breaks it; None where the books themselves are
+    """A rule that a plan breaks, and the pipeline whose decision breaks it; None where the ledger itself is
     wrong.
     """
 
@@ -36,7 +36,7 @@ def sound_part(snapshot: Snapshot, plan: Plan, validator: Validator) -> tuple[Pl
     """The plan without the decisions of pipelines that break a rule, and what they break: a pipeline that asks for the
     impossible stops nobody else.
 
-    Nothing is left where the books are wrong.
+    Nothing is left where the ledger is wrong.
     """
     found: list[Problem] = []
     while problems := validator(snapshot, plan):
@@ -62,7 +62,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
         problems += _grant(snapshot, grant, freed, taken)
     for expand in plan.expands:
         problems += _expand(snapshot, expand, freed, taken)
-    problems += _reprices(snapshot, plan)
+    problems += _priority_changes(snapshot, plan)
     unused = (
         freed
         - taken
@@ -82,12 +82,12 @@ def _named_once(plan: Plan) -> Iterator[Problem]:
     train and wakes a rank.
     """
     orders = Counter(("shrink", s.pipeline, str(s.rank)) for s in plan.shrinks)
-    orders.update(("grant", g.pipeline, g.cluster) for g in [*plan.grants, *plan.reprices])
+    orders.update(("grant", g.pipeline, g.cluster) for g in [*plan.grants, *plan.priority_changes])
     orders.update(("expand", e.pipeline, str(e.rank)) for e in plan.expands)
     for (what, name, which), count in orders.items():
         if count > 1:
             yield Problem(name, f"rule 1: {what} of {name}/{which} is ordered {count} times")
-    training = {g.pipeline for g in [*plan.grants, *plan.reprices] if g.priority is Priority.ACTOR_TRAINING}
+    training = {g.pipeline for g in [*plan.grants, *plan.priority_changes] if g.priority is Priority.ACTOR_TRAINING}
     for expand in plan.expands:
         if expand.pipeline in training:
             yield Problem(
@@ -101,7 +101,7 @@ def _named_once(plan: Plan) -> Iterator[Problem]:
 
 def _known(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
     """Rules 2, 7, 11: pipelines, clusters and ranks exist; only generation is shrunk or expanded."""
-    for grant in [*plan.grants, *plan.reprices]:
+    for grant in [*plan.grants, *plan.priority_changes]:
         pipeline = snapshot.pipelines.get(grant.pipeline)
         if pipeline is None:
             yield Problem(grant.pipeline, f"rule 11: {grant.pipeline} is not registered")
@@ -145,7 +145,7 @@ def _idle_and_owned(snapshot: Snapshot) -> Iterator[Problem]:
         if on_gpu != holders.get(gpu):
             yield Problem(
                 None,
-                f"rule 8: GPU {gpu} is on the books of {on_gpu}, but "
+                f"rule 8: GPU {gpu} is on the ledger of {on_gpu}, but "
                 f"{Lease(*holders[gpu]) if gpu in holders else None} has it",
             )
 
@@ -238,23 +238,24 @@ def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]
     yield from _take(expand.gpus, expand.pipeline, who, freed, taken)
 
 
-def _reprices(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
-    for reprice in plan.reprices:
-        pipeline = snapshot.pipelines[reprice.pipeline]
-        if reprice.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
+    for change in plan.priority_changes:
+        pipeline = snapshot.pipelines[change.pipeline]
+        if change.priority is Priority.ACTOR_TRAINING and pipeline.rising():
             yield Problem(
-                reprice.pipeline, f"rule 14: {reprice.pipeline} would train while an expand of its own is under way"
+                change.pipeline,
+                f"rule 14: {change.pipeline} would train while an expand of its own is under way",
             )
-        queued = pipeline.wants.get(reprice.cluster)
-        if reprice.cluster not in pipeline.held:
+        queued = pipeline.wants.get(change.cluster)
+        if change.cluster not in pipeline.held:
             yield Problem(
-                reprice.pipeline,
-                f"rule 3: {reprice.pipeline}/{reprice.cluster} is not held and cannot change its priority",
+                change.pipeline,
+                f"rule 3: {change.pipeline}/{change.cluster} is not held and cannot change its priority",
             )
-        if queued is None or queued.want.request != reprice.request:
+        if queued is None or queued.want.request != change.request:
             yield Problem(
-                reprice.pipeline,
-                f"rule 3: {reprice.pipeline}/{reprice.cluster} did not ask for request {reprice.request}",
+                change.pipeline,
+                f"rule 3: {change.pipeline}/{change.cluster} did not ask for request {change.request}",
             )
 
 

@@ -328,7 +328,7 @@ class MlflowLogger:
         directory = (log_dir / "mlflow").absolute()
         directory.mkdir(exist_ok=True)
         artifacts = cfg.artifact_location or (None if cfg.tracking_uri else (directory / "artifacts").as_uri())
-        # Its own patience with a server out of reach is minutes per call, which training would spend waiting.
+        # Its own wait bound with a server out of reach is minutes per call, which training would spend waiting.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(int(_REACH_S)))
         self._mlflow.set_tracking_uri(cfg.tracking_uri or f"sqlite:///{directory / 'mlflow.db'}")

@@ -15,7 +15,7 @@ import torch
 from nemo_rl.algorithms.grpo import validation
 from nemo_rl.algorithms.grpo.loop import async_grpo_train, grpo_train
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.grpo.stages import Experience, judge_versions
+from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -365,7 +365,7 @@ def test_mixed_samples_are_corrected_masked_or_dropped_as_configured() -> None:
         ("drop", [[0, 1, 1, 1, 1], [0, 1, 1, 1, 0]], [0, 1], 0.5),
     ):
         with mixed() as (experience, store):
-            judge_versions(experience, store, rule, 5)  # type: ignore[arg-type]
+            apply_staleness_policy(experience, store, rule, 5)  # type: ignore[arg-type]
             assert experience.handle["token_mask"].tolist() == mask
             assert experience.rows["sample_mask"].tolist() == samples
             assert experience.metrics["dropped_share"] == pytest.approx(dropped)

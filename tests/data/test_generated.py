@@ -72,13 +72,13 @@ def test_wrong_settings_are_named_by_their_key(config: DatasetConfig, message: s
 @given(st.integers(2, 5), st.lists(st.sampled_from(sorted(DIRECTIONS)), max_size=30))
 def test_a_move_can_be_taken_back(size: int, moves: list[str]) -> None:
     back = {"up": "down", "down": "up", "left": "right", "right": "left"}
-    board = solved_board(size)
+    plan_state = solved_board(size)
     for direction in moves:
-        after = moved(board, direction)
+        after = moved(plan_state, direction)
         if after is not None:
             assert sorted(tile for line in after for tile in line) == list(range(size * size))
-            assert moved(after, back[direction]) == board
-            board = after
+            assert moved(after, back[direction]) == plan_state
+            plan_state = after
 
 
 def test_a_board_is_shown_in_columns() -> None:

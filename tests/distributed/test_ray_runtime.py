@@ -1,4 +1,4 @@
-"""Starting Ray where its own patience is too short."""
+"""Starting Ray where its own wait bound is too short."""
 
 import socket
 import subprocess

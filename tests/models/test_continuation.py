@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.models.generation.continuation import Continuation, safe_cut
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.generation.resumable_request import ResumableRequest, safe_cut
 
 
 def request(limit: int = 20, seed: int | None = 5) -> GenerationRequest:
@@ -23,7 +23,7 @@ def piece(name: str, tokens: list[int], version: int, reason: str = "abort", sha
 def test_the_pieces_joined_are_the_response_with_every_log_probability_and_version(
     cuts: list[tuple[int, int]], last: int
 ) -> None:
-    way = Continuation(request(limit=100))
+    way = ResumableRequest(request(limit=100))
     drawn: list[int] = []
     versions: list[int] = []
     seeds = [way.next_request().seed]
@@ -48,7 +48,7 @@ def test_the_pieces_joined_are_the_response_with_every_log_probability_and_versi
 
 
 def test_a_turn_that_is_redone_is_asked_for_as_it_was() -> None:
-    way = Continuation(request(), "redo_turn")
+    way = ResumableRequest(request(), "redo_turn")
     way.cut(piece("a", [7, 8], 0))
     again = way.next_request()
     assert (again.prompt_ids, again.max_new_tokens, again.seed, again.request_id) == ([1, 2, 3], 20, 5, "a+1")
@@ -56,16 +56,16 @@ def test_a_turn_that_is_redone_is_asked_for_as_it_was() -> None:
 
 
 def test_a_request_that_was_never_cut_is_passed_on_untouched() -> None:
-    way = Continuation(request())
+    way = ResumableRequest(request())
     whole = piece("a", [7], 0, "stop")
     assert way.next_request() == request() and way.finish(whole) is whole
 
 
 def test_a_context_that_is_full_between_two_pieces_ended_the_response_by_its_length() -> None:
-    way = Continuation(request())
+    way = ResumableRequest(request())
     way.cut(piece("a", [7], 0))
     assert way.finish(piece("a+1", [], 0, "no_room")).finish_reason == "length"
-    full = Continuation(request(limit=2))
+    full = ResumableRequest(request(limit=2))
     full.cut(piece("a", [7, 8], 0))
     assert full.complete and full.as_it_is(1).truncated and full.as_it_is(1).token_ids == [7, 8]
 

@@ -18,7 +18,7 @@ from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
-from nemo_rl.models.generation.vllm.outbox import RequestFailure
+from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 

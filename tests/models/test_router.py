@@ -1,4 +1,4 @@
-"""The router chooses active shards only and its books balance; seeds follow a request's place in the run."""
+"""The router chooses active shards only and its ledger balance; seeds follow a request's place in the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARDS = 4
 
 
 class RoutedWork(RuleBasedStateMachine):
-    """Books, finishes and resizes in any order."""
+    """Ledger, finishes and resizes in any order."""
 
     bookings = Bundle("bookings")
 

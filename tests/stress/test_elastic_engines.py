@@ -20,6 +20,21 @@ from typing import Any
 
 import pytest
 import ray
+from tests.stress.chaos import (
+    PROMPTS,
+    SAMPLES,
+    SEED,
+    SHARDS,
+    STEPS,
+    TRANSITIONS,
+    TURNS,
+    Chaos,
+    Kept,
+    Seen,
+    check_record,
+    collector_of,
+    moved_boundary,
+)
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.errors import ShardStateError
@@ -39,21 +54,6 @@ from nemo_rl.weight_sync.session import SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.elastic_engines import Elastic, elastic_engines
 from tests.models.test_receiver_methods import payloads
-from tests.stress.unrest import (
-    PROMPTS,
-    SAMPLES,
-    SEED,
-    SHARDS,
-    STEPS,
-    TRANSITIONS,
-    TURNS,
-    Kept,
-    Seen,
-    Unrest,
-    check_record,
-    collector_of,
-    moved_boundary,
-)
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -78,22 +78,22 @@ def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elast
     kept, seen = Kept(engines), Seen()
     collector = collector_of(engines, kept, seen)
     groups = []
-    with Unrest(engines, SEED) as unrest:
+    with Chaos(engines, SEED) as chaos:
         collector.set_weight_version(0)
         for step in range(STEPS):
             groups += collector.take(step, 0)
             collector.finish_step(step)
             # The weights change below running requests of the next step, and while shards come and go.
             engines.cache.build(step + 1)
-            unrest.refit()
+            chaos.refit()
             collector.set_weight_version(step + 1)
-            assert unrest.error is None, unrest.error
-        while unrest.transitions < TRANSITIONS and unrest.error is None:
-            unrest.move()
+            assert chaos.error is None, chaos.error
+        while chaos.transitions < TRANSITIONS and chaos.error is None:
+            chaos.move()
     collector.stop()
-    assert unrest.error is None, unrest.error
-    assert unrest.transitions >= TRANSITIONS and unrest.to_zero > 0
-    assert unrest.refits >= 20 and len(engines.elastic.pauses_s) >= unrest.refits
+    assert chaos.error is None, chaos.error
+    assert chaos.transitions >= TRANSITIONS and chaos.to_zero > 0
+    assert chaos.refits >= 20 and len(engines.elastic.pauses_s) >= chaos.refits
 
     # Every group arrived once, and every environment step happened once per sample and turn.
     assert len(groups) == STEPS * PROMPTS >= 500

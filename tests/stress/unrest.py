@@ -101,7 +101,7 @@ class Loader:
         return {"at": self._at}
 
 
-class Unrest:
+class Chaos:
     """Moves random shards to sleep and back until told to stop, whatever else happens to them."""
 
     def __init__(self, engines: Elastic, seed: int) -> None:
@@ -114,7 +114,7 @@ class Unrest:
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Unrest:
+    def __enter__(self) -> Chaos:
         self._thread.start()
         return self
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing import elastic, planner
+from nemo_rl.time_sharing import apportionment, planner
 from nemo_rl.time_sharing.agent import Agent
-from nemo_rl.time_sharing.board import Board
-from nemo_rl.time_sharing.books import PipelineState
 from nemo_rl.time_sharing.executor import Executor
+from nemo_rl.time_sharing.ledger import PipelineState
+from nemo_rl.time_sharing.plan_state import PlanState
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.types import GivenBack, Outcome, Phase, Priority, Verb
 from nemo_rl.utils import record_events as rec
@@ -118,7 +118,7 @@ def executor_forgets_deadlines(patch: pytest.MonkeyPatch) -> None:
 
 
 def planner_keeps_no_reservations(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Board, "reserve", lambda self, gpus, reservation: None)
+    patch.setattr(PlanState, "reserve", lambda self, gpus, reservation: None)
 
 
 def planner_serves_the_newest_first(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def driver_admits_one_step_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def planner_begins_expands_while_training_is_next(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(elastic, "_trains_next", lambda pipeline: False)
+    patch.setattr(apportionment, "_trains_next", lambda pipeline: False)
 
 
 def agent_publishes_nothing_while_a_rank_falls_asleep(patch: pytest.MonkeyPatch) -> None:

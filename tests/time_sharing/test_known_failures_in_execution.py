@@ -252,7 +252,7 @@ def test_a_pipeline_that_dies_while_it_leaves_is_taken_down_once() -> None:
 
 
 def test_an_answer_that_comes_after_its_pipeline_was_unregistered_changes_nothing() -> None:
-    """Once an expand that was committed after the unregistration was taken for corruption of the books."""
+    """Once an expand that was committed after the unregistration was taken for corruption of the ledger."""
     bench = Bench(2)
     bench.register("gone", [0], [0, 1])
     bench.register("other", [1], [0, 1])
@@ -328,7 +328,7 @@ def test_two_books_of_what_is_awake_are_squared_after_a_restart() -> None:
     again = Bench(3)
     again.seqs = bench.seqs
     again.scheduler.recover(bench.record.entries, bench.now)
-    # Rank 0 is as the books say, rank 1 sleeps, rank 2 was told to drain in a part of the log that is lost.
+    # Rank 0 is as the ledger says, rank 1 sleeps, rank 2 was told to drain in a part of the log that is lost.
     again.status("a", demand=Demand(100, 0, 1, 1), awake=((0, epochs[0]), (2, epochs[2])), serving=(0,))
     assert again.state.pipelines["a"].awake[0].epoch == epochs[0]
     assert {(c.verb, c.rank) for c in again.sent} >= {(Verb.DRAIN, 2), (Verb.WAKE, 1)} and (Verb.DRAIN, 0) not in {

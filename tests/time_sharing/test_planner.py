@@ -146,7 +146,7 @@ def test_a_held_cluster_changes_its_priority_in_place() -> None:
     fleet.hold("a", priority=Priority.OLD_LOG_PROBS)
     fleet.want("a", Priority.ACTOR_TRAINING)
     result = fleet.plan()
-    assert [(r.pipeline, r.priority) for r in result.reprices] == [("a", Priority.ACTOR_TRAINING)]
+    assert [(r.pipeline, r.priority) for r in result.priority_changes] == [("a", Priority.ACTOR_TRAINING)]
     assert not result.grants
 
 
@@ -450,7 +450,7 @@ def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
 def vars_of(pipeline: object) -> dict[str, object]:
     return {
         name: repr(getattr(pipeline, name))
-        for name in ("awake", "held", "wants", "demand", "hungry_since", "claimed_ranks", "cooling")
+        for name in ("awake", "held", "wants", "demand", "unscheduled_since", "claimed_ranks", "cooling")
     }
 
 

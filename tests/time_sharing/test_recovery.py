@@ -1,5 +1,5 @@
 """Recovery of the scheduler: from a whole log, and from a log cut at any point, without a GPU ever being on two
-books.
+ledger.
 """
 
 from __future__ import annotations

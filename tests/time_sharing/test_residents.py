@@ -1,4 +1,4 @@
-"""The books of what stays in GPU memory refuse the pipeline that no longer fits, with the figures."""
+"""The ledger of what stays in GPU memory refuse the pipeline that no longer fits, with the figures."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ GIB = 1 << 30
 
 
 def test_the_last_pipeline_that_does_not_fit_is_refused_with_the_figures() -> None:
-    books = Residents()
-    books.admit("a", {0: SlotMemory(2 * GIB, 80 * GIB)}, {0: 72 * GIB})
-    books.admit("b", {0: SlotMemory(5 * GIB, 80 * GIB)}, {0: 40 * GIB})
+    ledger = Residents()
+    ledger.admit("a", {0: SlotMemory(2 * GIB, 80 * GIB)}, {0: 72 * GIB})
+    ledger.admit("b", {0: SlotMemory(5 * GIB, 80 * GIB)}, {0: 40 * GIB})
     with pytest.raises(PoolFull) as refused:
-        books.admit("c", {0: SlotMemory(9 * GIB, 80 * GIB), 1: SlotMemory(GIB, 80 * GIB)}, {0: 60 * GIB, 1: 60 * GIB})
+        ledger.admit("c", {0: SlotMemory(9 * GIB, 80 * GIB), 1: SlotMemory(GIB, 80 * GIB)}, {0: 60 * GIB, 1: 60 * GIB})
     assert "GPU 0 cannot hold it: 9.0 GiB of 80.0 GiB" in str(refused.value)
     assert "(a 2.0 GiB, b 3.0 GiB, c 4.0 GiB), and a needs 72.0 GiB" in str(refused.value)
     # Where the one that needs most has left, there is room.
-    books.leave("a")
-    books.admit("c", {0: SlotMemory(7 * GIB, 80 * GIB)}, {0: 60 * GIB})
+    ledger.leave("a")
+    ledger.admit("c", {0: SlotMemory(7 * GIB, 80 * GIB)}, {0: 60 * GIB})
 
 
 def test_a_pipeline_that_comes_again_is_entered_anew() -> None:
-    books = Residents()
+    ledger = Residents()
     for _ in range(50):
-        books.admit("a", {0: SlotMemory(2 * GIB, 8 * GIB)}, {0: 6 * GIB})
+        ledger.admit("a", {0: SlotMemory(2 * GIB, 8 * GIB)}, {0: 6 * GIB})
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 60)), min_size=1, max_size=12))
 def test_whatever_was_admitted_fits_together(pipelines: list[tuple[int, int]]) -> None:
-    books, used, needs = Residents(), 0, [0]
+    ledger, used, needs = Residents(), 0, [0]
     for number, (stays, need) in enumerate(pipelines):
         try:
-            books.admit(str(number), {0: SlotMemory(used + stays, 64)}, {0: need})
+            ledger.admit(str(number), {0: SlotMemory(used + stays, 64)}, {0: need})
         except PoolFull:
             assert used + stays + max([*needs, need]) > 64
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.books import PipelineState
+from nemo_rl.time_sharing.ledger import PipelineState
 from nemo_rl.time_sharing.saved_state import SavedPipeline, StateSaved, saved
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World

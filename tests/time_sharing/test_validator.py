@@ -11,9 +11,9 @@ from bench import Bench
 from fleet import Fleet
 
 from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.books import Claim, Lease
 from nemo_rl.time_sharing.events import PlanRejected
-from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Reprice, Shrink, Snapshot
+from nemo_rl.time_sharing.ledger import Claim, Lease
+from nemo_rl.time_sharing.plan import Expand, Grant, Plan, PriorityChange, Shrink, Snapshot
 from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority, Want
 from nemo_rl.time_sharing.validator import Problem, sound_part, validate
 
@@ -56,7 +56,7 @@ def expand(name: str, rank: int, *gpus: int) -> Expand:
     return Expand(name, rank, gpus, False, WHY)
 
 
-def books(change: Callable[[Fleet], object], plan: Plan) -> tuple[Fleet, Plan]:
+def ledger(change: Callable[[Fleet], object], plan: Plan) -> tuple[Fleet, Plan]:
     made = fleet()
     change(made)
     return made, plan
@@ -65,7 +65,7 @@ def books(change: Callable[[Fleet], object], plan: Plan) -> tuple[Fleet, Plan]:
 def test_a_sound_plan_passes() -> None:
     plan = grant()
     plan.expands += [expand("w", 1, 6, 7), expand("b", 1, 9)]
-    plan.reprices.append(Reprice("b", ACTOR_TRAIN, 2, Priority.REF_LOG_PROBS, WHY))
+    plan.priority_changes.append(PriorityChange("b", ACTOR_TRAIN, 2, Priority.REF_LOG_PROBS, WHY))
     assert validate(Snapshot.of(fleet().state), plan) == []
 
 
@@ -79,7 +79,7 @@ BROKEN: dict[str, list[Plan]] = {
         grant(request=7),
         grant(priority=Priority.CRITIC_TRAINING),
         grant((8,), name="b", request=2),
-        Plan(reprices=[Reprice("a", ACTOR_TRAIN, 1, Priority.CRITIC_TRAINING, WHY)]),
+        Plan(priority_changes=[PriorityChange("a", ACTOR_TRAIN, 1, Priority.CRITIC_TRAINING, WHY)]),
     ],
     "rule 4": [Plan(grants=grant().grants), Plan(expands=[expand("b", 0, 8)])],
     "rule 5": [
@@ -126,7 +126,7 @@ def test_rules_about_the_state_of_a_pipeline() -> None:
 
     cases = [(leaves, "rule 11"), (fenced, "rule 11"), (rises, "rule 14"), (claimed, "rule 4"), (quarantined, "rule 4")]
     for change, rule in cases:
-        made, plan = books(change, grant())
+        made, plan = ledger(change, grant())
         assert any(
             problem.text.startswith(f"{rule}:") and problem.pipeline == "a"
             for problem in validate(Snapshot.of(made.state), plan)
@@ -150,7 +150,7 @@ def test_books_that_contradict_themselves_stop_the_whole_plan() -> None:
         (held_twice, "rule 10", grant()),
         (awake_twice, "rule 10", both),
     ):
-        made, plan = books(change, ordered)
+        made, plan = ledger(change, ordered)
         snapshot = Snapshot.of(made.state)
         assert any(
             problem.text.startswith(f"{rule}:") and problem.pipeline is None for problem in validate(snapshot, plan)

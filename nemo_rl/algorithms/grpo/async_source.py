@@ -18,7 +18,7 @@ import torch
 from nemo_rl.algorithms.grpo.collect import gather_experience, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
-from nemo_rl.algorithms.grpo.stages import Experience, judge_versions
+from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
@@ -70,7 +70,7 @@ class AsynchronousSource:
         run.progress.phase("waiting for rollouts")
         with run.control.demand(step, *self.waited_for()) as report, run.timer.time("exposed_generation"):
             experience = gather_experience(run, lambda attempt: self._collected(attempt, report))
-        judge_versions(experience, run.store, self._settings.mixed_versions, step)
+        apply_staleness_policy(experience, run.store, self._settings.mixed_versions, step)
         experience.metrics["buffer_size"] = float(len(self.collector.buffer))
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
@@ -199,7 +199,7 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
         group = BufferedGroup(key, None, rows, plain["metrics"], plain["generated_at"])
         if key.target < run.state.step or group.is_stale(max_age):
             continue
-        group.tokens = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+        group.tokens = run.store.write_pending(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
         groups.append(group)
     collector.restore(draws, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))

@@ -304,7 +304,9 @@ def newest_tokens_only(columns: BatchedDataDict[Any]) -> StageOutput:
     )
 
 
-def judge_versions(experience: Experience[Any], store: ExperienceStore[Any], rule: StalenessPolicy, step: int) -> None:
+def apply_staleness_policy(
+    experience: Experience[Any], store: ExperienceStore[Any], rule: StalenessPolicy, step: int
+) -> None:
     """Applies the rule to a step's batch, in place, and adds its metrics.
 
     Args:

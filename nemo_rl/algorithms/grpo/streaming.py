@@ -22,9 +22,9 @@ from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
+    apply_staleness_policy,
     columns_to_train,
     filter_rows,
-    judge_versions,
     score_rewards,
     whole_batch_stages,
 )
@@ -135,7 +135,7 @@ class StreamingSource:
                 experience = self._experience(groups)
                 score_rewards(experience.rows, run.config.grpo)
                 filter_rows(experience.rows, run.config.grpo)
-                judge_versions(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
+                apply_staleness_policy(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
                 experience.metrics["buffer_size"] = float(len(self.collector))
                 experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
                 yield experience
@@ -276,7 +276,7 @@ def _restored_groups(run: GRPORun, file: Path, sampler: Sampler, known: set[Grou
         old = sampler.max_lag is not None and plain["generated_at"] < run.state.step - sampler.max_lag
         if old or key not in known:
             continue
-        tokens = run.store.set_aside(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+        tokens = run.store.write_pending(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
         groups.append(BufferedGroup(key, tokens, rows, plain["metrics"], plain["generated_at"]))
     return groups
 

@@ -20,7 +20,7 @@ class NoActiveShardError(UserError, RuntimeError):
 
 
 class Router:
-    """Books requests on active shards.
+    """Ledger requests on active shards.
 
     Args:
         shards: Number of data-parallel shards; all are active at first.

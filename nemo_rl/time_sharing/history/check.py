@@ -66,7 +66,7 @@ class Checks(Protocol):
     def handlers(self) -> dict[type, Handler]: ...
 
     def tail_lost(self, entry: Entry) -> None:
-        """From this entry to the next `InventoryDone` the scheduler's books may contradict the record (see `gaps`)."""
+        """From this entry to the next `InventoryDone` the scheduler's ledger may contradict the record (see `gaps`)."""
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         """Judges what is open now; with `ended` it is also missing."""

@@ -1,10 +1,10 @@
 """Where the scheduler's log lost its end and a new scheduler went on without it (its `SchedulerStarted` says
 `complete=False`).
 
-Between the last entry that such a log still has and the `InventoryDone` of the new scheduler, its books may contradict
+Between the last entry that such a log still has and the `InventoryDone` of the new scheduler, its ledger may contradict
 the rest of the record without mistake: events that were lost may be in another copy, or missing. What stays whole are
 the pipelines' own records, so these are judged throughout: memory of a GPU taken twice, prompts, versions, requests to
-shards. The scheduler's books are judged again from what it says after the gap.
+shards. The scheduler's ledger is judged again from what it says after the gap.
 """
 
 from __future__ import annotations

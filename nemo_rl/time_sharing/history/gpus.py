@@ -1,7 +1,7 @@
 """Invariants 1 and 10: no GPU is granted twice, and none is lost or given on while its memory is occupied.
 
 Two ledgers are kept side by side: what the scheduler's events say, and what pipelines and reapers say about memory.
-Each must be sound by itself, and the books may call a GPU free only when its memory is. Across a lost end of the log
+Each must be sound by itself, and the ledger may call a GPU free only when its memory is. Across a lost end of the log
 (see `gaps`) a lease may be one that the scheduler has forgotten, or holds on to although it is over; the memory ledger
 is judged throughout, so a GPU used twice is found there too.
 """
@@ -93,7 +93,7 @@ class GpuChecks:
         self._live.discard(event.pipeline)
 
     def _rejected(self, entry: Entry, event: ev.PlanRejected) -> None:
-        self._bad(10, f"a plan broke the books: {'; '.join(event.problems)}")
+        self._bad(10, f"a plan broke the ledger: {'; '.join(event.problems)}")
 
     def _rank_gpus(self, pipeline: str, rank: int) -> tuple[int, ...]:
         infer = self._clusters[pipeline][ACTOR_INFER]
@@ -188,7 +188,7 @@ class GpuChecks:
                 if self._memory.get(gpu, "").startswith(f"{name}/"):
                     del self._memory[gpu]
                 continue
-            # A reaper makes sure of everything that the books give a dead pipeline, whether it had come to use it or
+            # A reaper makes sure of everything that the ledger gives a dead pipeline, whether it had come to use it or
             # not.
             if self._memory.get(gpu) != holder and not (entry.source.endswith("/reaper") and gpu not in self._memory):
                 self._bad(10, f"{holder} frees memory of GPU {gpu}, which {self._memory.get(gpu, 'nobody')} occupies")

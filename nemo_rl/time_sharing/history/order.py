@@ -51,7 +51,7 @@ class OrderChecks:
             ev.Registered: self._registered,
             ev.Fenced: self._fenced,
             ev.Granted: self._granted,
-            ev.Repriced: self._granted,
+            ev.PriorityChanged: self._granted,
             ev.Released: self._released,
             ev.RankMoved: self._rank,
             ev.Claimed: self._claimed,
@@ -114,7 +114,7 @@ class OrderChecks:
 
     # Invariant 6.
 
-    def _granted(self, entry: Entry, event: ev.Granted | ev.Repriced) -> None:
+    def _granted(self, entry: Entry, event: ev.Granted | ev.PriorityChanged) -> None:
         pipeline = self._named(event.pipeline)
         if event.cluster != ACTOR_TRAIN:
             return

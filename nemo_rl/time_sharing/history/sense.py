@@ -37,7 +37,7 @@ class Sense:
     def judges(self) -> dict[type, Callable[[Any], str | None]]:
         """For each kind of event a function that says what is wrong with it, None when nothing is."""
         named = (ev.DemandReported, ev.Leaving, ev.Fenced)
-        clustered = (ev.Requested, ev.RequestDropped, ev.Repriced, ev.Released)
+        clustered = (ev.Requested, ev.RequestDropped, ev.PriorityChanged, ev.Released)
         return {
             ev.PoolOpened: self._opened,
             ev.InventoryDone: self._inventory_done,
@@ -114,7 +114,9 @@ class Sense:
         ranks = self._known[pipeline].ranks
         return None if 0 <= rank < ranks else f"{pipeline} has no rank {rank}, its ranks are 0..{ranks - 1}"
 
-    def _cluster(self, event: ev.Requested | ev.RequestDropped | ev.Repriced | ev.Released | ev.Granted) -> str | None:
+    def _cluster(
+        self, event: ev.Requested | ev.RequestDropped | ev.PriorityChanged | ev.Released | ev.Granted
+    ) -> str | None:
         problem = self._of(event.pipeline)
         if problem is None and (
             event.cluster not in self._known[event.pipeline].clusters or event.cluster == ACTOR_INFER

@@ -3,7 +3,7 @@
 Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that
 are behind it in the aged queue, not counting those of pipelines that it waits for itself (rule 10): to stand in their
 way would be to wait for oneself. By time: it is served within the bound that follows from the longest hold in this
-record (`patience`). Requests that were open when the log lost its end are not judged.
+record (`wait_bound`). Requests that were open when the log lost its end are not judged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.clocks import Clocks
-from nemo_rl.time_sharing.history.patience import Patience, Wait
+from nemo_rl.time_sharing.history.wait_bound import Wait, WaitBound
 from nemo_rl.time_sharing.types import ACTOR_INFER, Phase, Priority
 from nemo_rl.utils.record import Entry
 
@@ -49,7 +49,7 @@ class _Pipeline:
     held: set[str] = field(default_factory=set)
     holding_since: float = 0.0
     demand: int = 0
-    hungry_since: float | None = None
+    unscheduled_since: float | None = None
     leaving: bool = False
 
     def rank_gpus(self, rank: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class StarvationChecks:
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
-        self._patience = Patience()
+        self._wait_bound = WaitBound()
         self._requests: dict[tuple[str, str], _Request] = {}
         self._pipelines: dict[str, _Pipeline] = {}
         self._past: dict[str, _Pipeline] = {}
@@ -95,7 +95,7 @@ class StarvationChecks:
             ev.Claimed: self._claimed,
             ev.ClaimDropped: self._claim_dropped,
             ev.Granted: self._granted,
-            ev.Repriced: self._repriced,
+            ev.PriorityChanged: self._priority_changed,
             ev.Released: self._released,
             ev.RankMoved: self._rank,
             ev.DemandReported: self._demand,
@@ -111,8 +111,8 @@ class StarvationChecks:
         self._requests.clear()
         self._forgotten = {(name, cluster) for name, pipeline in self._past.items() for cluster in pipeline.clusters}
         for pipeline in self._pipelines.values():
-            if pipeline.hungry_since is not None:
-                pipeline.hungry_since = entry.time
+            if pipeline.unscheduled_since is not None:
+                pipeline.unscheduled_since = entry.time
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         now = clocks.scheduler
@@ -130,13 +130,15 @@ class StarvationChecks:
             )
         for name, state in self._pipelines.items():
             if state.held:
-                self._patience.held(now - state.holding_since, len(state.clusters) - 1)
-            if state.hungry_since is not None:
-                self._end_hunger(name, state, now, f"{name} has had work and no rank since {state.hungry_since:.1f} s")
-        bound = self._patience.bound
+                self._wait_bound.held(now - state.holding_since, len(state.clusters) - 1)
+            if state.unscheduled_since is not None:
+                self._end_hunger(
+                    name, state, now, f"{name} has had work and no rank since {state.unscheduled_since:.1f} s"
+                )
+        bound = self._wait_bound.bound
         for wait in self._waited:
-            if wait.seconds > bound and wait.seconds > (allowed := bound + self._patience.lost(wait)):
-                longest = self._patience.longest_hold
+            if wait.seconds > bound and wait.seconds > (allowed := bound + self._wait_bound.lost(wait)):
+                longest = self._wait_bound.longest_hold
                 self._bad(
                     9, f"{wait.what}: {wait.seconds:.1f} s, the bound is {allowed:.1f} s (longest hold {longest:.1f} s)"
                 )
@@ -155,11 +157,11 @@ class StarvationChecks:
         self._last_time = entry.time
 
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
-        self._patience.limits = dict(event.limits)
+        self._wait_bound.limits = dict(event.limits)
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
-        lease = self._patience.limit("lease_s") * (1 if event.complete else 2)
-        self._patience.disturbed("", None, self._last_time, entry.time + lease)
+        lease = self._wait_bound.limit("lease_s") * (1 if event.complete else 2)
+        self._wait_bound.disturbed("", None, self._last_time, entry.time + lease)
         self._recovering = event.term > 1
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
@@ -172,7 +174,7 @@ class StarvationChecks:
         )
         self._pipelines[event.pipeline] = pipeline
         self._past[event.pipeline] = _Pipeline(pipeline.clusters, pipeline.tp, pipeline.mapping)
-        self._patience.registered(event.pipeline, pipeline.mapped, event.weight, len(self._pipelines))
+        self._wait_bound.registered(event.pipeline, pipeline.mapped, event.weight, len(self._pipelines))
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
@@ -190,7 +192,7 @@ class StarvationChecks:
     # The queue.
 
     def _requested(self, entry: Entry, event: ev.Requested) -> None:
-        key = entry.time + event.priority * self._patience.limit("aging_s")
+        key = entry.time + event.priority * self._wait_bound.limit("aging_s")
         gpus = self._of(event.pipeline).clusters[event.cluster]
         self._forgotten.discard((event.pipeline, event.cluster))
         self._requests[event.pipeline, event.cluster] = _Request(
@@ -222,7 +224,7 @@ class StarvationChecks:
             if self._contended and self._waits_for(name, by):
                 continue
             other.overtaken += 1
-            if other.overtaken > self._patience.limit("max_backfills"):
+            if other.overtaken > self._wait_bound.limit("max_backfills"):
                 self._bad(9, f"{name} waits for {cluster} and is overtaken for the {other.overtaken}th time, by {by}")
 
     def _holds_and_waits(self, name: str, cluster: str) -> bool:
@@ -266,17 +268,17 @@ class StarvationChecks:
             and owner in self._pipelines
             and not self._pipelines[owner].fixed.isdisjoint(gpus)
         }
-        hungry = {
+        unscheduled = {
             owner + _HUNGRY
             for owner, state in self._pipelines.items()
-            if state.hungry_since is not None and not state.clusters[ACTOR_INFER].isdisjoint(gpus)
+            if state.unscheduled_since is not None and not state.clusters[ACTOR_INFER].isdisjoint(gpus)
         }
         starting = (
             {owner for owner, state in self._pipelines.items() if state.held and owner != name}
-            if self._patience.limit("max_initialising")
+            if self._wait_bound.limit("max_initialising")
             else set()
         )
-        return self._owners(pipeline.fixed, name) | ahead | hungry | starting
+        return self._owners(pipeline.fixed, name) | ahead | unscheduled | starting
 
     def _owners(self, gpus: frozenset[int], but: str) -> set[str]:
         return {owner for gpu in gpus if (owner := self._fixed_owner.get(gpu, but)) != but}
@@ -302,11 +304,11 @@ class StarvationChecks:
         self._fixed_owner.update(dict.fromkeys(event.gpus, event.pipeline))
         self._serve(event.pipeline, event.cluster, entry.time)
 
-    def _repriced(self, entry: Entry, event: ev.Repriced) -> None:
+    def _priority_changed(self, entry: Entry, event: ev.PriorityChanged) -> None:
         self._check_asked(event)
         self._serve(event.pipeline, event.cluster, entry.time)
 
-    def _check_asked(self, event: ev.Granted | ev.Repriced) -> None:
+    def _check_asked(self, event: ev.Granted | ev.PriorityChanged) -> None:
         """Only what was asked for is granted; a new scheduler may also write down what it finds to be held."""
         key = (event.pipeline, event.cluster)
         who, asked = f"{event.pipeline}/{event.cluster}", self._requests.get(key)
@@ -351,25 +353,27 @@ class StarvationChecks:
             return
         pipeline.held.remove(cluster)
         if not pipeline.held:
-            self._patience.held(time - pipeline.holding_since, len(pipeline.clusters) - 1)
+            self._wait_bound.held(time - pipeline.holding_since, len(pipeline.clusters) - 1)
 
     # Faults and generation.
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
-        name, pipeline, limit = event.pipeline, self._of(event.pipeline), self._patience.limit
+        name, pipeline, limit = event.pipeline, self._of(event.pipeline), self._wait_bound.limit
         for cluster in list(pipeline.held):
             self._end_hold(pipeline, cluster, entry.time)
         self._drop_requests(name)
         pipeline.leaving = True
         self._feed(name, entry.time)
-        self._patience.disturbed(name, pipeline.mapped, entry.time - limit("lease_s"), entry.time + limit("reap_s"))
+        self._wait_bound.disturbed(name, pipeline.mapped, entry.time - limit("lease_s"), entry.time + limit("reap_s"))
 
     def _quarantined(self, entry: Entry, event: ev.GpusQuarantined) -> None:
-        self._patience.disturbed(event.pipeline, event.gpus, entry.time, event.until + self._patience.limit("reap_s"))
+        self._wait_bound.disturbed(
+            event.pipeline, event.gpus, entry.time, event.until + self._wait_bound.limit("reap_s")
+        )
 
     def _cooling(self, entry: Entry, event: ev.RankCooling) -> None:
         gpus = self._of(event.pipeline).rank_gpus(event.rank)
-        self._patience.disturbed(event.pipeline, gpus, entry.time, event.until + self._patience.limit("reap_s"))
+        self._wait_bound.disturbed(event.pipeline, gpus, entry.time, event.until + self._wait_bound.limit("reap_s"))
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         self._last_time = entry.time
@@ -380,8 +384,8 @@ class StarvationChecks:
             pipeline.awake.add(event.rank)
         self._feed(event.pipeline, entry.time)
         if event.phase is Phase.FAILED:
-            until = entry.time + self._patience.limit("quarantine_s") + self._patience.limit("reap_s")
-            self._patience.disturbed(event.pipeline, pipeline.rank_gpus(event.rank), entry.time, until)
+            until = entry.time + self._wait_bound.limit("quarantine_s") + self._wait_bound.limit("reap_s")
+            self._wait_bound.disturbed(event.pipeline, pipeline.rank_gpus(event.rank), entry.time, until)
 
     def _demand(self, entry: Entry, event: ev.DemandReported) -> None:
         self._of(event.pipeline).demand = max(event.target - event.done, 0) * event.unit
@@ -395,13 +399,15 @@ class StarvationChecks:
 
     def _feed(self, name: str, time: float) -> None:
         pipeline = self._of(name)
-        hungry = pipeline.demand > 0 and not pipeline.awake and not pipeline.leaving
-        if hungry and pipeline.hungry_since is None:
-            pipeline.hungry_since = time
-        elif not hungry and pipeline.hungry_since is not None:
-            self._end_hunger(name, pipeline, time, f"{name} had work and no rank from {pipeline.hungry_since:.1f} s")
+        unscheduled = pipeline.demand > 0 and not pipeline.awake and not pipeline.leaving
+        if unscheduled and pipeline.unscheduled_since is None:
+            pipeline.unscheduled_since = time
+        elif not unscheduled and pipeline.unscheduled_since is not None:
+            self._end_hunger(
+                name, pipeline, time, f"{name} had work and no rank from {pipeline.unscheduled_since:.1f} s"
+            )
 
     def _end_hunger(self, name: str, pipeline: _Pipeline, time: float, what: str) -> None:
-        if pipeline.hungry_since is not None:
-            self._waited.append(Wait(name, pipeline.clusters[ACTOR_INFER], pipeline.hungry_since, time, what))
-            pipeline.hungry_since = None
+        if pipeline.unscheduled_since is not None:
+            self._waited.append(Wait(name, pipeline.clusters[ACTOR_INFER], pipeline.unscheduled_since, time, what))
+            pipeline.unscheduled_since = None

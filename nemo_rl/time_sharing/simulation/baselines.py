@@ -33,7 +33,7 @@ def one_after_the_other(snapshot: Snapshot, now: float) -> Plan:
     for name, pipeline in sorted(snapshot.pipelines.items(), key=lambda item: item[1].registered_at):
         gpus = pipeline.topology.mapped_gpus
         if gpus & taken:
-            visible[name] = dataclasses.replace(pipeline, wants={}, demand=Demand(), hungry_since=None)
+            visible[name] = dataclasses.replace(pipeline, wants={}, demand=Demand(), unscheduled_since=None)
         else:
             visible[name] = pipeline
         taken |= gpus

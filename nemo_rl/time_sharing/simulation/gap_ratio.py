@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board
-from nemo_rl.time_sharing.books import PipelineState
-from nemo_rl.time_sharing.plan import Expand, Grant, Plan, Reprice, Snapshot
+from nemo_rl.time_sharing.ledger import PipelineState
+from nemo_rl.time_sharing.plan import Expand, Grant, Plan, PriorityChange, Snapshot
+from nemo_rl.time_sharing.plan_state import BLOCKED, FREEING, RANK, PlanState
 from nemo_rl.time_sharing.types import Phase, Priority
 
 _ACTIVATIONS = 1000
@@ -53,13 +53,13 @@ def decide(snapshot: Snapshot, now: float) -> Plan:
     """The decisions of one cycle, whatever is under way: the rule on an executor that lets unrelated pipelines go
     on.
     """
-    board, result = Board(snapshot, now), Plan()
+    plan_state, result = PlanState(snapshot, now), Plan()
     for name, pipeline in snapshot.pipelines.items():
         if pipeline.leaving and not pipeline.fenced:
             for rank in pipeline.awake:
-                board.shrink(result, name, rank, ("leaving",))
-    _fixed(board, result, snapshot)
-    _generation(board, result)
+                plan_state.shrink(result, name, rank, ("leaving",))
+    _fixed(plan_state, result, snapshot)
+    _generation(plan_state, result)
     return result
 
 
@@ -73,7 +73,7 @@ def _cycle_runs(snapshot: Snapshot) -> bool:
     )
 
 
-def _fixed(board: Board, result: Plan, snapshot: Snapshot) -> None:
+def _fixed(plan_state: PlanState, result: Plan, snapshot: Snapshot) -> None:
     waiting = [
         (q.want.priority, q.since, name, cluster, q.want)
         for name, p in snapshot.pipelines.items()
@@ -89,46 +89,46 @@ def _fixed(board: Board, result: Plan, snapshot: Snapshot) -> None:
         if want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
             continue
         if cluster in pipeline.held:
-            result.reprices.append(Reprice(name, cluster, want.request, priority, ("holds",)))
+            result.priority_changes.append(PriorityChange(name, cluster, want.request, priority, ("holds",)))
             continue
         for gpu in gpus:
-            lease = board.owner[gpu]
-            if board.kind[gpu] == RANK and lease is not None:
+            lease = plan_state.owner[gpu]
+            if plan_state.kind[gpu] == RANK and lease is not None:
                 # Kept even if another GPU of the request stays out of reach: this is the rule's wasted preemption.
-                board.shrink(result, lease.pipeline, lease.rank, ("for_grant", gpus, cluster, name))
-        if all(board.kind[gpu] in (0, FREEING) for gpu in gpus):
-            board.claim(gpus)
+                plan_state.shrink(result, lease.pipeline, lease.rank, ("for_grant", gpus, cluster, name))
+        if all(plan_state.kind[gpu] in (0, FREEING) for gpu in gpus):
+            plan_state.claim(gpus)
             result.grants.append(Grant(name, cluster, want.request, priority, gpus, (), ("free",)))
 
 
-def _rows(board: Board) -> list[_Row]:
+def _rows(plan_state: PlanState) -> list[_Row]:
     rows = []
-    for name, pipeline in board.pipelines.items():
+    for name, pipeline in plan_state.pipelines.items():
         demand = pipeline.demand
         if pipeline.fenced or pipeline.leaving or demand.target == 0:
             continue
-        waits = pipeline.hungry_since is not None
+        waits = pipeline.unscheduled_since is not None
         target = float(demand.target * demand.unit)
         remaining = float(demand.remaining) + (target if waits else 0.0)
-        rows.append(_Row(name, pipeline, pipeline.topology.tp, remaining, target, waits, board.counts[name]))
+        rows.append(_Row(name, pipeline, pipeline.topology.tp, remaining, target, waits, plan_state.counts[name]))
     return rows
 
 
-def _generation(board: Board, result: Plan) -> None:
-    rows = _rows(board)
+def _generation(plan_state: PlanState, result: Plan) -> None:
+    rows = _rows(plan_state)
     work = sum(row.remaining * row.tp for row in rows)
-    budget = sum(1 for kind in board.kind if kind != BLOCKED) + sum(
-        len(c.gpus) for c in {id(c): c for c in board.claimed.values() if c.rank >= 0}.values()
+    budget = sum(1 for kind in plan_state.kind if kind != BLOCKED) + sum(
+        len(c.gpus) for c in {id(c): c for c in plan_state.claimed.values() if c.rank >= 0}.values()
     )
     if budget and work:
-        _Cycle(board, result, rows, work, budget).run()
+        _Cycle(plan_state, result, rows, work, budget).run()
 
 
 class _Cycle:
     """One division of the generation GPUs: ranks are activated one by one until none can be."""
 
-    def __init__(self, board: Board, result: Plan, rows: list[_Row], work: float, budget: int) -> None:
-        self._board, self._result, self._budget = board, result, budget
+    def __init__(self, plan_state: PlanState, result: Plan, rows: list[_Row], work: float, budget: int) -> None:
+        self._plan_state, self._result, self._budget = plan_state, result, budget
         self._rows = {row.name: row for row in rows}
         self._todo = {row.name: row.todo for row in rows}
         self._touched: set[tuple[str, int]] = set()
@@ -158,16 +158,16 @@ class _Cycle:
 
     def _activate(self, row: _Row) -> bool:
         best: tuple[tuple[object, ...], int, list[tuple[str, int]]] | None = None
-        board, pipeline = self._board, row.pipeline
+        plan_state, pipeline = self._plan_state, row.pipeline
         if any(q.want.priority is Priority.ACTOR_TRAINING for q in pipeline.wants.values()):
             return False
         for rank, gpus in enumerate(pipeline.topology.ranks):
             asleep = (
                 rank not in pipeline.awake
                 and rank not in pipeline.claimed_ranks
-                and pipeline.cooling.get(rank, 0.0) <= board.now
+                and pipeline.cooling.get(rank, 0.0) <= plan_state.now
             )
-            if not asleep or (row.name, rank) in self._touched or any(board.kind[g] == BLOCKED for g in gpus):
+            if not asleep or (row.name, rank) in self._touched or any(plan_state.kind[g] == BLOCKED for g in gpus):
                 continue
             donors = self._donors(gpus, row)
             if donors is None:
@@ -182,31 +182,31 @@ class _Cycle:
         _, rank, donors = best
         for name, donor in donors:
             self._touched.add((name, donor))
-            board.shrink(self._result, name, donor, ("gives", name, 0.0, row.name, 0.0))
-            self._rows[name].active = board.counts[name]
+            plan_state.shrink(self._result, name, donor, ("gives", name, 0.0, row.name, 0.0))
+            self._rows[name].active = plan_state.counts[name]
         gpus = pipeline.topology.ranks[rank]
         self._touched.add((row.name, rank))
-        board.claim(gpus)
-        board.counts[row.name] += 1
+        plan_state.claim(gpus)
+        plan_state.counts[row.name] += 1
         self._result.expands.append(
             Expand(row.name, rank, gpus, False, ("share", row.active * row.tp, row.tau * self._budget))
         )
-        row.active = board.counts[row.name]
+        row.active = plan_state.counts[row.name]
         return True
 
     def _donors(self, gpus: tuple[int, ...], row: _Row) -> list[tuple[str, int]] | None:
         spent: dict[str, int] = {}
         donors: list[tuple[str, int]] = []
-        board = self._board
+        plan_state = self._plan_state
         for gpu in gpus:
-            lease = board.owner[gpu]
-            if board.kind[gpu] != RANK or lease is None or (lease.pipeline, lease.rank) in donors:
+            lease = plan_state.owner[gpu]
+            if plan_state.kind[gpu] != RANK or lease is None or (lease.pipeline, lease.rank) in donors:
                 continue
             donor = self._rows.get(lease.pipeline)
             if donor is None or donor is row or self._gap(donor) >= 0 or _spare(donor) - spent.get(donor.name, 0) <= 0:
                 return None
             if (
-                board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE
+                plan_state.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE
                 or (lease.pipeline, lease.rank) in self._touched
             ):
                 return None

@@ -363,7 +363,7 @@ class SimulatedJob:
         life.dead = True
         self.generate_gpu_s += life.generation.busy_rank_s * self.job.tp
         life.generation.drop_all()
-        self.world.leave_ghosts(self)
+        self.world.leave_orphans(self)
         self.life = None
         self._end("stopped" if self.stopping and self.trained_steps < self.job.steps else "done")
 

@@ -93,7 +93,7 @@ class World:
         self._log_is_complete = True
         self._scheduler: Scheduler | None = None
         self._tick_at = float("inf")
-        self._ghosts: dict[tuple[str, int], list[_Memory]] = {}
+        self._orphans: dict[tuple[str, int], list[_Memory]] = {}
         self.strikes: dict[str, int] = {}
 
     def run(self, *, max_events: int | None = None) -> None:
@@ -126,8 +126,8 @@ class World:
     def job_ended(self, job: SimulatedJob) -> None:
         self.open_jobs -= 1
         if self.open_jobs == 0:
-            patience = 4 * self.limits.lease_s + 4 * self.limits.reap_s
-            self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + patience)
+            wait_bound = 4 * self.limits.lease_s + 4 * self.limits.reap_s
+            self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + wait_bound)
 
     def _stop_if_done(self, at_the_latest: float) -> None:
         """The run is over when the scheduler knows no pipeline any more; a scheduler that never gets there is cut short
@@ -221,7 +221,7 @@ class World:
             elif alive:
                 self.evict(job)
             what = f"rank {command.rank}" if command.rank >= 0 else None
-            self._free_ghosts((job.job.name, command.incarnation), what)
+            self._free_orphans((job.job.name, command.incarnation), what)
         answer = Answer(
             command.command, command.pipeline, command.incarnation, Outcome.FAILED if failed else Outcome.DONE
         )
@@ -239,34 +239,34 @@ class World:
 
     def evict(self, job: SimulatedJob) -> None:
         """Ends all processes of a job."""
-        self.leave_ghosts(job)
+        self.leave_orphans(job)
         job.kill("fenced")
 
     def crash(self, job: SimulatedJob) -> None:
         """The agent process dies by itself; what its workers hold on the GPUs stays until somebody ends them."""
         if job.life is not None:
-            self.leave_ghosts(job)
+            self.leave_orphans(job)
             job.kill("crashed")
 
-    def leave_ghosts(self, job: SimulatedJob) -> None:
+    def leave_orphans(self, job: SimulatedJob) -> None:
         """Notes what the job's workers occupy although nobody leads them any more."""
         life = job.life
         if life is None:
             return
-        ghosts = [_Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in life.agent.holds.items()]
-        ghosts += [
+        orphans = [_Memory(f"{job.job.name}/driver", cluster, held.gpus) for cluster, held in life.agent.holds.items()]
+        orphans += [
             _Memory(f"{job.job.name}/driver", f"rank {i}", life.agent.topology.ranks[i])
             for i, rank in enumerate(life.agent.ranks)
             if rank.phase is not Phase.ASLEEP
         ]
-        self._ghosts.setdefault((job.job.name, life.incarnation), []).extend(ghosts)
+        self._orphans.setdefault((job.job.name, life.incarnation), []).extend(orphans)
 
-    def _free_ghosts(self, whose: tuple[str, int], what: str | None) -> None:
-        ghosts = self._ghosts.pop(whose, [])
-        for ghost in ghosts:
-            if what in (None, ghost.what):
-                self._record.bind(ghost.source).emit(MemoryFreed(ghost.what, ghost.gpus))
-        self._ghosts[whose] = [ghost for ghost in ghosts if what not in (None, ghost.what)]
+    def _free_orphans(self, whose: tuple[str, int], what: str | None) -> None:
+        orphans = self._orphans.pop(whose, [])
+        for orphan in orphans:
+            if what in (None, orphan.what):
+                self._record.bind(orphan.source).emit(MemoryFreed(orphan.what, orphan.gpus))
+        self._orphans[whose] = [orphan for orphan in orphans if what not in (None, orphan.what)]
 
     # Faults.
 

@@ -19,7 +19,6 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from nemo_rl.models.generation.continuation import Continuation, OnPreempt
 from nemo_rl.models.generation.errors import ShardPreemptedError, ShardStateError
 from nemo_rl.models.generation.interfaces import (
     REQUEST_TIMEOUT_VARIABLE,
@@ -27,8 +26,9 @@ from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
 )
+from nemo_rl.models.generation.resumable_request import OnPreempt, ResumableRequest
 from nemo_rl.models.generation.router import NoActiveShardError, Router
-from nemo_rl.models.generation.vllm.outbox import RequestFailure
+from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 
@@ -113,7 +113,7 @@ class Dispatcher:
         """
         if request.request_id in self._under_way:
             raise ValueError(f"request {request.request_id} is already under way; ids are unique within a run")
-        way = Continuation(request, self._on_preempt)
+        way = ResumableRequest(request, self._on_preempt)
         self._under_way.add(request.request_id)
         try:
             while True:

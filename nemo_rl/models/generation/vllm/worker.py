@@ -15,14 +15,14 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from nemo_rl.models.generation.continuation import safe_cut
 from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateError, StaleVersionError, WakeError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.resumable_request import safe_cut
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
 from nemo_rl.models.generation.vllm.forked import forked_engine
-from nemo_rl.models.generation.vllm.lifeline import OWNER_VARIABLE
-from nemo_rl.models.generation.vllm.outbox import Outbox, RequestFailure, failure_of
+from nemo_rl.models.generation.vllm.parent_watchdog import OWNER_VARIABLE
+from nemo_rl.models.generation.vllm.result_buffer import RequestFailure, ResultBuffer, failure_of
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
 
 _FREED_SHARE = 0.9
@@ -48,7 +48,7 @@ class VllmGenerationWorker:
         self._engine: Any = None
         self._stamps: Any = None
         self._stats: Any = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
-        self._outboxes: dict[str, Outbox] = {}
+        self._result_buffers: dict[str, ResultBuffer] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
         self._leaving = False
         self._paused_at: float | None = None
@@ -100,35 +100,37 @@ class VllmGenerationWorker:
         """Starts requests; their results come by `collect` of the same client. A shard that leaves sends them back at
         once.
         """
-        outbox = self._outboxes.setdefault(client, Outbox())
+        result_buffer = self._result_buffers.setdefault(client, ResultBuffer())
         for request in requests:
             if self._leaving:
-                outbox.put(GenerationResult(request.request_id, [], [], "abort", (), self._shard))
+                result_buffer.put(GenerationResult(request.request_id, [], [], "abort", (), self._shard))
                 continue
             task = asyncio.create_task(self._generate(request))
             self._tasks[request.request_id] = task
-            task.add_done_callback(lambda done, request_id=request.request_id: self._deliver(outbox, request_id, done))
+            task.add_done_callback(
+                lambda done, request_id=request.request_id: self._deliver(result_buffer, request_id, done)
+            )
 
-    def _deliver(self, outbox: Outbox, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
+    def _deliver(self, result_buffer: ResultBuffer, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
         self._tasks.pop(request_id, None)
         self._stamps.end(request_id)
         if task.cancelled():
             return
         error = task.exception()
-        outbox.put(task.result() if error is None else failure_of(request_id, error))
+        result_buffer.put(task.result() if error is None else failure_of(request_id, error))
 
     async def collect(self, client: str, max_wait_s: float) -> list[GenerationResult | RequestFailure]:
         """Finished results and failures; waits up to `max_wait_s` for the first."""
-        outbox = self._outboxes.setdefault(client, Outbox())
+        result_buffer = self._result_buffers.setdefault(client, ResultBuffer())
         try:
-            await asyncio.wait_for(outbox.ready.wait(), max_wait_s)
+            await asyncio.wait_for(result_buffer.ready.wait(), max_wait_s)
         except TimeoutError:
             return []
         # Results come in bursts, one engine step at a time: a short wait gathers the burst.
         await asyncio.sleep(0.002)
-        outbox.ready.clear()
-        results = outbox.results
-        outbox.results = []
+        result_buffer.ready.clear()
+        results = result_buffer.results
+        result_buffer.results = []
         return results
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.books import PipelineState, QueuedWant
-from nemo_rl.time_sharing.hold_graph import HoldGraph, hungry
+from nemo_rl.time_sharing.hold_graph import HoldGraph, unscheduled
+from nemo_rl.time_sharing.ledger import PipelineState, QueuedWant
 from nemo_rl.time_sharing.plan import Plan, Reason, Shrink, Snapshot
 from nemo_rl.time_sharing.types import FALLING, Phase, Priority
 
@@ -24,7 +24,7 @@ reach (fixed, claimed, failed)."""
 
 class Reservation(NamedTuple):
     """A request that waits for a GPU: its label, its pipeline, when the GPUs are expected free, and the request (None:
-    a hungry pipeline).
+    an unscheduled pipeline).
     """
 
     label: str
@@ -35,7 +35,7 @@ class Reservation(NamedTuple):
     @property
     def waiter(self) -> str:
         """Who waits, as `HoldGraph` names it."""
-        return self.name if self.queued is not None else hungry(self.name)
+        return self.name if self.queued is not None else unscheduled(self.name)
 
 
 def useful_ranks(pipeline: PipelineState) -> int:
@@ -50,7 +50,7 @@ def useful_ranks(pipeline: PipelineState) -> int:
     return min(math.ceil(remaining / pipeline.spec.rank_batch), most, ranks)
 
 
-class Board:
+class PlanState:
     """GPUs and ranks as they will be once the decisions so far are carried out."""
 
     def __init__(self, snapshot: Snapshot, now: float) -> None:
@@ -134,8 +134,8 @@ class Board:
             self.reserved.setdefault(gpu, []).append(reservation)
 
     def may_be_passed(self, reservation: Reservation) -> bool:
-        """Whether a later request may yet be let past, counting those that this plan has let past already; a hungry
-        pipeline never.
+        """Whether a later request may yet be let past, counting those that this plan has let past already; an
+        unscheduled pipeline never.
         """
         queued = reservation.queued
         return queued is not None and queued.passed + self.passings[reservation.label] < self.limits.max_backfills

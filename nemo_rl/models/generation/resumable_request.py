@@ -17,7 +17,7 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 OnPreempt = Literal["continue", "redo_turn"]
 
 
-class Continuation:
+class ResumableRequest:
     """A request that may be served in pieces.
 
     Args:

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.board import BLOCKED, FREEING, RANK, Board, Reservation
-from nemo_rl.time_sharing.books import PipelineState
-from nemo_rl.time_sharing.hold_graph import hungry
+from nemo_rl.time_sharing.hold_graph import unscheduled
+from nemo_rl.time_sharing.ledger import PipelineState
 from nemo_rl.time_sharing.plan import Expand, Plan, Reason
+from nemo_rl.time_sharing.plan_state import BLOCKED, FREEING, RANK, PlanState, Reservation
 from nemo_rl.time_sharing.shares import Claimant, fill, whole_ranks
 from nemo_rl.time_sharing.types import Phase, Priority
 
@@ -40,42 +40,46 @@ class _Division(NamedTuple):
     floors: dict[str, float]
 
 
-def turn_seconds(board: Board, name: str) -> float:
+def turn_seconds(plan_state: PlanState, name: str) -> float:
     """How long a pipeline keeps a rank before another may have it: worth its hand-over, the minimum hold at most;
     longer for heavier pipelines.
 
     The longest, `min_hold_s` x `_LONGEST_TURN`, is what others may have to wait for it.
     """
-    known = board.turns.get(name)
+    known = plan_state.turns.get(name)
     if known is None:
-        pipeline, hold = board.pipelines[name], board.limits.min_hold_s
+        pipeline, hold = plan_state.pipelines[name], plan_state.limits.min_hold_s
         if pipeline.handover_s is not None:
             hold = min(hold, _WORTH_HANDOVERS * pipeline.handover_s)
-        known = board.turns[name] = hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_TURN)
+        known = plan_state.turns[name] = hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_TURN)
     return known
 
 
-def share(board: Board, result: Plan) -> None:
+def share(plan_state: PlanState, result: Plan) -> None:
     """Adds the expands and shrinks of elastic generation to the plan."""
     claimants = [
-        _claimant(board, name, pipeline) for name, pipeline in board.pipelines.items() if board.useful[name] > 0
+        _claimant(plan_state, name, pipeline)
+        for name, pipeline in plan_state.pipelines.items()
+        if plan_state.useful[name] > 0
     ]
     if not claimants:
         return
-    division = _divide(board, claimants)
+    division = _divide(plan_state, claimants)
     result.entitled = division.entitled
     open_names = [
-        c.name for c in claimants if c.name not in board.no_expand and not _trains_next(board.pipelines[c.name])
+        c.name
+        for c in claimants
+        if c.name not in plan_state.no_expand and not _trains_next(plan_state.pipelines[c.name])
     ]
-    _hand_out_free(board, result, open_names, division)
-    _move_busy(board, result, open_names, division)
+    _hand_out_free(plan_state, result, open_names, division)
+    _move_busy(plan_state, result, open_names, division)
 
 
-def _divide(board: Board, claimants: list[Claimant]) -> _Division:
-    budget = len(board.kind) - len(board.quarantined)
+def _divide(plan_state: PlanState, claimants: list[Claimant]) -> _Division:
+    budget = len(plan_state.kind) - len(plan_state.quarantined)
     entitled = fill(budget, claimants)
     targets = {
-        name: ranks * board.pipelines[name].topology.tp
+        name: ranks * plan_state.pipelines[name].topology.tp
         for name, ranks in whole_ranks(budget, claimants, entitled).items()
     }
     level = budget / sum(c.claim for c in claimants)
@@ -84,20 +88,20 @@ def _divide(board: Board, claimants: list[Claimant]) -> _Division:
     )
 
 
-def _claimant(board: Board, name: str, pipeline: PipelineState) -> Claimant:
+def _claimant(plan_state: PlanState, name: str, pipeline: PipelineState) -> Claimant:
     tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
-    useful = board.useful[name]
+    useful = plan_state.useful[name]
     floor = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), useful)
     # A sample costs a rank of tp GPUs the time that it costs a rank of one.
     work = pipeline.demand.remaining * tp
-    return Claimant(name, pipeline.spec.weight * work, floor * tp, useful * tp + board.fixed_gpus[name], tp)
+    return Claimant(name, pipeline.spec.weight * work, floor * tp, useful * tp + plan_state.fixed_gpus[name], tp)
 
 
-def _served(board: Board, name: str, division: _Division, more: int = 0) -> float:
+def _served(plan_state: PlanState, name: str, division: _Division, more: int = 0) -> float:
     """How well a pipeline is served, with `more` GPUs added: GPUs for its work and weight; below 0 as long as it lacks
     GPUs that it is guaranteed.
     """
-    gpus = board.gpus_of(name) + more
+    gpus = plan_state.gpus_of(name) + more
     floor = division.floors.get(name, 0.0)
     return gpus / floor - 1.0 if floor and gpus < floor else gpus / max(division.pulls[name], 1e-9)
 
@@ -107,22 +111,22 @@ def _trains_next(pipeline: PipelineState) -> bool:
     return any(queued.want.priority is Priority.ACTOR_TRAINING for queued in pipeline.wants.values())
 
 
-def _rank_state(board: Board, gpus: tuple[int, ...], name: str) -> int:
+def _rank_state(plan_state: PlanState, gpus: tuple[int, ...], name: str) -> int:
     """The worst of a rank's GPUs; a GPU reserved for a request that will start soon counts as blocked."""
-    kind = board.kind
+    kind = plan_state.kind
     worst = kind[gpus[0]] if len(gpus) == 1 else max(kind[gpu] for gpu in gpus)
-    if worst != BLOCKED and board.reserved:
+    if worst != BLOCKED and plan_state.reserved:
         for gpu in gpus:
-            for reservation in board.reserved.get(gpu, ()):
-                hungry = reservation.queued is None
-                if (hungry and reservation.name != name) or (
-                    not hungry and reservation.free_at < board.now + turn_seconds(board, name)
+            for reservation in plan_state.reserved.get(gpu, ()):
+                unscheduled = reservation.queued is None
+                if (unscheduled and reservation.name != name) or (
+                    not unscheduled and reservation.free_at < plan_state.now + turn_seconds(plan_state, name)
                 ):
                     return BLOCKED
     return worst
 
 
-def _candidates(board: Board, pipeline: PipelineState) -> list[int]:
+def _candidates(plan_state: PlanState, pipeline: PipelineState) -> list[int]:
     """Ranks that could wake: asleep, not claimed, not cooling off after a failure; those first whose engine has been
     built before.
     """
@@ -130,25 +134,31 @@ def _candidates(board: Board, pipeline: PipelineState) -> list[int]:
     asleep = [rank for rank in pipeline.wake_order if rank not in up and rank not in claimed]
     if warm and len(warm) < len(pipeline.topology.ranks):
         asleep = [rank for rank in asleep if rank in warm] + [rank for rank in asleep if rank not in warm]
-    return [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= board.now] if pipeline.cooling else asleep
+    return (
+        [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= plan_state.now] if pipeline.cooling else asleep
+    )
 
 
-def _expand(board: Board, result: Plan, name: str, rank: int, because: Reason, *, floor: bool = False) -> None:
-    gpus = board.ranks_of(name)[rank]
-    board.claim(gpus)
-    board.counts[name] += 1
+def _expand(plan_state: PlanState, result: Plan, name: str, rank: int, because: Reason, *, floor: bool = False) -> None:
+    gpus = plan_state.ranks_of(name)[rank]
+    plan_state.claim(gpus)
+    plan_state.counts[name] += 1
     result.expands.append(Expand(name, rank, gpus, floor, because))
 
 
-def _hand_out_free(board: Board, result: Plan, names: list[str], division: _Division) -> None:
+def _hand_out_free(plan_state: PlanState, result: Plan, names: list[str], division: _Division) -> None:
     """Gives free GPUs to the pipeline that is served least, again and again; beyond what it is entitled to only what
     nobody entitled wants.
     """
-    if all(kind >= RANK for kind in board.kind):
+    if all(kind >= RANK for kind in plan_state.kind):
         return
-    scans = {name: _free_ranks(board, name) for name in names}
+    scans = {name: _free_ranks(plan_state, name) for name in names}
     for spare in (False, True):
-        heap = [(_served(board, name, division), name) for name in names if _wants_more(board, name, division, spare)]
+        heap = [
+            (_served(plan_state, name, division), name)
+            for name in names
+            if _wants_more(plan_state, name, division, spare)
+        ]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
@@ -156,33 +166,33 @@ def _hand_out_free(board: Board, result: Plan, names: list[str], division: _Divi
             if rank is None:
                 continue
             _expand(
-                board,
+                plan_state,
                 result,
                 name,
                 rank,
-                ("spare",) if spare else ("share", board.gpus_of(name), division.entitled[name]),
+                ("spare",) if spare else ("share", plan_state.gpus_of(name), division.entitled[name]),
             )
-            if _wants_more(board, name, division, spare):
-                heapq.heappush(heap, (_served(board, name, division), name))
+            if _wants_more(plan_state, name, division, spare):
+                heapq.heappush(heap, (_served(plan_state, name, division), name))
 
 
-def _free_ranks(board: Board, name: str) -> Iterator[int]:
+def _free_ranks(plan_state: PlanState, name: str) -> Iterator[int]:
     """Ranks on GPUs that are still free when the scan comes to them; GPUs are only ever taken while it lasts."""
-    kind, ranks = board.kind, board.ranks_of(name)
-    for rank in _candidates(board, board.pipelines[name]):
+    kind, ranks = plan_state.kind, plan_state.ranks_of(name)
+    for rank in _candidates(plan_state, plan_state.pipelines[name]):
         gpus = ranks[rank]
         # Most ranks fall at their first GPU.
-        if kind[gpus[0]] <= FREEING and _rank_state(board, gpus, name) <= FREEING:
+        if kind[gpus[0]] <= FREEING and _rank_state(plan_state, gpus, name) <= FREEING:
             yield rank
 
 
-def _wants_more(board: Board, name: str, division: _Division, spare: bool) -> bool:
-    below_share = board.gpus_of(name) + board.tp[name] <= division.targets[name]
-    return _can_use_more(board, name) and (spare or below_share)
+def _wants_more(plan_state: PlanState, name: str, division: _Division, spare: bool) -> bool:
+    below_share = plan_state.gpus_of(name) + plan_state.tp[name] <= division.targets[name]
+    return _can_use_more(plan_state, name) and (spare or below_share)
 
 
-def _can_use_more(board: Board, name: str) -> bool:
-    return board.counts[name] < board.useful[name]
+def _can_use_more(plan_state: PlanState, name: str) -> bool:
+    return plan_state.counts[name] < plan_state.useful[name]
 
 
 class _Bar(NamedTuple):
@@ -195,8 +205,8 @@ class _Bar(NamedTuple):
 class _Standing:
     """How well pipelines are served while ranks move: `now`, and as it would be had one given a rank."""
 
-    def __init__(self, board: Board, division: _Division) -> None:
-        self._board, self._division = board, division
+    def __init__(self, plan_state: PlanState, division: _Division) -> None:
+        self._plan_state, self._division = plan_state, division
         self.now: dict[str, float] = {}
         self.less_one: dict[str, float] = {}
         for name in division.pulls:
@@ -205,51 +215,59 @@ class _Standing:
     def update(self, name: str) -> None:
         """Takes in what a pipeline of the division has got or given."""
         if name in self._division.pulls:
-            self.now[name] = _served(self._board, name, self._division)
+            self.now[name] = _served(self._plan_state, name, self._division)
             self.less_one[name] = self.having(name, -1)
 
     def having(self, name: str, ranks: int) -> float:
         """With so many more ranks."""
-        return _served(self._board, name, self._division, ranks * self._board.tp[name])
+        return _served(self._plan_state, name, self._division, ranks * self._plan_state.tp[name])
 
     def bar(self, taker: str) -> _Bar:
         """What somebody must reach to give this one a rank."""
-        return _Bar((1 + self._board.limits.hysteresis) * self.now[taker], self.having(taker, 1))
+        return _Bar((1 + self._plan_state.limits.hysteresis) * self.now[taker], self.having(taker, 1))
 
 
-def _move_busy(board: Board, result: Plan, names: list[str], division: _Division) -> None:
+def _move_busy(plan_state: PlanState, result: Plan, names: list[str], division: _Division) -> None:
     """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping
     allows.
     """
-    standing = _Standing(board, division)
+    standing = _Standing(plan_state, division)
     served = standing.now
-    for name in sorted((n for n in names if _can_use_more(board, n)), key=lambda n: (served[n], n)):
+    for name in sorted((n for n in names if _can_use_more(plan_state, n)), key=lambda n: (served[n], n)):
         bar = standing.bar(name)
-        for _, rank, donors in sorted(_options(board, name, standing, bar)):
-            if not _can_use_more(board, name):
+        for _, rank, donors in sorted(_options(plan_state, name, standing, bar)):
+            if not _can_use_more(plan_state, name):
                 break
-            if _may_give(board, standing, donors, name, bar):
+            if _may_give(plan_state, standing, donors, name, bar):
                 for donor, drank in donors:
                     why: Reason = (
                         ("gives", donor, served[donor], name, served[name])
                         if donor in served
                         else ("surplus", donor, name)
                     )
-                    board.shrink(result, donor, drank, why)
+                    plan_state.shrink(result, donor, drank, why)
                     standing.update(donor)
-                _expand(board, result, name, rank, ("share", board.gpus_of(name), division.entitled[name]))
+                _expand(plan_state, result, name, rank, ("share", plan_state.gpus_of(name), division.entitled[name]))
                 standing.update(name)
                 bar = standing.bar(name)
 
 
-def _options(board: Board, name: str, standing: _Standing, bar: _Bar) -> list[tuple[float, int, list[tuple[str, int]]]]:
+def _options(
+    plan_state: PlanState, name: str, standing: _Standing, bar: _Bar
+) -> list[tuple[float, int, list[tuple[str, int]]]]:
     """Ranks of a pipeline whose holders might give way: (minus how well the worst served of them is served, rank,
     holders).
     """
-    kind, owner, ranks, counts, useful = board.kind, board.owner, board.ranks_of(name), board.counts, board.useful
+    kind, owner, ranks, counts, useful = (
+        plan_state.kind,
+        plan_state.owner,
+        plan_state.ranks_of(name),
+        plan_state.counts,
+        plan_state.useful,
+    )
     served, less_one = standing.now, standing.less_one
     found = []
-    for rank in _candidates(board, board.pipelines[name]):
+    for rank in _candidates(plan_state, plan_state.pipelines[name]):
         gpus = ranks[rank]
         first = kind[gpus[0]]
         # Most ranks fall at their first GPU: out of reach, or held by somebody who is no better served than the taker.
@@ -260,43 +278,43 @@ def _options(board: Board, name: str, standing: _Standing, bar: _Bar) -> list[tu
             holder = lease.pipeline
             if counts[holder] <= useful[holder] and (served[holder] < bar.now or less_one[holder] < bar.after):
                 continue
-        if _rank_state(board, gpus, name) == RANK:
-            donors = _holders(board, gpus)
+        if _rank_state(plan_state, gpus, name) == RANK:
+            donors = _holders(plan_state, gpus)
             if donors is not None:
                 found.append((max(-served.get(donor, math.inf) for donor, _ in donors), rank, donors))
     return found
 
 
-def _donors(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
+def _donors(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
     """The awake ranks on these GPUs, or None when one of them must not be disturbed now."""
-    donors = _holders(board, gpus)
-    return None if donors is None or _in_turn(board, donors) else donors
+    donors = _holders(plan_state, gpus)
+    return None if donors is None or _in_turn(plan_state, donors) else donors
 
 
-def _holders(board: Board, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
+def _holders(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, int]] | None:
     """The awake ranks on these GPUs, or None when one of them is on its way up or down."""
     donors: list[tuple[str, int]] = []
     for gpu in gpus:
-        if board.kind[gpu] != RANK:
+        if plan_state.kind[gpu] != RANK:
             continue
-        lease = board.owner[gpu]
+        lease = plan_state.owner[gpu]
         if lease is None:
             continue
         pair = (lease.pipeline, lease.rank)
         if pair in donors:
             continue
-        if board.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE:
+        if plan_state.pipelines[lease.pipeline].awake[lease.rank].phase is not Phase.ACTIVE:
             return None
         donors.append(pair)
     return donors
 
 
-def _in_turn(board: Board, donors: list[tuple[str, int]]) -> bool:
+def _in_turn(plan_state: PlanState, donors: list[tuple[str, int]]) -> bool:
     """Whether one of these ranks is in its turn and of use to its pipeline, had that given all of them."""
     for name, rank in donors:
-        pipeline = board.pipelines[name]
-        needed = board.counts[name] - _given_by(name, donors) < board.useful[name]
-        if needed and board.now < pipeline.awake[rank].since + turn_seconds(board, name):
+        pipeline = plan_state.pipelines[name]
+        needed = plan_state.counts[name] - _given_by(name, donors) < plan_state.useful[name]
+        if needed and plan_state.now < pipeline.awake[rank].since + turn_seconds(plan_state, name):
             return True
     return False
 
@@ -306,7 +324,7 @@ def _given_by(name: str, donors: list[tuple[str, int]]) -> int:
     return 1 if len(donors) == 1 else sum(giver == name for giver, _ in donors)
 
 
-def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], taker: str, bar: _Bar) -> bool:
+def _may_give(plan_state: PlanState, standing: _Standing, donors: list[tuple[str, int]], taker: str, bar: _Bar) -> bool:
     """Giving must leave each giver at least as well served as the taker becomes, by a margin; what a pipeline has no
     use for it just gives.
 
@@ -314,61 +332,63 @@ def _may_give(board: Board, standing: _Standing, donors: list[tuple[str, int]], 
     now.
     """
     for donor, rank in donors:
-        if donor == taker or (donor, rank) in board.shrunk:
+        if donor == taker or (donor, rank) in plan_state.shrunk:
             return False
         given = _given_by(donor, donors)
-        if board.counts[donor] - given >= board.useful[donor]:
+        if plan_state.counts[donor] - given >= plan_state.useful[donor]:
             continue
         if standing.now[donor] < bar.now or standing.having(donor, -given) < bar.after:
             return False
-    return not _in_turn(board, donors)
+    return not _in_turn(plan_state, donors)
 
 
-def feed_hungry(board: Board, result: Plan, name: str, pipeline: PipelineState) -> None:
+def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: PipelineState) -> None:
     """A pipeline with work and no rank gets one: a free one, else one whose holder has had its turn; else it reserves
     the likeliest.
     """
-    since = pipeline.hungry_since
-    if since is None or board.useful[name] == 0 or name in board.no_expand or _trains_next(pipeline):
+    since = pipeline.unscheduled_since
+    if since is None or plan_state.useful[name] == 0 or name in plan_state.no_expand or _trains_next(pipeline):
         return
-    starved = board.now >= since + board.limits.aging_s * Priority.GENERATION
+    starved = plan_state.now >= since + plan_state.limits.aging_s * Priority.GENERATION
     options: list[tuple[bool, int, float, int, list[tuple[str, int]]]] = []
     fallback: int | None = None
     for until in pipeline.cooling.values():
-        if until > board.now:
+        if until > plan_state.now:
             result.look_again(until)
-    for rank in _candidates(board, pipeline):
+    for rank in _candidates(plan_state, pipeline):
         gpus = pipeline.topology.ranks[rank]
-        state = _rank_state(board, gpus, name)
+        state = _rank_state(plan_state, gpus, name)
         if state <= FREEING:
-            _expand(board, result, name, rank, ("hungry", since), floor=starved)
+            _expand(plan_state, result, name, rank, ("unscheduled", since), floor=starved)
             return
-        if not any(gpu in board.quarantined for gpu in gpus):
+        if not any(gpu in plan_state.quarantined for gpu in gpus):
             fallback = rank if fallback is None else fallback
         if state == RANK and not pipeline.held:
-            donors = _donors(board, gpus)
-            if donors is not None and all((d, r) not in board.shrunk for d, r in donors):
-                held = min(board.pipelines[d].awake[r].since for d, r in donors)
-                spare = min(board.counts[d] - _given_by(d, donors) for d, _ in donors)
+            donors = _donors(plan_state, gpus)
+            if donors is not None and all((d, r) not in plan_state.shrunk for d, r in donors):
+                held = min(plan_state.pipelines[d].awake[r].since for d, r in donors)
+                spare = min(plan_state.counts[d] - _given_by(d, donors) for d, _ in donors)
                 options.append((rank not in pipeline.warm, -spare, held, rank, donors))
-            elif donors is None and (turn_end := _turn_end(board, gpus)) > board.now:
+            elif donors is None and (turn_end := _turn_end(plan_state, gpus)) > plan_state.now:
                 # Otherwise a rank is on its way up, and its arrival brings the next plan.
                 result.look_again(turn_end)
     if options:
         *_, chosen, donors = min(options)
         for donor, rank in donors:
-            board.shrink(result, donor, rank, ("turn", donor, name, since))
-        _expand(board, result, name, chosen, ("hungry", since), floor=starved)
+            plan_state.shrink(result, donor, rank, ("turn", donor, name, since))
+        _expand(plan_state, result, name, chosen, ("unscheduled", since), floor=starved)
     elif fallback is not None and starved:
-        board.holds.wait(hungry(name), pipeline.topology.ranks[fallback], name)
-        board.reserve(pipeline.topology.ranks[fallback], Reservation(f"{name} (first rank)", name, board.now, None))
+        plan_state.holds.wait(unscheduled(name), pipeline.topology.ranks[fallback], name)
+        plan_state.reserve(
+            pipeline.topology.ranks[fallback], Reservation(f"{name} (first rank)", name, plan_state.now, None)
+        )
 
 
-def _turn_end(board: Board, gpus: tuple[int, ...]) -> float:
-    ends = [board.now]
+def _turn_end(plan_state: PlanState, gpus: tuple[int, ...]) -> float:
+    ends = [plan_state.now]
     for gpu in gpus:
-        lease = board.owner[gpu]
+        lease = plan_state.owner[gpu]
         if lease is not None and lease.rank >= 0:
-            pipeline = board.pipelines[lease.pipeline]
-            ends.append(pipeline.awake[lease.rank].since + turn_seconds(board, lease.pipeline))
+            pipeline = plan_state.pipelines[lease.pipeline]
+            ends.append(pipeline.awake[lease.rank].since + turn_seconds(plan_state, lease.pipeline))
     return max(ends)

@@ -45,7 +45,7 @@ def follow_owner() -> None:
         descriptor = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    threading.Thread(target=_end_with, args=(descriptor, between), name="engine-lifeline", daemon=True).start()
+    threading.Thread(target=_end_with, args=(descriptor, between), name="engine-parent watchdog", daemon=True).start()
 
 
 def end_without_last_collection() -> None:

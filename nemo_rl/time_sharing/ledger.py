@@ -1,4 +1,4 @@
-"""The entries of the scheduler's books: who holds which GPUs, who waits, who gets them next, what each pipeline is
+"""The entries of the scheduler's ledger: who holds which GPUs, who waits, who gets them next, what each pipeline is
 doing.
 
 Plain records that `state.SchedulerState` keeps and changes; planner, validator and executor read them. They decide
@@ -75,8 +75,8 @@ class AwakeRank:
 
 @dataclass(slots=True)
 class PipelineState:
-    """One registered pipeline. `hungry_since`: since when it has demand but no rank awake or about to be. `service`:
-    GPU-seconds of generation had. `warm`: ranks that have served before, whose next wake builds no engine;
+    """One registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about to be.
+    `service`: GPU-seconds of generation had. `warm`: ranks that have served before, whose next wake builds no engine;
     `handover_s`: how long such a wake takes until the rank serves. `wake_order`: its ranks, those first whose GPUs the
     fewest others train on, and among them those that its own training spares. `expired`: by cluster, the newest request
     that waited too long.
@@ -95,7 +95,7 @@ class PipelineState:
     cooling: dict[int, float] = field(default_factory=dict)
     releases: dict[str, int] = field(default_factory=dict)
     hold_estimates: dict[Priority, float] = field(default_factory=dict)
-    hungry_since: float | None = None
+    unscheduled_since: float | None = None
     service: float = 0.0
     last_request: int = -1
     expired: dict[str, int] = field(default_factory=dict)

@@ -39,7 +39,7 @@ class Disturbance(NamedTuple):
     end: float
 
 
-class Patience:
+class WaitBound:
     """Collects what the bound depends on."""
 
     def __init__(self) -> None:

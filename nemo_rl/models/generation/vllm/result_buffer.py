@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from nemo_rl.models.generation.interfaces import GenerationResult
-from nemo_rl.models.generation.vllm.lifeline import last_errors
+from nemo_rl.models.generation.vllm.parent_watchdog import last_errors
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def failure_of(request_id: str, error: BaseException) -> RequestFailure:
 
 
 @dataclass
-class Outbox:
+class ResultBuffer:
     """Finished results of one client, and the signal that there are some."""
 
     results: list[GenerationResult | RequestFailure] = field(default_factory=list)
