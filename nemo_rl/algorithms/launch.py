@@ -112,7 +112,7 @@ def run_to_end(
 
 @contextmanager
 def directories_of_its_own(config: RootConfig) -> Iterator[None]:
-    """Nobody else writes into the run's log and checkpoint directories inside the block.
+    """Locks the run's log and checkpoint directories for the length of the block.
 
     Raises:
         DirectoryInUse: Another run has one of them.

@@ -76,25 +76,25 @@ class NoOpRLixHooks:
     """No control plane."""
 
     def on_trajectory_collector_created(self, collector: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def begin_progress_batch(self, step: int, target: int, completed: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def report_progress(self, step_target_trajectories: int, completed: int, new_batch: bool) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end_progress_batch(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def clear_progress(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def before_training(self, step: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def before_weight_sync(self, step: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def after_training(self, step: int) -> int | None:
         """Leaves the refit to the driver."""

@@ -175,7 +175,7 @@ class Agent(RankKeeper):
             self.send_status()
 
     def end_progress(self) -> None:
-        """Nobody waits for generation any more."""
+        """Ends the demand for generation."""
         self.demand = Demand(0, 0, 1, self.demand.seq + 1)
         self.send_status()
 
@@ -189,8 +189,8 @@ class Agent(RankKeeper):
 
     @contextmanager
     def one_status(self) -> Iterator[None]:
-        """Says what is done inside in a single status, so that GPUs given back and asked for in one breath are not
-        given away between.
+        """Sends what is done inside as one status, so that GPUs that are given back and asked for again are not
+        reassigned in between.
         """
         self._held_back, self._unsaid = True, False
         try:

@@ -286,7 +286,7 @@ class Unregistered:
 @event_kind("ts_gpus_quarantined")
 @dataclass(frozen=True, slots=True)
 class GpusQuarantined:
-    """Nobody could show that the memory of these GPUs is free, so nobody gets them until `until`, when freeing is tried
+    """The memory of these GPUs could not be shown to be free: they are withheld until `until`, when freeing is tried
     again.
     """
 

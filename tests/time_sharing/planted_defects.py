@@ -1,5 +1,5 @@
 """Defects to plant: two per invariant, patched into the planner, the executor or the agent, so that the checker can
-show that it bites.
+prove that it finds them.
 
 All plans of the runs in which they are found pass the plan validator: the defects sit in what happens to a plan, or
 make plans that are sound but wrong. One sits in the simulated driver, because the duty is a driver's alone; it says

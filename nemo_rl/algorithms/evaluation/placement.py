@@ -74,5 +74,5 @@ class OwnPlacement:
     def serving(
         self, generation: VllmGeneration, problems: int, answers: int
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """Nobody asks."""
+        """Reports go nowhere."""
         return nullcontext(lambda done: None)

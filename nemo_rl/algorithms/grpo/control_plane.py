@@ -102,7 +102,7 @@ class OwnAccelerators:
     def demand(
         self, step: int, groups: int, ready: int, kind: DemandKind = "training"
     ) -> AbstractContextManager[ReportProgress]:
-        """Nobody asks."""
+        """Reports go nowhere."""
         return nullcontext(lambda ready, of: None)
 
     def lend_training(self, step: int) -> None:
@@ -125,7 +125,7 @@ class OwnAccelerators:
             self._refitter.bring_to(version, self._timer, recompute_kv=recompute_kv)
 
     def stop(self) -> None:
-        """Nothing was lent."""
+        """The devices stay the run's."""
 
     def metrics(self) -> Mapping[str, float]:
         """See `Refitter.metrics`."""

@@ -126,7 +126,7 @@ class SynchronousSource:
 
     @property
     def collector(self) -> None:
-        """Nothing rolls out ahead."""
+        """None: rollouts and training take turns."""
 
     @property
     def version(self) -> int:
@@ -157,7 +157,7 @@ class SynchronousSource:
                 state.epoch, state.step_in_epoch = self._prompts.epoch, 0
 
     def trained(self, step: int) -> None:
-        """Nothing is kept of a trained step."""
+        """A trained step leaves no state."""
 
     def finished(self) -> bool:
         """Whether steps or epochs are used up."""
@@ -176,7 +176,7 @@ class SynchronousSource:
         return (0 if self.finished() else self._run.config.grpo.num_prompts_per_step), 0
 
     def refit_window(self) -> AbstractContextManager[bool]:
-        """Nothing runs."""
+        """No rollout runs between steps."""
         return nullcontext(True)
 
     def loader(self) -> HasState:
@@ -184,11 +184,11 @@ class SynchronousSource:
         return self._run.train_loader
 
     def saved(self) -> Mapping[str, Any]:
-        """Nothing but the loader."""
+        """The loader is all there is."""
         return {}
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """No rollout runs between steps."""
 
     def clear(self) -> None:
-        """Nothing waits."""
+        """No group waits."""

@@ -78,4 +78,4 @@ class OwnPlacement:
             self._ready = True
 
     def step_done(self, run: SFTRun) -> None:
-        """Nobody else wants them."""
+        """They stay the run's."""

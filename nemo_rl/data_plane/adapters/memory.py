@@ -82,4 +82,4 @@ class MemoryStorage:
             return {identity: dict(tags.get(identity, {})) for identity in self._blocks.get(partition_id, {})}
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """No resource is held."""

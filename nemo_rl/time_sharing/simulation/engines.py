@@ -109,7 +109,7 @@ class Generation:
         return [shard.rank for shard in self.shards if shard.active and shard.running and shard.speed < _SICK]
 
     def cancel(self) -> None:
-        """Nobody wants what is being generated any more."""
+        """Drops all that is being generated."""
         self.queue.clear()
         for shard in self.shards:
             self._advance(shard)

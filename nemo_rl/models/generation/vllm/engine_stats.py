@@ -74,13 +74,13 @@ class EngineStats:
         return sample
 
     def log(self) -> None:
-        """Nothing: the driver asks."""
+        """Ignored: the driver asks."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def record_sleep_state(self, *_: Any, **__: Any) -> None:
-        """Nothing: a sleeping engine takes no step."""
+        """Ignored: a sleeping engine takes no step."""
 
 
 def generation_metrics(engines: Sequence[EngineSample]) -> dict[str, float]:

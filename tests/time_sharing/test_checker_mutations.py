@@ -42,7 +42,7 @@ def remember(records: list[MemoryRecord], clock: Callable[[], float]) -> MemoryR
     return records[0]
 
 
-class Bite(NamedTuple):
+class Detection(NamedTuple):
     """The first violation of the invariant that a planted defect breaks, and whether any plan of that run was
     refused.
     """
@@ -53,12 +53,12 @@ class Bite(NamedTuple):
     refused: bool
 
 
-def first_bite(invariant: int) -> Bite | None:
+def first_detection(invariant: int) -> Detection | None:
     for seed in range(SEEDS):
         entries, crashed = simulate(seed)
         for violation in check(entries, ended=not crashed):
             if violation.invariant == invariant:
-                return Bite(
+                return Detection(
                     seed,
                     violation.seq,
                     violation.message,
@@ -87,17 +87,17 @@ def test_both_planted_defects_of_an_invariant_are_found_each_in_its_own_way(
     invariant: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    bites = []
+    detections = []
     for defect in (defect for defect in DEFECTS if defect.invariant == invariant):
         with monkeypatch.context() as patch:
             defect.plant(patch)
-            bite = first_bite(invariant)
-        assert bite is not None, f"{defect.name} is not found within {SEEDS} scenarios"
-        assert bite.refused != defect.passes_validator, (
-            f"{defect.name}: plans are {'' if bite.refused else 'not '}refused in seed {bite.seed}"
+            detection = first_detection(invariant)
+        assert detection is not None, f"{defect.name} is not found within {SEEDS} scenarios"
+        assert detection.refused != defect.passes_validator, (
+            f"{defect.name}: plans are {'' if detection.refused else 'not '}refused in seed {detection.seed}"
         )
-        bites.append(bite)
-    assert len({(bite.seed, bite.entry) for bite in bites}) == 2, bites
+        detections.append(detection)
+    assert len({(detection.seed, detection.entry) for detection in detections}) == 2, detections
 
 
 def test_two_defects_are_planted_for_each_invariant_and_most_pass_the_validator() -> None:
