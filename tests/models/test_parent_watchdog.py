@@ -13,7 +13,7 @@ from tests.models.engines import kill, wait_until_gone
 
 # An owner starts a core, which starts a worker that follows the owner, as a tensor-parallel engine does.
 _WORKER = (
-    "import time; from nemo_rl.models.generation.vllm.parent watchdog import follow_owner; follow_owner(); "
+    "import time; from nemo_rl.models.generation.vllm.parent_watchdog import follow_owner; follow_owner(); "
     "print('up', flush=True); time.sleep(60)"
 )
 _CORE = (
@@ -55,7 +55,7 @@ def test_the_engines_own_errors_are_found_in_the_log(tmp_path: object, stream: s
     ]
     tell = (
         f"import sys; [print(line, file=sys.{stream}, flush=True) for line in {lines!r}]; from "
-        "nemo_rl.models.generation.vllm.parent watchdog import last_errors; "
+        "nemo_rl.models.generation.vllm.parent_watchdog import last_errors; "
     )
     tell += "open(sys.argv[1], 'w').write(last_errors())"
     answer = f"{tmp_path}/answer"
@@ -71,7 +71,7 @@ def test_the_engines_own_errors_are_found_in_the_log(tmp_path: object, stream: s
 
 _ENDING = """
 import gc, sys
-from nemo_rl.models.generation.vllm.parent watchdog import end_without_last_collection
+from nemo_rl.models.generation.vllm.parent_watchdog import end_without_last_collection
 end_without_last_collection()
 class Cycle:
     def __del__(self):
