@@ -110,6 +110,12 @@ class AsyncRLConfig(Section):
 
     sampler: SamplerConfig = Field(SamplerConfig(), description="Choice of groups to train.")
     min_groups_for_streaming_train: PositiveInt = Field(32, description="Prompt groups that start a training chunk.")
+    min_prompt_groups_per_batch: PositiveInt | None = Field(
+        None, description="Another name of min_groups_for_streaming_train, which it overrides."
+    )
+    target_prompt_groups_per_step: PositiveInt | None = Field(
+        None, description="Another name of grpo.num_prompts_per_step, which it must equal."
+    )
     max_inflight_prompts: PositiveInt = Field(32, description="Prompts generated at a time.")
     max_buffered_rollouts: PositiveInt = Field(
         64,

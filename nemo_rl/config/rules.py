@@ -267,10 +267,17 @@ def streaming_is_possible(config: MasterConfig) -> Iterator[str]:
             f"num_prompts_per_step * num_generations_per_prompt = {prompts * samples}, "
             f"not {config.policy.train_global_batch_size}"
         )
-    if stream.min_groups_for_streaming_train > prompts:
+    key = (
+        "min_groups_for_streaming_train"
+        if stream.min_prompt_groups_per_batch is None
+        else "min_prompt_groups_per_batch"
+    )
+    if stream[key] > prompts:
+        yield f"async_rl.{key}={stream[key]} is more than grpo.num_prompts_per_step={prompts}; lower it to at most that"
+    if stream.target_prompt_groups_per_step not in (None, prompts):
         yield (
-            f"async_rl.min_groups_for_streaming_train={stream.min_groups_for_streaming_train} is more than "
-            f"grpo.num_prompts_per_step={prompts}; lower it to at most that"
+            f"async_rl.target_prompt_groups_per_step={stream.target_prompt_groups_per_step} must equal "
+            f"grpo.num_prompts_per_step={prompts}"
         )
     yield from _sampler_fits(config, stream)
     failure = stream.rollout_failure

@@ -259,3 +259,21 @@ def shutdown_ray() -> None:
     """Leaves the cluster; ends it when this process started it. Safe to call twice."""
     if ray.is_initialized():
         ray.shutdown()
+
+
+class RayConnection:
+    """A run's connection to its Ray cluster; where its process is connected already, the run is a guest."""
+
+    def __init__(self) -> None:
+        self._owned = False
+
+    def open(self, *, device: str, cpu_slots: int) -> Accelerator:
+        """See `init_ray`."""
+        self._owned = not ray.is_initialized()
+        return init_ray(device=device, cpu_slots=cpu_slots)
+
+    def close(self) -> None:
+        """Leaves the cluster; ends it where `open` started it. Safe to call twice."""
+        owned, self._owned = self._owned, False
+        if owned:
+            shutdown_ray()

@@ -28,7 +28,7 @@ from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.experience.trajectory_collector import CollectorError, GroupRollouts, committed, group_name
+from nemo_rl.experience.trajectory_collector import CollectorError, GroupRollouts, cancel_all, committed, group_name
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded
@@ -157,7 +157,7 @@ class StreamCollector:
             for key in stale:
                 self._begin_again(key)
         if tasks:
-            self._start(_cancel(tasks)).result(timeout=_LAUNCH_S)
+            self._start(cancel_all(tasks)).result(timeout=_LAUNCH_S)
         if self._watch is None:
             self._watch = self._start(self._watch_loop())
         self.draw()
@@ -460,17 +460,11 @@ class StreamCollector:
             tasks = list(self._tasks.values())
             self._changed.notify_all()
         if tasks:
-            self._start(_cancel(tasks)).result(timeout=_LAUNCH_S)
+            self._start(cancel_all(tasks)).result(timeout=_LAUNCH_S)
         if self._watch is not None:
             self._watch.cancel()
         for key in sorted(self._prompt_of):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def is_infrastructure(error: BaseException) -> bool:

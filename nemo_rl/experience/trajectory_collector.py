@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.config.errors import UserError
@@ -32,6 +33,10 @@ from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDrop
 logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 5.0)
+_CANCEL_S = 60.0
+
+Admitted = tuple[GroupKey, BatchedDataDict[Any]]
+"""A prompt group and its samples' prompts."""
 
 
 class CollectorError(UserError, RuntimeError):
@@ -121,11 +126,11 @@ class TrajectoryCollector:
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
         self._restored: list[SavedDraw] = []
-        self._early: list[tuple[GroupKey, BatchedDataDict[Any]]] = []
+        self._early: list[Admitted] = []
         self._version: int | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._running: dict[GroupKey, Future[None]] = {}
+        self._running: dict[GroupKey, asyncio.Task[None]] = {}
         self._untrained: set[GroupKey] = set()
         self._rolling = 0
         self._failures = 0
@@ -140,29 +145,29 @@ class TrajectoryCollector:
         """Version `version` is published: rollouts of the steps up to `version + max_age` may begin."""
         with self._changed:
             self._version = version
-        early = self._early
+        ready = self._early
         self._early = []
-        for key, batch in early:
-            self._launch(key, batch)
         # What was drawn before a restart comes back first, whatever its step.
         while self._restored and not self.exhausted:
-            self._draw(*self._restored.pop(0))
+            ready += self._draw(*self._restored.pop(0))
         for target in range(version, min(version + self._limits.max_age + 1, self._limits.last_step)):
             if target not in self._attempts and not self.exhausted:
-                self._draw(target, 0)
+                ready += self._draw(target, 0)
+        self._launch(ready)
 
-    def _draw(self, target: int, attempt: int, trained: bool = False) -> None:
+    def _draw(self, target: int, attempt: int, trained: bool = False) -> list[Admitted]:
+        """Draws one batch; its groups that are to be rolled out."""
         before = self._prompts.position()
         try:
             prompts = self._prompts.next()
         except StopIteration:
             self.exhausted = True
-            return
+            return []
         if trained:
             with self._changed:
                 self._draws.append(Draw(target, attempt, before, trained=True))
             self._forget_trained()
-            return
+            return []
         self._attempts[target] = attempt + 1
         first = attempt * prompts.size
         numbers = [first + row for row in range(prompts.size)]
@@ -172,6 +177,7 @@ class TrajectoryCollector:
             self._untrained |= {GroupKey(target, attempt, number) for number in numbers}
             if not self.buffer.knows(target, attempt):
                 self.buffer.expect(target, attempt, numbers)
+        ready: list[Admitted] = []
         for row, number in enumerate(numbers):
             key = GroupKey(target, attempt, number)
             prompt = prompts.slice(row, row + 1)
@@ -183,25 +189,32 @@ class TrajectoryCollector:
             if key in held:
                 self._record.emit(committed(held[key], restored=True))
             else:
-                self._launch(key, number_samples(prompt, self._limits.generations, number))
+                ready.append((key, number_samples(prompt, self._limits.generations, number)))
+        return ready
 
-    def _launch(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
+    def _launch(self, admitted: Sequence[Admitted]) -> None:
+        """Begins rollouts, with one call to the loop."""
+        newest = (self._version or 0) + self._limits.max_age
         # Drawn before a restart that lowered the age: tokens of this version would be too old for the group's step.
-        if key.target > (self._version or 0) + self._limits.max_age:
-            self._early.append((key, batch))
-            return
-        future = self._start(self._collect(key, batch))
-        with self._changed:
-            self._running[key] = future
-        future.add_done_callback(lambda done: self._ended(key, done))
+        self._early += [(key, batch) for key, batch in admitted if key.target > newest]
+        if ready := [(key, batch) for key, batch in admitted if key.target <= newest]:
+            self._start(self._begin(ready))
 
-    def _ended(self, key: GroupKey, future: Future[None]) -> None:
+    async def _begin(self, admitted: Sequence[Admitted]) -> None:
+        with self._changed:
+            if self.stopped:
+                return
+            for key, batch in admitted:
+                self._running[key] = task = asyncio.create_task(self._collect(key, batch))
+                task.add_done_callback(partial(self._ended, key))
+
+    def _ended(self, key: GroupKey, task: asyncio.Task[None]) -> None:
         with self._changed:
             self._running.pop(key, None)
             error = (
                 CollectorError(f"the rollout of group {group_name(key)} was cancelled")
-                if future.cancelled()
-                else future.exception()
+                if task.cancelled()
+                else task.exception()
             )
             if error is not None and not self.stopped:
                 self._fatal = self._fatal or error
@@ -269,7 +282,7 @@ class TrajectoryCollector:
             CollectorError: Rollouts failed, the collector was stopped, or nothing arrived in time.
         """
         if not self.buffer.knows(target, attempt):
-            self._draw(target, attempt)
+            self._launch(self._draw(target, attempt))
             if not self.buffer.knows(target, attempt):
                 raise StopIteration
 
@@ -408,10 +421,17 @@ class TrajectoryCollector:
             self.stopped = True
             running = list(self._running.values())
             self._changed.notify_all()
-        for future in running:
-            future.cancel()
+        if running:
+            self._start(cancel_all(running)).result(timeout=_CANCEL_S)
         for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
+
+
+async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels tasks of this loop, and waits until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def committed(group: BufferedGroup, *, restored: bool = False) -> GroupCommitted:

@@ -104,6 +104,8 @@ class World:
             control=None,
             rollouts=self,
             validation_rollouts=None,
+            environments={},
+            env_of_validation_task={},
             store=InProcessStore(0) if plane is None else DataPlaneStore(plane, 0),
             loss_fn=None,
             train_loader=loader,

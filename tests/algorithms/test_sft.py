@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.resume import NothingToDo
-from nemo_rl.algorithms.sft import placement
 from nemo_rl.algorithms.sft.assembly import setup
 from nemo_rl.algorithms.sft.driver import sft_train
 from nemo_rl.algorithms.sft.run import SFTRun, SFTState
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.errors import DataError
+from nemo_rl.distributed import ray_runtime
 from nemo_rl.utils.checkpoint import INFO_FILE
 from nemo_rl.utils.convert import from_hugging_face
 from nemo_rl.utils.metrics_file import read_metrics
@@ -131,7 +131,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise AssertionError("Ray was needed")
 
-    monkeypatch.setattr(placement, "init_ray", fail)
+    monkeypatch.setattr(ray_runtime, "init_ray", fail)
 
 
 @pytest.mark.usefixtures("no_ray")

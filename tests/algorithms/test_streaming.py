@@ -289,6 +289,8 @@ def test_nothing_of_the_driver_blocks_the_loop_where_requests_are_dispatched(tmp
         ("async_rl.sampler.name=custom", "named by module:Class"),
         ("async_rl.max_buffered_rollouts=64", "set it to at least 128"),
         ("async_rl.min_groups_for_streaming_train=65", "lower it to at most that"),
+        ("+async_rl.min_prompt_groups_per_batch=65", "min_prompt_groups_per_batch=65 is more than"),
+        ("+async_rl.target_prompt_groups_per_step=63", "must equal grpo.num_prompts_per_step=64"),
         ("async_rl.rollout_failure.max_skipped_prompts=1", "set that to at least 1, too"),
         ("async_rl.stall_watchdog.stall_timeout_s=30", "must be more than"),
         ("loss_fn.use_importance_sampling_correction=false", "strictly on-policy"),

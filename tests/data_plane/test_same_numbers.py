@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import placement
 from nemo_rl.algorithms.grpo.assembly import close, setup
 from nemo_rl.algorithms.grpo.loop import grpo_train
 from nemo_rl.algorithms.grpo.run import GRPORun
@@ -126,11 +125,8 @@ def _batch(draw: torch.Generator) -> dict[str, Any]:
 
 
 @pytest.fixture
-def train(
-    recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+def train(recording: Path, tiny_model: Path, tmp_path: Path, ray_session: None) -> Callable[..., dict[str, Any]]:
     """Trains on the recording; metrics of every step, digests of the weights and the lines of the sample logs."""
-    monkeypatch.setattr(placement, "shutdown_ray", lambda: None)
 
     def run(name: str, *overrides: str, then: Callable[[GRPORun], None] | None = None) -> dict[str, Any]:
         places = [

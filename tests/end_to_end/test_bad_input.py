@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms import launch
-from nemo_rl.algorithms.grpo import command, placement
+from nemo_rl.algorithms.grpo import command
 from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import CheckpointingConfig, ConfigError
 from nemo_rl.distributed import ray_runtime
@@ -34,7 +34,7 @@ def run(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
     def no_ray(**_: Any) -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(placement, "init_ray", no_ray)
+    monkeypatch.setattr(ray_runtime, "init_ray", no_ray)
 
     def call(*overrides: str) -> tuple[int, str]:
         places = [

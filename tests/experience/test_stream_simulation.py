@@ -8,7 +8,16 @@ import pytest
 
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, QueueProtocolError
 from nemo_rl.experience.replay_buffer import GroupKey
-from nemo_rl.experience.samplers import InOrder, Slot, SlotStatus, WeightFifo, Windowed, select_one_group
+from nemo_rl.experience.samplers import (
+    InOrder,
+    SamplerError,
+    Slot,
+    SlotStatus,
+    StalenessSampler,
+    WeightFifo,
+    Windowed,
+    select_one_group,
+)
 from tests.experience.stream_simulation import StreamSimulation, prompts_of
 
 SCHEDULES = 10_000
@@ -75,6 +84,20 @@ def test_one_group_is_selected_by_lag_and_then_by_its_place() -> None:
     assert only_old is not None and only_old.key.number == 0
     assert select_one_group(slots[:1], 4, 1, strict=True) is None, "strictly on-policy"
     assert select_one_group([], 4, 1) is None
+
+
+def test_a_pass_takes_the_freshest_groups_once_they_are_enough() -> None:
+    slots = [slot(0, 3, place=5), slot(1, 4, place=4), slot(2, 4, place=3), slot(3, 4, ready=False, place=0)]
+    assert StalenessSampler(4, 2).select_indices(slots, 4) == [2, 1, 0]
+    assert StalenessSampler(4, 2, strict_on_policy=True).select_indices(slots, 4) == [2, 1]
+    assert StalenessSampler(4, 3, strict_on_policy=True).select_indices(slots, 4) == []
+    assert StalenessSampler(4, 3, strict_on_policy=True).select_indices(slots, 4, taken=3) == [2], (
+        "the last of the step"
+    )
+    chosen = StalenessSampler(4).select_one_group(slots, 4)
+    assert chosen is not None and chosen.key.number == 2
+    with pytest.raises(SamplerError, match="must be between 1 and target_prompt_groups_per_step=2"):
+        StalenessSampler(2, 3)
 
 
 def test_the_queue_refuses_what_cannot_be() -> None:

@@ -201,7 +201,8 @@ def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(lo
     rollouts.hold = asyncio.Event()
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
-    next(iter(collector._running.values())).cancel()
+    loop.start(asyncio.sleep(0.01)).result(timeout=10.0)
+    loop.loop.call_soon_threadsafe(next(iter(collector._running.values())).cancel)
     with pytest.raises(CollectorError, match="the rollout of group 0-0 was cancelled"):
         collector.take(0, 0)
     collector.stop()

@@ -132,7 +132,7 @@ def test_the_report_is_one_file_that_loads_nothing(log: Path, tmp_path: Path) ->
         ({"jobs": [{**JOB, "tokens": {"sigma": "wide"}}]}, "jobs.0.tokens.sigma: .*given: 'wide'"),
         ({"jobs": [JOB, JOB]}, "two jobs are called 'a'"),
         ({"jobs": []}, "needs at least one job"),
-        ({"jobs": [JOB], "limits": {"wait_bound": 3}}, "limits.wait bound: unknown key. The limits are aging_s"),
+        ({"jobs": [JOB], "limits": {"wait_bound": 3}}, "limits.wait_bound: unknown key. The limits are aging_s"),
         ({"jobs": [JOB], "limits": {"lease_s": -1}}, "limits.lease_s: -1 is negative"),
         ({"jobs": [JOB], "network": {"loss": 2}}, "network.loss: must be at most 1"),
         ({"jobs": [JOB], "faults": {"agent_crashes": -1}}, "faults.agent_crashes"),

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.distributed.devices import Accelerator
-from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.record import Record
@@ -55,13 +55,16 @@ class OwnPlacement:
     lends_shards = False
     record: Record | None = None
 
+    def __init__(self) -> None:
+        self._ray = RayConnection()
+
     def connect(self, config: EvalMasterConfig) -> Accelerator:
         """See `init_ray`."""
-        return init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
+        return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
 
     def disconnect(self) -> None:
         """Ends the cluster where this evaluation started it."""
-        shutdown_ray()
+        self._ray.close()
 
     def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
         """All slots of the configuration."""

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.algorithms.placement import reserve
 from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.devices import Accelerator
-from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -107,17 +107,18 @@ class OwnPlacement:
     record_prefix = ""
 
     def __init__(self) -> None:
+        self._ray = RayConnection()
         self._cuda = False
 
     def connect(self, config: MasterConfig) -> Accelerator:
         """See `init_ray`."""
-        accelerator = init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
+        accelerator = self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
         self._cuda = accelerator.is_cuda
         return accelerator
 
     def disconnect(self) -> None:
         """Ends the cluster where this run started it."""
-        shutdown_ray()
+        self._ray.close()
 
     def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
         """Shared slots where generation is colocated, separate ones otherwise."""

@@ -142,7 +142,8 @@ class StreamingSource:
 
     def _enough(self, groups: Sequence[BufferedGroup]) -> bool:
         """Whether a pass over these groups fills the accelerators: by their number, or by their tokens."""
-        if len(groups) >= self._cfg.min_groups_for_streaming_train:
+        least = self._cfg.min_prompt_groups_per_batch or self._cfg.min_groups_for_streaming_train
+        if len(groups) >= least:
             return True
         packing = self._run.config.policy.sequence_packing
         if not packing.enabled:

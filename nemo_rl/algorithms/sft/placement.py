@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from nemo_rl.algorithms.placement import reserve
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.devices import Accelerator
-from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
+from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
 if TYPE_CHECKING:
@@ -51,15 +51,16 @@ class OwnPlacement:
     """One run on slots of its own."""
 
     def __init__(self) -> None:
+        self._ray = RayConnection()
         self._ready = False
 
     def connect(self, config: SFTMasterConfig) -> Accelerator:
         """See `init_ray`."""
-        return init_ray(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
+        return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
 
     def disconnect(self) -> None:
         """Ends the cluster where this run started it."""
-        shutdown_ray()
+        self._ray.close()
 
     def reserve(self, config: SFTMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
         """All slots of the configuration."""
