@@ -123,7 +123,7 @@ def log_report(logger: Logger) -> None:
 
 
 def _timeline(part: Path) -> str | None:
-    """The picture of the newest step that trained while it generated, as the address of an image; None where the record
+    """The picture of the newest whole step, as the address of an image; None where the record
     has no such step.
     """
     try:
@@ -135,7 +135,7 @@ def _timeline(part: Path) -> str | None:
         return None
     hidden = f"{timeline.hidden_share(first=1):.0%} of scoring and training under generation" if step.step else ""
     picture = io.BytesIO()
-    figure(step, f"Step {step.step + 1}   {hidden}").savefig(picture, format="png")
+    figure(timeline, step, f"Step {step.step + 1}   {hidden}").savefig(picture, format="png")
     return "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_rl.utils.plots import AMBER, INDIGO, ROSE, SLATE, TEAL
+from nemo_rl.utils.plots import AMBER, INDIGO, ROSE, SKY, SLATE, TEAL
 from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import (
     GroupCommitted,
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GENERATION, LOGPROBS, TRAINING, REFIT = "generation", "log-probabilities", "training", "refit"
-_COLORS = {LOGPROBS: TEAL, TRAINING: AMBER, REFIT: ROSE}
+OTHERS = "other steps' generation"
+_COLORS = {OTHERS: SKY, LOGPROBS: TEAL, TRAINING: AMBER, REFIT: ROSE}
 
 
 class Span(NamedTuple):
@@ -139,27 +140,30 @@ def _covered(span: Span, by: Sequence[Span]) -> float:
     return sum(max(0.0, min(span.ended, other.ended) - max(span.begun, other.begun)) for other in by)
 
 
-def figure(step: StepTimeline, title: str) -> Figure:
-    """The picture of one step: a bar for every prompt group while it is generated, and below them what the driver did.
+def figure(timeline: RunTimeline, step: StepTimeline, title: str) -> Figure:
+    """The picture of one step: a bar for every prompt group while it is generated, and below them when groups of other
+    steps were, and what the driver did.
 
     Args:
-        step: With at least one group or part.
+        timeline: Of the run.
+        step: One of its steps, with at least one group or part.
         title: Of the picture.
     """
     from matplotlib.figure import Figure
 
-    lanes = [what for what in (LOGPROBS, TRAINING, REFIT) if step.parts.get(what)]
     groups = sorted(step.groups.values(), key=lambda span: (span.begun, span.ended))
     start = min([step.span.begun, *(span.begun for span in groups)])
+    spans = {OTHERS: _within(timeline, step, Span(start, step.span.ended)), **step.parts}
+    lanes = [what for what in (OTHERS, LOGPROBS, TRAINING, REFIT) if spans.get(what)]
     fig = Figure(figsize=(9.5, 1.9 + 0.3 * len(lanes) + min(3.2, 0.09 * len(groups))), dpi=120, facecolor="white")
-    axes = fig.add_axes((0.14, 0.2, 0.83, 0.66))
+    axes = fig.add_axes((0.19, 0.2, 0.78, 0.66))
     height = 3.0 / max(1, len(groups))
     for number, span in enumerate(groups):
         axes.barh(-number * height, span.seconds, height * 0.8, left=span.begun - start, color=INDIGO)
     ticks, labels = [-(len(groups) - 1) * height / 2] if groups else [], [GENERATION] if groups else []
     for number, what in enumerate(lanes):
         level = -3.4 - 0.75 * number
-        bars = [(span.begun - start, span.seconds) for span in step.parts[what]]
+        bars = [(span.begun - start, span.seconds) for span in spans[what]]
         axes.broken_barh(bars, (level - 0.25, 0.5), color=_COLORS[what])
         ticks.append(level)
         labels.append(what)
@@ -170,6 +174,13 @@ def figure(step: StepTimeline, title: str) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return fig
+
+
+def _within(timeline: RunTimeline, step: StepTimeline, window: Span) -> list[Span]:
+    """When groups of other steps were generated in a window."""
+    others = [span for other in timeline.steps if other is not step for span in other.groups.values()]
+    clipped = [Span(max(span.begun, window.begun), min(span.ended, window.ended)) for span in others]
+    return _joined([span for span in clipped if span.seconds > 0])
 
 
 def most_telling(timeline: RunTimeline) -> StepTimeline | None:

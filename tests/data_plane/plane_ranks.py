@@ -40,7 +40,7 @@ def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, 
 def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dict[str, Any]:
     config = run_config(model, world, *overrides)
     worker, loss, data = make_worker(config), ClippedPGLossFn(config.loss_fn), training_batch()
-    rank = worker.mesh.data_mesh.get_local_rank()
+    rank = worker.backend.coordinates()["data_parallel"]
     sizes = {"gbs": ROWS, "mbs": config.policy.train_micro_batch_size}
     seen: dict[str, Any] = {}
     if not fetched:
@@ -58,7 +58,7 @@ def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dic
         def shard(*, training: bool) -> KVBatchMeta:
             arguments = microbatch_arguments(config.policy, training=training)
             return shard_meta_for_dp(
-                meta, dp_world=worker.mesh.sizes.dp, batch_size=ROWS if training else None, **arguments
+                meta, dp_world=worker.backend.sizes.dp, batch_size=ROWS if training else None, **arguments
             )[0][rank]
 
         scored = shard(training=False).only_fields(["input_ids", "input_lengths"])

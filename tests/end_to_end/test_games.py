@@ -59,4 +59,13 @@ def test_two_datasets_with_an_environment_each_train_in_one_run(
     assert any("No action was found" in text or "no direction" in text for text in texts)
     assert any("tiles into order" not in text for text in texts)
     left = {path.name for path in (tmp_path / "logs" / "latest").iterdir()}
-    assert left <= {"config.yaml", "metrics.jsonl", "record.jsonl", "samples", "actors", "report.html", "report.png"}
+    assert left <= {
+        "config.yaml",
+        "metrics.jsonl",
+        "record.jsonl",
+        "record.jsonl.xz",
+        "samples",
+        "actors",
+        "report.html",
+        "report.png",
+    }
