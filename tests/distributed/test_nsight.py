@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.runtime_env import RuntimeEnv
 
 from nemo_rl.config.profiling import Profile, asked_profile
+from nemo_rl.distributed import worker_groups
+from nemo_rl.distributed.devices import CPU, CUDA, Accelerator
 from nemo_rl.distributed.nsight import ProfilerUnavailable, check_profiler, runtime_env
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
 GROUPS = ("lm_policy", "vllm")
 
@@ -52,6 +57,52 @@ def test_a_profiled_worker_starts_under_nsys_with_this_interpreter_and_others_as
     options = RuntimeEnv(**profiled).nsight()
     assert isinstance(options, dict)
     assert options["o"] == "job_a_vllm-1_%p" and options["capture-range"] == "cudaProfilerApi"
+
+
+class Cluster:
+    """Two slots of one node, and what is asked of a cluster to start actors there."""
+
+    max_colocated_worker_groups = 1
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def slots(self) -> list[Any]:
+        return [SimpleNamespace(node_rank=0, bundle_index=i, node_ip="here", device_index=i) for i in range(2)]
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        return "here", 1
+
+    def strategy_for(self, node_rank: int, bundle_index: int) -> None:
+        return None
+
+    def actor_name(self, group: str, rank: int) -> dict[str, str]:
+        return {}
+
+
+def test_a_group_starts_those_of_its_workers_under_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    def options(**given: Any) -> Any:
+        started.append(given["runtime_env"])
+        return SimpleNamespace(remote=lambda: None)
+
+    monkeypatch.setattr(worker_groups.ray, "remote", lambda kind: SimpleNamespace(options=options))
+    builder = RayWorkerBuilder("tests.distributed.ray_workers.Probe")
+
+    def group(accelerator: Accelerator, profile: Profile | None) -> RayWorkerGroup:
+        started.clear()
+        cluster: Any = Cluster(accelerator)
+        return RayWorkerGroup(cluster, builder, name_prefix="vllm", profile=profile)
+
+    assert group(CUDA, asked("vllm-1")).profiled == [1]
+    assert [env.get("nsight", {}).get("o") for env in started] == [None, "vllm-1_%p"]
+    assert [env["env_vars"]["RANK"] for env in started] == ["0", "1"] and "PATH" not in started[0]["env_vars"]
+    assert group(CPU, asked("lm_policy")).profiled == group(CUDA, None).profiled == []
+    assert not any("nsight" in env for env in started)
+    with pytest.raises(ProfilerUnavailable, match="the run has none"):
+        group(CPU, asked("vllm-1"))
+    assert started == []
 
 
 def test_where_nothing_can_be_profiled_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
