@@ -80,6 +80,7 @@ PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # test_evaluation), and here they go as far as their configuration.
 RUNS = {
     "run_grpo.py": "MasterConfig",
+    "run_grpo_single_controller.py": "MasterConfig",
     "run_grpo_sliding_puzzle.py": "MasterConfig",
     "run_sft.py": "SFTMasterConfig",
     "run_eval.py": "EvalMasterConfig",

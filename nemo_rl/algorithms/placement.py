@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
@@ -94,6 +95,7 @@ def start_policy(
         "weights_path": str(paths.weights.resolve()) if paths else None,
         "optimizer_path": str(optimizer.resolve()) if optimizer else None,
         "init_reference_model": init_reference_model,
+        "profile": profile_of_run(),
     }
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy

@@ -230,9 +230,13 @@ ABSENT: dict[str, str] = {
     "nemo_rl.algorithms.loss.loss_functions.DistillationLossFn": "distillation is not built",
     "nemo_rl.algorithms.loss.loss_functions.MseValueLossFn": "PPO with a value model is not built",
     "nemo_rl.algorithms.loss.loss_functions.DraftCrossEntropyLossFn": "draft models are not built",
+    "nemo_rl.algorithms.loss.loss_functions.SequencePackingFusionLossWrapper": "a packed row's loss is always taken in "
+    "one go; SequencePackingLossWrapper",
     "nemo_rl.environments.nemo_gym": "NeMo-Gym is not built",
     "nemo_rl.environments.vlm_environment": "vision-language and audio models are not built",
+    "nemo_rl.experience.interfaces": "nemo_rl.experience.rollouts.Trajectory, and experience.columns for a batch",
     "nemo_rl.experience.rollouts.generate_responses": "run_multi_turn_rollout with max_rollout_turns=1",
+    "nemo_rl.experience.rollouts.generate_responses_async": "run_async_multi_turn_rollout with max_rollout_turns=1",
     "nemo_rl.models.generation.megatron": "vLLM is the one engine",
     "nemo_rl.models.generation.sglang": "vLLM is the one engine",
     "nemo_rl.models.policy.interfaces.ColocatablePolicyInterface": "runs move weights themselves (docs/weight_sync.md)",

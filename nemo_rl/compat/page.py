@@ -39,7 +39,8 @@ releases before 0.5 (`data.dataset_name`) are read as they were meant, which the
 
 
 _ENVIRONMENT = {
-    "`NRL_NSYS_WORKER_PATTERNS`, `NRL_NSYS_PROFILE_STEP_RANGE`": "refused before anything starts: not built",
+    "`NRL_NSYS_WORKER_PATTERNS`, `NRL_NSYS_PROFILE_STEP_RANGE`": "names of workers, and steps START:STOP "
+    "([profiles](running.md#profiles))",
     "`SANDBOX_*` (ray.sub)": "refused by the script: run the sandbox as a service of its own",
     "`RAY_DEBUG`, `OMP_NUM_THREADS` (ray.sub)": "as there, on every node",
     "`NRL_IGNORE_TP_ACCURACY_CHECK`, `NRL_LOG_LEVEL`": "as there",

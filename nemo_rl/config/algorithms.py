@@ -125,6 +125,11 @@ class GRPOConfig(Section):
     overlong_filtering: bool = Field(
         False, description="Take no loss from truncated samples; their rewards still count in the baseline."
     )
+    should_mask_flagged_samples: bool = Field(
+        False,
+        description="Take no loss from samples whose environment set mask_sample in their metadata; their rewards "
+        "still count in the baseline.",
+    )
     advantage_clip_low: float | None = Field(
         None, description="Lower clamp on advantages after normalisation; null does not clamp."
     )

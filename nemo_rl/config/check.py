@@ -124,7 +124,13 @@ def _reason(problem: Problem) -> str:
     if isinstance(problem, NotBuilt):
         return f"not built: {problem.part}"
     key, colon, said = problem.partition(":")
-    return f"mistake: unknown key {key}" if colon and "unknown key" in said else f"mistake: {key.split(' ')[0]}"
+    if "another framework" in said:
+        return "mistake: a configuration of another framework"
+    if "unknown key" in said:
+        return f"mistake: unknown key {key}"
+    # A rule begins with its key, other lines with words.
+    first = key.split(" ")[0]
+    return f"mistake: {first if '.' in first or not colon else key}"
 
 
 def _variables(node: Any) -> Iterator[str]:

@@ -113,7 +113,6 @@ FOREIGN: tuple[Foreign, ...] = (
         (False,),
     ),
     Foreign("grpo.invalid_tool_call_strategy", GYM),
-    Foreign("grpo.should_mask_flagged_samples", GYM, inert=(False,)),
     Foreign("grpo.use_best_at_k", "best-of-k validation", "val_num_generations_per_prompt measures pass_k", (False,)),
     # Layers and packing.
     Foreign("policy.sequence_packing.fuse_loss", "the loss of a packed row is always taken in one go", inert=ALWAYS),

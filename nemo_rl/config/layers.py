@@ -133,7 +133,7 @@ def _read_mapping(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         root = read_yaml(text)
         values: Any = {} if root is None else root
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"not readable as YAML: {error}"], source=str(path)) from error
+        raise ConfigError([f"not readable as YAML: {' '.join(str(error).split())}"], source=str(path)) from error
     if not isinstance(values, dict):
         raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))
     return {str(key): value for key, value in values.items()}

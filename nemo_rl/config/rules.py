@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from nemo_rl.config.async_rl import AsyncRLConfig
 from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
 from nemo_rl.config.dtensor_rules import DTENSOR_RULES
-from nemo_rl.config.errors import Problem
+from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.placement import (
@@ -25,6 +25,8 @@ from nemo_rl.config.placement import (
     replica_sizes,
     training_world_size,
 )
+from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, asked_profile
+from nemo_rl.config.profiling import WORKERS as PROFILED_WORKERS
 from nemo_rl.config.section import not_built
 from nemo_rl.config.training_rules import BATCH_RULES, LOSS_RULES, SFT_BATCH_RULES
 
@@ -58,16 +60,15 @@ def one_training_backend(config: RootConfig) -> Iterator[str]:
         yield "policy.optimizer: null, but the DTensor backend has no optimizer of its own; name one"
 
 
-def workers_are_not_profiled(config: RootConfig) -> Iterator[Problem]:
-    del config
-    asked = sorted(name for name, value in os.environ.items() if name.startswith("NRL_NSYS_") and value)
-    for name in asked:
-        yield not_built(
-            name,
-            os.environ[name],
-            "profiles of workers by Nsight Systems",
-            "unset it; the timing/ metrics tell a step's phases apart",
-        )
+def profiles_are_possible(config: RootConfig) -> Iterator[Problem]:
+    groups = (POLICY_WORKERS,) if isinstance(config, SFTMasterConfig) else (POLICY_WORKERS, ENGINES)
+    try:
+        asked = asked_profile(os.environ, groups)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if asked is not None and config.cluster.device == "cpu":
+        yield f"cluster.device is cpu, and {PROFILED_WORKERS} is set: Nsight Systems profiles GPUs; unset the variable"
 
 
 def packing_or_dynamic_batching(config: RootConfig) -> Iterator[str]:
@@ -364,7 +365,7 @@ def _shown(value: int | None) -> str:
 
 SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     one_training_backend,
-    workers_are_not_profiled,
+    profiles_are_possible,
     packing_or_dynamic_batching,
     parallelism_divides_the_world,
     wide_tensor_parallelism_keeps_one_batch_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
-from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean
+from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, nearest
 from nemo_rl.config.foreign import Foreign, adapt, find, switched_off
 from nemo_rl.config.layers import MANDATORY
 from nemo_rl.config.master import COMPLETE, CompleteConfig
@@ -75,11 +75,12 @@ def examine(raw: Mapping[str, Any], kind: type[Config]) -> Examined[Config]:
     Raises:
         ConfigError: an interpolation cannot be resolved.
     """
+    strangers = _strangers(raw, kind)
+    if len(strangers) > max(1, len(raw) - len(strangers)):
+        return Examined(problems=[_of_another_framework(strangers, kind)])
     missing: list[Problem] = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
     if missing:
         return Examined(problems=missing)
-    if len(raw) > 1 and not any(field_of(kind, str(key)) or find([str(key)]) for key in raw):
-        return Examined(problems=[_of_another_framework(raw, kind)])
     adapted = adapt(raw, kind)
     given, notes = adapted.values, adapted.notes
     filled = complete(given, kind)
@@ -155,12 +156,25 @@ def _is_unused(filled: Mapping[str, Any], kind: type[Section], key: Key) -> bool
     return known and names[-1] != "enabled" and switched_off(filled, kind, names) is not None
 
 
-def _of_another_framework(raw: Mapping[str, Any], kind: type[Section]) -> str:
-    sections = ", ".join(known.alias or name for name, known in kind.model_fields.items())
+def _strangers(raw: Mapping[str, Any], kind: type[Section]) -> list[str]:
+    """Sections that neither NeMo-RL nor a slip of the pen explains."""
+    sections = _sections(kind)
+    return [
+        name
+        for name in map(str, raw)
+        if field_of(kind, name) is None and find([name]) is None and nearest(name, sections) is None
+    ]
+
+
+def _of_another_framework(strangers: Sequence[str], kind: type[Section]) -> str:
     return (
-        f"none of {', '.join(map(str, raw))} is a section of a NeMo-RL recipe; this looks like a configuration of "
-        f"another framework. Sections are {sections}"
+        f"{', '.join(strangers)}: no sections of a NeMo-RL recipe; this looks like a configuration of another "
+        f"framework. Sections are {', '.join(_sections(kind))}"
     )
+
+
+def _sections(kind: type[Section]) -> list[str]:
+    return [known.alias or name for name, known in kind.model_fields.items()]
 
 
 def _describe(errors: list[ErrorDetails], raw: Mapping[str, Any], kind: type[Section]) -> list[Problem]:

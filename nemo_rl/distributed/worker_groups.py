@@ -17,6 +17,8 @@ from typing import Any
 
 import ray
 
+from nemo_rl.config.profiling import Profile
+from nemo_rl.distributed import nsight
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
@@ -81,6 +83,7 @@ class RayWorkerGroup:
         env_vars: Environment of every actor.
         max_concurrency: Calls an actor may run at once (asynchronous actors).
         timeout_s: Default deadline of calls, in seconds; `worker_timeout_s` by default.
+        profile: Which of them start under Nsight Systems; none by default.
 
     Attributes:
         workers: The actors by rank. Changed in place where one is started anew.
@@ -97,6 +100,7 @@ class RayWorkerGroup:
         env_vars: dict[str, str] | None = None,
         max_concurrency: int | None = None,
         timeout_s: float | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix or builder.fqn.rpartition(".")[2]
@@ -111,6 +115,11 @@ class RayWorkerGroup:
         self.identities = [
             WorkerIdentity(self.name_prefix, rank, slots[0].node_ip) for rank, slots in enumerate(self._slots)
         ]
+        self.profiled = [
+            rank for rank in range(len(self._slots)) if profile is not None and profile.wants(self.name_prefix, rank)
+        ]
+        if self.profiled:
+            nsight.check_gpus(cuda=cluster.accelerator.is_cuda)
         self._builder = builder
         self._actor_class = ray.remote(resolve_fqn(builder.fqn))
         self._rendezvous = cluster.get_master_address_and_port()
@@ -129,7 +138,10 @@ class RayWorkerGroup:
             ray.kill(self.workers[rank])
         slots = self._slots[rank]
         env = self._environment(rank, slots, *self._rendezvous) | self._env_vars
-        options = self._options(slots, env, self._max_concurrency) | self.cluster.actor_name(self.name_prefix, rank)
+        env = {"PYTHONPATH": os.pathsep.join(_import_path()), **env}
+        runtime_env = nsight.runtime_env(env, f"{self.name_prefix}-{rank}" if rank in self.profiled else None)
+        options = self._options(slots, runtime_env, self._max_concurrency)
+        options |= self.cluster.actor_name(self.name_prefix, rank)
         deadline = time.monotonic() + _NAME_FREE_S
         while True:
             try:
@@ -167,14 +179,14 @@ class RayWorkerGroup:
             env["CUDA_VISIBLE_DEVICES"] = ""
         return env
 
-    def _options(self, slots: list[Slot], env: dict[str, str], max_concurrency: int | None) -> dict[str, Any]:
+    def _options(self, slots: list[Slot], runtime_env: dict[str, Any], max_concurrency: int | None) -> dict[str, Any]:
         # Slightly less than an equal share, so that helper probes on the same bundle still fit.
         share = 0.9 / self.cluster.max_colocated_worker_groups
         first = slots[0]
         options: dict[str, Any] = {
             "num_cpus": 0,
             "scheduling_strategy": self.cluster.strategy_for(first.node_rank, first.bundle_index),
-            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path()), **env}},
+            "runtime_env": runtime_env,
         }
         if self.cluster.accelerator.is_cuda:
             options["num_gpus"] = round(share, 3)

@@ -19,6 +19,7 @@ from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.worker_calls import WorkerDiedError
 from nemo_rl.experience.hooks import HooksError
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore
@@ -56,6 +57,28 @@ def test_hooks_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     batches = [position for position, (*_, new) in enumerate(hooks.progress) if new]
     assert batches[0] == 0 and len(batches) == 2
     assert [hooks.progress[end - 1][:2] for end in (*batches[1:], len(hooks.progress))] == [(PROMPTS, PROMPTS)] * 2
+
+
+@pytest.mark.parametrize(("steps", "switches"), [("2:3", 2), ("3:9", 2), ("8:9", 0)])
+def test_workers_record_in_the_steps_that_a_profile_names(
+    steps: str, switches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path, "grpo.max_num_steps=3")
+    seen: list[tuple[int, bool]] = []
+
+    def switch(on: bool) -> None:
+        seen.append((world.run.state.step, on))
+        if on:
+            raise WorkerDiedError("vllm (rank 1, node here): gone")
+
+    world.profile = switch  # type: ignore[attr-defined]
+    monkeypatch.setenv("NRL_NSYS_WORKER_PATTERNS", "*")
+    monkeypatch.setenv("NRL_NSYS_PROFILE_STEP_RANGE", steps)
+    async_grpo_train(world.run, Hooks(world, refits=False))
+    # The world is policy and engines at once, so each switch comes twice.
+    switched = [(int(steps[0]) - 1, True), (min(int(steps[2]) - 1, 3), False)][:switches]
+    assert seen == [switch for switch in switched for _ in range(2)] and world.run.state.step == 3
+    assert ("gone" in caplog.text) == bool(switches) and ("no_step_in_range" in caplog.text) != bool(switches)
 
 
 def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

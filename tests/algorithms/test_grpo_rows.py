@@ -12,9 +12,8 @@ from nemo_rl.algorithms.grpo.advantages import calculate_baseline_and_std_per_pr
 from nemo_rl.algorithms.grpo.collect import DynamicSamplingError, sampling_metrics, select_rows
 from nemo_rl.algorithms.grpo.rewards import process_rewards, scale_rewards, shape_rewards
 from nemo_rl.algorithms.grpo.stages import (
+    filter_rows,
     mask_by_sequence_error,
-    mask_sample_filter,
-    overlong_filter,
     sequence_error_stage,
     skipped_sequence_error_metrics,
 )
@@ -168,11 +167,20 @@ def test_dynamic_sampling_gives_up_after_its_generation_batches() -> None:
 
 
 def test_truncated_and_flagged_samples_lose_their_loss() -> None:
-    mask = torch.tensor([1.0, 1.0, 0.0])
-    assert overlong_filter(mask, torch.tensor([False, True, True])).tolist() == [1, 0, 0]
-    filtered, metrics = mask_sample_filter(mask, torch.tensor([1, 0, 1]))
-    assert filtered.tolist() == [0, 1, 0]
-    assert metrics == {"num_mask_sample_filtered": 1}
+    def masked(**switches: bool) -> tuple[list[float], dict[str, float]]:
+        rows = BatchedDataDict(
+            sample_mask=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+            truncated=torch.tensor([False, True, False, True]),
+            mask_sample=torch.tensor([True, True, False, True]),
+        )
+        metrics = filter_rows(rows, GRPOConfig(**switches))
+        return rows["sample_mask"].tolist(), metrics
+
+    assert masked() == ([1, 1, 1, 0], {})
+    assert masked(overlong_filtering=True) == ([1, 0, 1, 0], {})
+    assert masked(should_mask_flagged_samples=True) == ([0, 0, 1, 0], {"num_mask_sample_filtered": 2})
+    both = masked(overlong_filtering=True, should_mask_flagged_samples=True)
+    assert both == ([0, 0, 1, 0], {"num_mask_sample_filtered": 1})
 
 
 def test_sequences_whose_engines_disagree_are_masked() -> None:

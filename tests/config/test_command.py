@@ -98,6 +98,22 @@ def test_check_says_what_runs_what_waits_and_what_is_refused(
     assert table[0].startswith("not built: vision-language and audio models") and str(refused) not in table[0]
 
 
+def test_the_table_names_what_is_no_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("rollout: {n: 4}\ncritic: {}\n")
+    (tmp_path / "torn.yaml").write_text("grpo: [\n")
+    recipe(tmp_path, "rule.yaml", "cluster: {master_port_range_low: 9, master_port_range_high: 5}")
+    recipe(tmp_path, "type.yaml", "grpo: {max_num_epochs: many}")
+    assert main(["check", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert sum("not readable as YAML: while parsing" in line and "line 2" in line for line in out.splitlines()) == 1
+    assert [" ".join(line.split()[:-2]) for line in out.splitlines()[-4:]] == [
+        "mistake: a configuration of another framework",
+        "mistake: cluster.master_port_range_low",
+        "mistake: grpo.max_num_epochs",
+        "mistake: not readable as YAML",
+    ]
+
+
 def test_check_of_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", str(tmp_path / "gone.yaml")]) == 2
     assert "no such file, or a folder without YAML files" in capsys.readouterr().err

@@ -132,6 +132,9 @@ def test_a_misspelt_key_is_found_beside_null_ones() -> None:
 def test_a_recipe_of_another_framework_is_told_from_a_misspelt_one() -> None:
     (line,) = mistakes({"actor_rollout_ref": {"model": {"path": "x"}}, "algorithm": {}, "trainer": {"nnodes": 1}})
     assert "configuration of another framework" in line and "grpo" in line
+    shared = {"data": {"train_files": "a"}, "actor_rollout_ref": {"hybrid": "???"}, "algorithm": {}, "trainer": {}}
+    (line,) = mistakes(shared)
+    assert line.startswith("actor_rollout_ref, algorithm, trainer: no sections of a NeMo-RL recipe")
     assert mistakes({"grpoo": {"seed": 1}, "policy": {}}) == ["grpoo: unknown key. Did you mean 'grpo'?"]
 
 

@@ -372,14 +372,36 @@ def test_the_accuracy_check_of_wide_tensor_parallelism_can_be_waived(monkeypatch
     )
 
 
-def test_profiles_of_workers_that_the_environment_asks_for_are_not_silently_left_out(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("patterns", "steps", "says"),
+    [
+        ("*policy*", "", "NRL_NSYS_WORKER_PATTERNS=*policy* needs NRL_NSYS_PROFILE_STEP_RANGE too"),
+        ("", "3:5", "NRL_NSYS_PROFILE_STEP_RANGE=3:5 needs NRL_NSYS_WORKER_PATTERNS too"),
+        *[
+            ("*", bad, f"={bad} is no range of steps")
+            for bad in ("3", "3:", "a:b", "0:2", "5:3", "4:4", "-1:2", "1:2:3")
+        ],
+        ("engine*, ,lm", "3:5", r"names no worker of this run; its workers are lm_policy (lm_policy-0, ...), vllm ("),
+        (",", "3:5", "names no worker of this run"),
+    ],
+)
+def test_a_profile_that_nobody_could_take_is_refused(
+    monkeypatch: pytest.MonkeyPatch, patterns: str, steps: str, says: str
 ) -> None:
-    monkeypatch.setenv("NRL_NSYS_WORKER_PATTERNS", "*policy*")
-    monkeypatch.setenv("NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
-    lines = problems()
-    assert [line.partition(":")[0] for line in lines] == ["NRL_NSYS_PROFILE_STEP_RANGE", "NRL_NSYS_WORKER_PATTERNS"]
-    assert all("not built yet: profiles of workers by Nsight Systems" in line for line in lines)
+    monkeypatch.setenv("NRL_NSYS_WORKER_PATTERNS", patterns)
+    monkeypatch.setenv("NRL_NSYS_PROFILE_STEP_RANGE", steps)
+    (line,) = problems()
+    assert says in line
+
+
+def test_a_profile_is_of_the_run_at_hand_and_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_NSYS_WORKER_PATTERNS", "vllm-[01]")
+    monkeypatch.setenv("NRL_NSYS_PROFILE_STEP_RANGE", " 3:5 ")
+    load_master_config(None)
+    (line,) = problems("cluster.device=cpu")
+    assert "Nsight Systems profiles GPUs" in line
+    with pytest.raises(ConfigError, match="names no worker of this run; its workers are lm_policy"):
+        load_master_config(None, [], SFTMasterConfig)
 
 
 def test_sft_has_its_own_loop_and_its_rules() -> None:

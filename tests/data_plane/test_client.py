@@ -210,6 +210,8 @@ def test_counters_follow_what_succeeded_and_events_tell_everything() -> None:
     [
         (None, {}, "data_plane is disabled: set data_plane.enabled=true, or run GRPO"),
         (DataPlaneConfig(), {}, "data_plane is disabled"),
+        ({"enabled": False, "impl": "transfer_queue"}, {}, "data_plane is disabled"),
+        ({"enabled": True, "impl": "transfer_queue", "backend": "simple"}, {"bootstrap": False}, "needs the address"),
         (DataPlaneConfig.model_construct(enabled=True, impl="noop"), {}, "unknown data_plane.impl='noop'"),
         (
             DataPlaneConfig.model_construct(enabled=True, impl="transfer_queue", backend="disk"),

@@ -72,6 +72,16 @@ def test_the_verbs_mean_the_same_as_in_process(client: StoredClient) -> None:
     assert client.list_samples("train") == {}
 
 
+def test_masks_of_whole_numbers_travel_as_they_are(client: StoredClient) -> None:
+    store = DataPlaneStore(client, 0, 4)
+    with store.step():
+        handle = store.update(store.write(batch(3, 2)), {"sample_mask": torch.tensor([1, 0])})
+        mask = store.read(handle, ["sample_mask"])["sample_mask"]
+        assert mask.dtype is torch.int64 and mask.tolist() == [1, 0]
+        store.clear(handle)
+    store.close()
+
+
 def test_tags_go_where_rows_go_and_are_no_columns(client: StoredClient) -> None:
     seen = []
     for store in (InProcessStore(0, 4), DataPlaneStore(client, 0, 4)):

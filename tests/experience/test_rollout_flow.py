@@ -166,6 +166,7 @@ def test_a_task_without_environment_is_named() -> None:
 def test_columns_train_responses_of_this_rollout_only() -> None:
     batch = number_samples(prompts("ab", "cde"), 1)
     batch["message_log"][0].insert(0, {"role": "assistant", "content": "old", "token_ids": torch.tensor([1, 2, 3])})
+    batch["extra_env_info"][1] = {"mask_sample": True}
     columns = rollout_columns(batch, roll_out(batch, plan()), pad_token_id=0, multiple=4)
     tokens, rows = columns.tokens, columns.rows
     assert tokens["input_ids"].shape[1] % 4 == 0
@@ -176,6 +177,7 @@ def test_columns_train_responses_of_this_rollout_only() -> None:
     assert tokens["token_mask"][0].tolist()[:8] == [0] * 5 + [1] * 3
     assert bool(((tokens["generation_logprobs"] != 0) == (tokens["token_mask"] != 0)).all())
     assert rows["generated_lengths"].tolist() == [3, 6] and rows["response_lengths"].tolist() == [3, 3]
+    assert rows["mask_sample"].tolist() == [False, True]
     assert rows["weight_version"].tolist() == [4, 4] and rows["total_reward"].tolist() == [1.0, 2.0]
 
 

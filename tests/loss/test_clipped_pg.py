@@ -321,6 +321,14 @@ def test_a_nan_in_a_trained_token_reaches_the_loss() -> None:
     assert torch.isnan(loss)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masks_may_be_whole_numbers(variant: str) -> None:
+    data, current = batch(3)
+    whole = data | {name: data[name].long() for name in ("sample_mask", "token_mask")}
+    losses = [loss_of(variant)(d, *count_valid(d), next_token_logprobs=current)[0] for d in (data, whole)]
+    assert losses[0].item() == losses[1].item()
+
+
 def test_a_batch_without_trained_tokens_has_zero_loss_and_infinite_extrema() -> None:
     data, current = batch(3)
     data["sample_mask"].zero_()

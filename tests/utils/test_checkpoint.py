@@ -93,6 +93,12 @@ def test_a_run_that_was_made_longer_keeps_its_former_last_step_by_its_rank() -> 
     assert steps_to_keep([SavedStep(step, value) for step, value in history.items()], cfg) == {28, 30}
 
 
+def test_extra_checkpoints_are_deleted_also_where_the_best_are_all_kept() -> None:
+    cfg = CheckpointingConfig.read({"keep_top_k": None, "save_period": 10, "ft_save_period": 2, "ft_keep_latest_k": 2})
+    saved = [SavedStep(step, None) for step in range(2, 17, 2)]
+    assert steps_to_keep(saved, cfg) == {10, 14, 16}
+
+
 def test_without_limits_everything_stays() -> None:
     cfg = CheckpointingConfig(keep_top_k=None, save_period=10)
     assert steps_to_keep([SavedStep(step, None) for step in (3, 10, 17)], cfg) == {3, 10, 17}
@@ -128,6 +134,13 @@ def test_a_checkpoint_is_visible_only_when_complete(tmp_path: Path) -> None:
     assert checkpoints.load_training_info() == {"total_steps": 1}
     assert (final / "config.yaml").read_text() == "grpo:\n  seed: 42\n"
     assert json.loads((tmp_path / "latest_checkpoint_status.json").read_text())["step"] == 1
+
+
+def test_a_manager_takes_a_plain_mapping(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager({"checkpoint_dir": str(tmp_path), "keep_top_k": 1, "metric_name": None})
+    for step in (1, 2):
+        save(checkpoints, step, None)
+    assert steps(tmp_path) == [2]
 
 
 def test_the_best_and_the_latest_stay(tmp_path: Path) -> None:

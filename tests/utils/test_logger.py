@@ -28,7 +28,8 @@ def log_two_steps(logger: Logger) -> None:
 
 
 def test_every_run_writes_one_json_line_per_call(tmp_path: Path) -> None:
-    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+    # A plain mapping, as NeMo-RL's scripts give it, is the section.
+    with Logger({"log_dir": str(tmp_path), "wandb_enabled": False}) as logger:
         log_two_steps(logger)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prefix"]) for line in lines] == [

@@ -20,6 +20,7 @@ from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
 from nemo_rl.algorithms.placement import check_device, check_policy, start_policy
+from nemo_rl.algorithms.profiling import check_profile, profile_of_run
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
 from nemo_rl.algorithms.run_checkpoint import check_writable, new_log_dir
 from nemo_rl.algorithms.seeds import set_seed
@@ -82,6 +83,7 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
         if resume is not None:
             resume.check_unfinished(config.grpo.max_num_steps, "grpo.max_num_steps")
         here = accelerator_here(config.cluster.device)
+        check_profile(here)
     with ExitStack() as undo:
         ray_start = RayStart(lambda: placement.connect(config))
         undo.callback(ray_start.end, placement.disconnect)
@@ -375,6 +377,7 @@ def _start_generation(
         request_timeout_s=request_timeout_s(),
         lent=lent,
         record=record,
+        profile=profile_of_run(),
     )
 
 

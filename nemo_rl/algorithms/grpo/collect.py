@@ -174,7 +174,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
             # Whoever holds a handle alone, without the driver's columns, can judge its rows.
             run.store.stamp(experience.handle, {name: experience.rows[name] for name in ("std", "baseline")})
         if not cfg.use_dynamic_sampling:
-            filter_rows(experience.rows, cfg)
+            experience.metrics |= filter_rows(experience.rows, cfg)
             return experience
         with run.timer.time("dynamic_sampling"):
             generated_rewards.append(experience.rows["reward"])
@@ -190,7 +190,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
         if selection.complete:
             joined = _join(run, kept)
             joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), joined.rows["reward"])
-            filter_rows(joined.rows, cfg)
+            joined.metrics |= filter_rows(joined.rows, cfg)
             return joined
 
 

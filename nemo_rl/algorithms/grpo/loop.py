@@ -20,6 +20,7 @@ from nemo_rl.algorithms.grpo.step_end import CompletedStep, complete_step, early
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
 from nemo_rl.algorithms.grpo.train_on_batch import Trained, train_on_batch
 from nemo_rl.algorithms.grpo.validation import validate
+from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.utils.checkpoint_retention import should_save
 from nemo_rl.utils.record_events import StepBegun
@@ -54,14 +55,16 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
         if run.config.grpo.val_at_start and run.state.step == 0:
             validate(run, 0)
         source.published(run.state.step)
-        while not source.finished():
-            step = run_step(run, source)
-            if step is None:
-                _end_with(run, source, newest)
-                break
-            newest = step
-            if step.ends_run:
-                break
+        with profiled_steps(run.policy, run.generation) as profiler:
+            while not source.finished():
+                profiler.before(run.state.step + 1)
+                step = run_step(run, source)
+                if step is None:
+                    _end_with(run, source, newest)
+                    break
+                newest = step
+                if step.ends_run:
+                    break
     finally:
         source.stop()
         run.control.stop()

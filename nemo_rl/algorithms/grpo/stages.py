@@ -175,10 +175,14 @@ def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
     )
 
 
-def filter_rows(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
-    """Overlong filtering, in place on `sample_mask`."""
+def filter_rows(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> dict[str, float]:
+    """Overlong filtering, and of samples that the environment flagged, in place on `sample_mask`; metrics."""
     if cfg.overlong_filtering:
         rows["sample_mask"] = overlong_filter(rows["sample_mask"], rows["truncated"])
+    if not cfg.should_mask_flagged_samples:
+        return {}
+    rows["sample_mask"], metrics = mask_sample_filter(rows["sample_mask"], rows["mask_sample"])
+    return metrics
 
 
 def needs_previous_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> bool:

@@ -134,7 +134,7 @@ class StreamingSource:
                     return
                 experience = self._experience(groups)
                 score_rewards(experience.rows, run.config.grpo)
-                filter_rows(experience.rows, run.config.grpo)
+                experience.metrics |= filter_rows(experience.rows, run.config.grpo)
                 apply_staleness_policy(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
                 experience.metrics["buffer_size"] = float(len(self.collector))
                 experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]

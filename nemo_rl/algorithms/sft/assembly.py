@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_rl.algorithms import start_checks
 from nemo_rl.algorithms.placement import check_device, check_policy, start_policy
+from nemo_rl.algorithms.profiling import check_profile
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
 from nemo_rl.algorithms.run_checkpoint import check_writable, name_latest, new_log_dir
 from nemo_rl.algorithms.seeds import set_seed
@@ -62,6 +63,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
             name_latest(checkpointer)
             resume.check_unfinished(config.sft.max_num_steps, "sft.max_num_steps")
         here = accelerator_here(config.cluster.device)
+        check_profile(here)
     with ExitStack() as undo:
         ray_start = RayStart(lambda: placement.connect(config))
         undo.callback(ray_start.end, placement.disconnect)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
+from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.algorithms.run_checkpoint import begin_checkpoint, name_latest
 from nemo_rl.algorithms.sft.run import SFTRun
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -29,22 +30,24 @@ def sft_train(run: SFTRun) -> None:
     run.placement.lend(run)
     if run.config.sft.val_at_start and run.state.step == 0:
         validate(run)
-    for batch in _batches(run):
-        run.timer.reset()
-        with run.timer.time("total_step_time"):
-            run.placement.lend(run)
-            metrics = _step(run, batch)
-            val_metrics = validate(run) if _validation_due(run) else None
-            run.timeout.mark_iteration()
-            timed_out = run.timeout.check_save()
-            if should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out):
-                with run.timer.time("checkpointing"):
-                    _save(run, metrics, val_metrics)
-        run.placement.step_done(run)
-        _log_step(run, batch, metrics)
-        if timed_out:
-            logger.info("run=ended step=%d reason=checkpoint_must_save_by", run.state.step)
-            break
+    with profiled_steps(run.policy) as profiler:
+        for batch in _batches(run):
+            profiler.before(run.state.step + 1)
+            run.timer.reset()
+            with run.timer.time("total_step_time"):
+                run.placement.lend(run)
+                metrics = _step(run, batch)
+                val_metrics = validate(run) if _validation_due(run) else None
+                run.timeout.mark_iteration()
+                timed_out = run.timeout.check_save()
+                if should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out):
+                    with run.timer.time("checkpointing"):
+                        _save(run, metrics, val_metrics)
+            run.placement.step_done(run)
+            _log_step(run, batch, metrics)
+            if timed_out:
+                logger.info("run=ended step=%d reason=checkpoint_must_save_by", run.state.step)
+                break
     run.checkpointer.finalize_pending()
     if run.config.checkpointing.enabled:
         name_latest(run.checkpointer)

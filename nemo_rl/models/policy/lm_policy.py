@@ -19,6 +19,7 @@ import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import parallel_sizes, training_backend
+from nemo_rl.config.profiling import POLICY_WORKERS, Profile
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -42,6 +43,7 @@ _AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_paral
 _REPLICAS = ("pipeline_parallel", "context_parallel", "tensor_parallel")
 _SAVE_TIMEOUT_S = 1800.0
 _SAVE_POLL_S = 0.1
+_PROFILE_S = 60.0
 
 
 class Policy(PolicyInterface):
@@ -58,6 +60,7 @@ class Policy(PolicyInterface):
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
         worker_extension_cls_fqn: Dotted name of a worker class to use instead of `PolicyWorker`.
         bundle_indices_list: Slots to use, as `(node_rank, [bundle])`.
+        profile: Which workers start under Nsight Systems; none by default.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Policy(PolicyInterface):
         cluster: RayVirtualCluster,
         config: PolicyConfig,
         tokenizer: Any,
-        name_prefix: str = "lm_policy",
+        name_prefix: str = POLICY_WORKERS,
         *,
         init_optimizer: bool = True,
         weights_path: str | None = None,
@@ -73,6 +76,7 @@ class Policy(PolicyInterface):
         init_reference_model: bool = True,
         worker_extension_cls_fqn: str | None = None,
         bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.cfg = config
         self.tokenizer = tokenizer
@@ -93,6 +97,7 @@ class Policy(PolicyInterface):
             bundle_indices_list=bundle_indices_list,
             sharding_annotations=self.sharding_annotations,
             env_vars=dict(training_backend(config).env_vars or {}),
+            profile=profile,
         )
         self._cluster = cluster
         self._devices: list[str] | None = None
@@ -113,6 +118,18 @@ class Policy(PolicyInterface):
             self.device_name = answers[0]["device_name"]
             self._shape = answers[0]["shape"]
             logger.info("policy=started backend=%s kernels=%s", answers[0]["backend"], answers[0]["kernels"])
+
+    def profile(self, on: bool) -> None:
+        """Has the workers that run under Nsight Systems record from here on, or write what they recorded.
+
+        Raises:
+            WorkerError: One could not.
+        """
+        group = self.worker_group
+        refs = [group.run_single_worker_single_data("profile", rank, on=on) for rank in group.profiled]
+        wait_for_workers(
+            refs, [group.identities[rank] for rank in group.profiled], what="policy.profile", timeout_s=_PROFILE_S
+        )
 
     @property
     def data_parallel_size(self) -> int:

@@ -27,6 +27,7 @@ from nemo_rl.distributed.devices import (
     release_cached_memory,
     synchronize,
 )
+from nemo_rl.distributed.nsight import capture
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
@@ -96,6 +97,10 @@ class PolicyWorker(TQWorkerMixin):
             "backend": backend_spec(self.cfg).name,
             "kernels": self.backend.kernels(),
         }
+
+    def profile(self, on: bool) -> None:
+        """Begins or ends what Nsight Systems records of this rank."""
+        capture(on)
 
     def _local_coords(self) -> dict[str, int]:
         return self.backend.coordinates()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use, release_cached_memory
+from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.adapted_files import ArrivedAdapters
 from nemo_rl.models.generation.vllm.parent_watchdog import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
@@ -125,6 +126,10 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     def nrl_describe(self) -> dict[str, Any]:
         """Process id, tensor-parallel rank and device identity of this worker."""
         return {"pid": os.getpid(), "rank": self.rank, "device": device_uuid(self.device)}
+
+    def nrl_profile(self, on: bool) -> None:
+        """Begins or ends what Nsight Systems records of this worker."""
+        capture(on)
 
     def nrl_memory_in_use(self) -> int:
         """Bytes in use on this worker's device (resident memory on a CPU slot)."""

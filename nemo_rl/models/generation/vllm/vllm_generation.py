@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -46,6 +47,7 @@ _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _TRANSITION_TIMEOUT_S = 180.0
 _START_TIMEOUT_S = 600.0
 _STATS_TIMEOUT_S = 5.0
+_PROFILE_TIMEOUT_S = 60.0
 
 
 class VllmGeneration(GenerationInterface):
@@ -66,6 +68,7 @@ class VllmGeneration(GenerationInterface):
             nothing is routed at first, and requests wait for shards without a deadline.
         name_prefix: Name in messages.
         record: Run record.
+        profile: Which shards start under Nsight Systems; none by default.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class VllmGeneration(GenerationInterface):
         sleeps: bool | None = None,
         request_timeout_s: float = 900.0,
         lent: bool = False,
-        name_prefix: str = "vllm",
+        name_prefix: str = ENGINES,
         record: Record | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.cfg = policy.generation
         self.cluster = cluster
@@ -110,6 +114,7 @@ class VllmGeneration(GenerationInterface):
             bundle_indices_list=shards,
             env_vars=spec.env,
             max_concurrency=4096,
+            profile=profile,
         )
         # The actors of lent slots only import what an engine needs.
         self._unused = set(range(len(shards))) if lent else set()
@@ -166,6 +171,15 @@ class VllmGeneration(GenerationInterface):
     def dp_size(self) -> int:
         """Number of shards."""
         return self.group.world_size
+
+    def profile(self, on: bool) -> None:
+        """Has the shards that run under Nsight Systems record from here on, or write what they recorded.
+
+        Raises:
+            WorkerError: One could not.
+        """
+        shards = [shard for shard in self.shards.healthy() if shard in self.group.profiled]
+        self.shards.call(shards, "profile", timeout_s=_PROFILE_TIMEOUT_S, on=on)
 
     def default_sampling(self, *, greedy: bool = False) -> GenerationSamplingParams:
         """The training sampling parameters of the configuration."""

@@ -447,6 +447,11 @@ class VllmGenerationWorker:
         """Bytes that each rank could still allocate."""
         return await self._rpc("nrl_free_memory")
 
+    async def profile(self, on: bool) -> None:
+        """Begins or ends what Nsight Systems records of every rank; nothing to do before the engine stands."""
+        if self._engine is not None:
+            await self._rpc("nrl_profile", on)
+
     async def shutdown(self) -> None:
         """Ends the engine's processes."""
         if self._engine is not None:
