@@ -240,6 +240,7 @@ def test_a_refit_waits_for_running_rollouts_and_holds_new_ones_back(loop: Loop) 
     rollouts.hold = asyncio.Event()
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
+    loop.start(asyncio.sleep(0.01)).result(timeout=10.0)
     with pytest.raises(CollectorError, match=r"\d rollouts did not end within 0 s.*in_flight_weight_updates"):
         collector.prepare_for_refit(0.2)
     loop.loop.call_soon_threadsafe(rollouts.hold.set)
