@@ -20,21 +20,6 @@ from typing import Any
 
 import pytest
 import ray
-from tests.stress.chaos import (
-    PROMPTS,
-    SAMPLES,
-    SEED,
-    SHARDS,
-    STEPS,
-    TRANSITIONS,
-    TURNS,
-    Chaos,
-    Kept,
-    Seen,
-    check_record,
-    collector_of,
-    moved_boundary,
-)
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.errors import ShardStateError
@@ -54,6 +39,21 @@ from nemo_rl.weight_sync.session import SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
 from tests.models.elastic_engines import Elastic, elastic_engines
 from tests.models.test_receiver_methods import payloads
+from tests.stress.chaos import (
+    PROMPTS,
+    SAMPLES,
+    SEED,
+    SHARDS,
+    STEPS,
+    TRANSITIONS,
+    TURNS,
+    Chaos,
+    Kept,
+    Seen,
+    check_record,
+    collector_of,
+    moved_boundary,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
