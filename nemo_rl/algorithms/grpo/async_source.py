@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.stream_collector import StreamCollector
 from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import request_timeout_s
 
@@ -36,28 +37,70 @@ _NEVER_S = 10 * 365 * 86400.0
 BUFFER_FILE, ROLLOUTS_FILE = "replay_buffer.pt", "rollouts.pt"
 
 
-class AsynchronousSource:
-    """Rollouts run ahead of training, and every step takes what was made for it."""
+Collector = TypeVar("Collector", TrajectoryCollector, StreamCollector)
+
+
+class AheadSource(Generic[Collector]):
+    """What sources have in common whose rollouts run beside training.
+
+    Args:
+        run: The run.
+        collector: Rolls out for it.
+    """
 
     generates_ahead = True
 
-    def __init__(self, run: GRPORun) -> None:
+    def __init__(self, run: GRPORun, collector: Collector) -> None:
         self._run = run
-        self._settings = run.config.grpo.async_grpo
-        self.collector = build_collector(run)
+        self.collector = collector
 
     @property
     def version(self) -> int:
         """The version of the run's weights."""
         return self._run.state.step
 
-    def start(self) -> None:
-        """Goes on with the groups of the checkpoint."""
-        restore_collector(self._run, self.collector)
-
     def published(self, version: int) -> None:
         """Rollouts of the steps that this version is young enough for may begin."""
         self.collector.set_weight_version(version)
+
+    def trained(self, step: int) -> None:
+        """The loader's position moves past what is trained."""
+        position, state = self.collector.finish_step(step), self._run.state
+        if position.epoch != state.epoch:
+            state.epoch, state.step_in_epoch = position.epoch, 0
+
+    def finished(self) -> bool:
+        """Whether steps or epochs are used up."""
+        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
+
+    def waited_for(self) -> tuple[int, int]:
+        """A whole step, and its groups that are finished."""
+        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
+        return groups, self.collector.count_intended_for_step(self._run.state.step)
+
+    def loader(self) -> HasState:
+        """Where the loader stood before what is still to be trained."""
+        return self.collector.position()
+
+    def stop(self) -> None:
+        """Ends every rollout."""
+        self.collector.stop()
+
+    def clear(self) -> None:
+        """Forgets the groups that wait."""
+        self.collector.clear()
+
+
+class AsynchronousSource(AheadSource[TrajectoryCollector]):
+    """Rollouts run ahead of training, and every step takes what was made for it."""
+
+    def __init__(self, run: GRPORun) -> None:
+        super().__init__(run, build_collector(run))
+        self._settings = run.config.grpo.async_grpo
+
+    def start(self) -> None:
+        """Goes on with the groups of the checkpoint."""
+        restore_collector(self._run, self.collector)
 
     def next_experience(self) -> Experience[Any]:
         """Waits for the groups of the current step and judges the versions of their tokens.
@@ -82,22 +125,6 @@ class AsynchronousSource:
         handle = store.concat([store.write(group.tokens) for group in groups])
         return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
-    def trained(self, step: int) -> None:
-        """The loader's position moves past the step."""
-        position, state = self.collector.finish_step(step), self._run.state
-        if position.epoch != state.epoch:
-            state.epoch, state.step_in_epoch = position.epoch, 0
-
-    def finished(self) -> bool:
-        """Whether steps or epochs are used up."""
-        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
-
-    def waited_for(self) -> tuple[int, int]:
-        """A whole batch, and its groups that are finished."""
-        step = self._run.state.step
-        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
-        return groups, self.collector.count_intended_for_step(step)
-
     @contextmanager
     def refit_window(self) -> Iterator[bool]:
         """Below running requests, or once they have ended."""
@@ -110,21 +137,9 @@ class AsynchronousSource:
         finally:
             self.collector.resume_after_refit()
 
-    def loader(self) -> HasState:
-        """Where the loader stood before what is still to be trained."""
-        return self.collector.position()
-
     def saved(self) -> Mapping[str, Any]:
         """Which batches are drawn and not trained, and their finished groups."""
         return saved_collector(self._run, self.collector)
-
-    def stop(self) -> None:
-        """Ends every rollout."""
-        self.collector.stop()
-
-    def clear(self) -> None:
-        """Forgets the groups that wait."""
-        self.collector.clear()
 
 
 def build_collector(run: GRPORun) -> TrajectoryCollector:

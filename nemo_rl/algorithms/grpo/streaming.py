@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.async_source import BUFFER_FILE, ROLLOUTS_FILE, batch_shape, plain_groups
+from nemo_rl.algorithms.grpo.async_source import BUFFER_FILE, ROLLOUTS_FILE, AheadSource, batch_shape, plain_groups
 from nemo_rl.algorithms.grpo.collect import training_plan
 from nemo_rl.algorithms.grpo.metrics import step_metrics
-from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
+from nemo_rl.algorithms.grpo.sources import prompts_of
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     apply_staleness_policy,
@@ -90,27 +90,16 @@ def check_streaming(config: MasterConfig) -> None:
         )
 
 
-class StreamingSource:
+class StreamingSource(AheadSource[StreamCollector]):
     """Rollouts run beside training, and a step takes its groups as they finish."""
 
-    generates_ahead = True
-
     def __init__(self, run: GRPORun) -> None:
-        self._run, self._cfg = run, run.config.async_rl or AsyncRLConfig()
-        self.collector = _build_collector(run, self._cfg)
-
-    @property
-    def version(self) -> int:
-        """The version of the run's weights."""
-        return self._run.state.step
+        self._cfg = run.config.async_rl or AsyncRLConfig()
+        super().__init__(run, _build_collector(run, self._cfg))
 
     def start(self) -> None:
         """Goes on with the prompts and groups of the checkpoint."""
         _restore(self._run, self._cfg, self.collector)
-
-    def published(self, version: int) -> None:
-        """Rollouts that this version is young enough for may begin."""
-        self.collector.set_weight_version(version)
 
     def draw_ahead(self) -> None:
         """Draws prompts while something else takes time."""
@@ -172,28 +161,9 @@ class StreamingSource:
             "streaming/dispatch_loop_lag_s": lag_s,
         }
 
-    def trained(self, step: int) -> None:
-        """The loader's position moves past what is trained."""
-        position, state = self.collector.finish_step(step), self._run.state
-        if position.epoch != state.epoch:
-            state.epoch, state.step_in_epoch = position.epoch, 0
-
-    def finished(self) -> bool:
-        """Whether steps or epochs are used up."""
-        return self._run.state.step >= min(self._run.config.grpo.max_num_steps, self._run.total_steps)
-
-    def waited_for(self) -> tuple[int, int]:
-        """A whole step, and its groups that are finished."""
-        groups = 0 if self.finished() else self._run.config.grpo.num_prompts_per_step
-        return groups, self.collector.count_intended_for_step(self._run.state.step)
-
     def refit_window(self) -> AbstractContextManager[bool]:
         """Weights are replaced below running requests."""
         return nullcontext(self._cfg.recompute_kv_cache_after_weight_updates)
-
-    def loader(self) -> HasState:
-        """Where the loader stood before what is still to be trained."""
-        return self.collector.position()
 
     def saved(self) -> Mapping[str, Any]:
         """Which prompts are drawn and not trained, and their finished groups."""
@@ -202,14 +172,6 @@ class StreamingSource:
             BUFFER_FILE: {"groups": plain_groups(self._run, self.collector.finished())},
             ROLLOUTS_FILE: {"batches": draws, "shape": batch_shape(self._run), "sampler": self._cfg.sampler.name},
         }
-
-    def stop(self) -> None:
-        """Ends every rollout."""
-        self.collector.stop()
-
-    def clear(self) -> None:
-        """Forgets the groups that wait."""
-        self.collector.clear()
 
 
 def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
