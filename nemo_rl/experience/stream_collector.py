@@ -28,7 +28,14 @@ from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
-from nemo_rl.experience.trajectory_collector import CollectorError, GroupRollouts, cancel_all, committed, group_name
+from nemo_rl.experience.trajectory_collector import (
+    CollectorError,
+    GroupRollouts,
+    cancel_all,
+    committed,
+    ended_by,
+    group_name,
+)
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, WaitBegun, WaitEnded
@@ -393,10 +400,7 @@ class StreamCollector:
 
     def _check_health(self) -> None:
         if self._fatal is not None:
-            error = self._fatal
-            raise (
-                error if isinstance(error, CollectorError) else CollectorError(f"a rollout ended the run: {error}")
-            ) from error
+            raise ended_by(self._fatal) from self._fatal
         if self.stopped:
             raise CollectorError("the collector was stopped while the run still waits for it")
 

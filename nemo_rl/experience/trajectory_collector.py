@@ -336,11 +336,7 @@ class TrajectoryCollector:
             CollectorError: Rollouts failed or the collector was stopped.
         """
         if self._fatal is not None:
-            raise (
-                self._fatal
-                if isinstance(self._fatal, CollectorError)
-                else CollectorError(f"a rollout ended the run: {self._fatal}")
-            ) from self._fatal
+            raise ended_by(self._fatal) from self._fatal
         if self.stopped:
             raise CollectorError("the trajectory collector was stopped while the run still waits for it")
 
@@ -425,6 +421,11 @@ class TrajectoryCollector:
             self._start(cancel_all(running)).result(timeout=_CANCEL_S)
         for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
+
+
+def ended_by(error: BaseException) -> CollectorError:
+    """What whoever waits is told when a rollout ended the run."""
+    return error if isinstance(error, CollectorError) else CollectorError(f"a rollout ended the run: {error}")
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
