@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed import worker_start
 from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import kill_and_wait
 
@@ -77,9 +79,13 @@ def init_ray(
     worker_env = dict(_RAY_PROCESS_ENV)
     for key in [k for k in os.environ if k.startswith(_LAUNCHER_PREFIXES)]:
         worker_env[key] = ""
+    runtime_env = {
+        "env_vars": worker_env | {worker_start.WORKING_DIRECTORY: str(Path.cwd())},
+        "worker_process_setup_hook": worker_start.HOOK,
+    }
     if ray.is_initialized():
         return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
-    if _joined(echo, worker_env):
+    if _joined(echo, runtime_env):
         return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
     accelerator = resolve_accelerator(device)
     # A local cluster guards its ports with a token; Ray says so at every start.
@@ -95,7 +101,7 @@ def init_ray(
         include_dashboard=False,
         log_to_driver=echo,
         configure_logging=False,
-        runtime_env={"env_vars": worker_env},
+        runtime_env=runtime_env,
         object_store_memory=int(os.environ.get("NRL_OBJECT_STORE_BYTES", "0")) or None,
         _temp_dir=log_dir,
     )
@@ -103,7 +109,7 @@ def init_ray(
     return accelerator
 
 
-def _joined(echo: bool, worker_env: dict[str, str]) -> bool:
+def _joined(echo: bool, runtime_env: dict[str, Any]) -> bool:
     """Joins a cluster where one is named or runs.
 
     Raises:
@@ -117,9 +123,7 @@ def _joined(echo: bool, worker_env: dict[str, str]) -> bool:
         _probe(named)
     try:
         # Ray takes the token of this machine's clusters only where it finds the cluster itself.
-        ray.init(
-            address=named or "auto", log_to_driver=echo, runtime_env={"env_vars": worker_env}, configure_logging=False
-        )
+        ray.init(address=named or "auto", log_to_driver=echo, runtime_env=runtime_env, configure_logging=False)
     except (ConnectionError, RuntimeError, RayError) as error:
         if named:
             raise RayStartError(
@@ -184,16 +188,19 @@ def _connect(address: str) -> None:
 
 
 def accelerator_here(device: str) -> Accelerator | None:
-    """The accelerator of a run that will start a cluster on this machine; None for one that joins a cluster.
+    """The accelerator of a run that will start a cluster on this machine or is connected to one; None for a run that
+    still has to join one.
 
     Args:
         device: `cluster.device`.
 
     Raises:
-        DeviceUnavailableError: `cuda` was asked for and this machine has none.
+        DeviceUnavailableError: `cuda` was asked for and there is none.
     """
+    if ray.is_initialized():
+        return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
     named = os.environ.get("RAY_ADDRESS")
-    joins = ray.is_initialized() or (named not in (None, "", _LOCAL)) or (not named and _running_here() is not None)
+    joins = (named not in (None, "", _LOCAL)) or (not named and _running_here() is not None)
     return None if joins else resolve_accelerator(device)
 
 

@@ -68,7 +68,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 def _nearest_directory(name: str) -> str:
     """What there is on the way to a directory that does not exist."""
-    parent = Path(name).expanduser().parent
+    parent = Path(name).expanduser().absolute().parent
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
     inside = sorted(path.name for path in parent.iterdir() if path.is_dir())[:8]
