@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.actors import (
+from nemo_rl.time_sharing.agents.actors import (
     CONTROL_NAMESPACE,
     SCHEDULER_NAME,
     Orchestrator,
@@ -25,12 +25,12 @@ from nemo_rl.time_sharing.actors import (
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.job import Job, Kind
-from nemo_rl.time_sharing.pipeline import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
-from nemo_rl.time_sharing.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.residents import Residents, SlotMemory
-from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import Limits
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.job import Job, Kind
+from nemo_rl.time_sharing.pipelines.residents import Residents, SlotMemory
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -215,18 +215,18 @@ class PoolActor(Orchestrator):
 
 def _pipeline_class(kind: Kind) -> type[LentPipeline]:
     if kind is Kind.SFT:
-        from nemo_rl.time_sharing.sft_pipeline import SFTPipeline
+        from nemo_rl.time_sharing.pipelines.sft import SFTPipeline
 
         return SFTPipeline
     if kind is Kind.EVALUATION:
-        from nemo_rl.time_sharing.evaluation_pipeline import EvaluationPipeline
+        from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline
 
         return EvaluationPipeline
     if kind is Kind.EXTERNAL:
-        from nemo_rl.time_sharing.command_pipeline import CommandPipeline
+        from nemo_rl.time_sharing.pipelines.command import CommandPipeline
 
         return CommandPipeline
-    from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline
+    from nemo_rl.time_sharing.pipelines.grpo import NemoRLFullFinetunePipeline
 
     return NemoRLFullFinetunePipeline
 
@@ -246,7 +246,7 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
     """
     import ray
 
-    from nemo_rl.time_sharing.shared_cluster import reserve_pool
+    from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
 
     scheduler = start_scheduler(log_dir, pool, limits)
     try:
@@ -305,7 +305,7 @@ def _end_scheduler() -> None:
 def _remove_reservation() -> None:
     from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
-    from nemo_rl.time_sharing.shared_cluster import RESERVATION
+    from nemo_rl.time_sharing.pipelines.shared_cluster import RESERVATION
 
     for entry in placement_group_table().values():
         if entry["name"].startswith(RESERVATION) and entry["state"] != "REMOVED":

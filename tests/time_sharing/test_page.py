@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nemo_rl.time_sharing.events import LogClosed
-from nemo_rl.time_sharing.page_server import PageError, PageServer, PoolView
-from nemo_rl.time_sharing.pipeline import Outcome, Progress
+from nemo_rl.time_sharing.log.events import LogClosed
+from nemo_rl.time_sharing.pipelines.grpo import Outcome, Progress
 from nemo_rl.time_sharing.pool import Standing
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
+from nemo_rl.time_sharing.viewing.page_server import PageError, PageServer, PoolView
 from tests.time_sharing.bench import Bench
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -80,7 +80,7 @@ def status_of(url: str, **headers: str) -> int:
 
 
 def test_the_page_follows_the_log_and_says_why(bench: Bench, page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.time_sharing.page_server._FRESH_S", 0.0)
+    monkeypatch.setattr("nemo_rl.time_sharing.viewing.page_server._FRESH_S", 0.0)
     before = json.load(get(f"{page.url}data.json"))
     assert before["pipelines"] == ["long", "short"] and before["live"] and not before["checked"]
     assert {bar[5] for bar in before["bars"]} >= {"train", "generate"}
