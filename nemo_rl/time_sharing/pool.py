@@ -26,6 +26,8 @@ from nemo_rl.time_sharing.agents.actors import (
     stop_scheduler,
 )
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.log.log_tail import LogTail
+from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
 from nemo_rl.time_sharing.pipelines.residents import Residents, SlotMemory
@@ -66,6 +68,7 @@ class Standing:
         ended_at: The same; None while it runs.
         progress: What it was doing when last asked.
         outcome: How it ended; None while it runs.
+        sharing: What it gets and loses by sharing; None before its registration.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Standing:
     ended_at: float | None = None
     progress: Progress | None = None
     outcome: Outcome | None = None
+    sharing: Sharing | None = None
 
 
 @dataclass
@@ -101,6 +105,8 @@ class PoolActor(Orchestrator):
         self._lives: dict[str, _Life] = {}
         self._lock = threading.Lock()
         self._residents = Residents()
+        self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
+        self._sharing = SharingWatch()
 
     def settle(self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int]) -> None:
         """See `Residents.admit`."""
@@ -177,6 +183,7 @@ class PoolActor(Orchestrator):
                     answers[name] = ray.get(ref)
                 except ray.exceptions.RayError:
                     continue
+        sharing = self._sharing_so_far()
         return [
             Standing(
                 name,
@@ -186,9 +193,16 @@ class PoolActor(Orchestrator):
                 life.ended_at,
                 answers.get(name),
                 life.outcome,
+                sharing.get(name),
             )
             for name, life in lives.items()
         ]
+
+    def _sharing_so_far(self) -> dict[str, Sharing]:
+        with self._lock:
+            for entry in self._log.new():
+                self._sharing.take(entry.time, entry.event)
+            return self._sharing.so_far(time.time())
 
     def cancel(self, name: str) -> None:
         """Ends a pipeline whatever it does; its checkpoints stay.

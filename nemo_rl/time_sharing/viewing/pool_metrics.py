@@ -60,13 +60,19 @@ def _metrics(timeline: Timeline, standings: Sequence[Standing]) -> Iterator[Metr
     )
     steps = CounterMetricFamily("nrl_pool_steps", "Completed steps.", labels=("pipeline",))
     waited = CounterMetricFamily("nrl_pool_waited_seconds", "Waits for training GPUs.", labels=("pipeline",))
+    share = GaugeMetricFamily("nrl_pool_share", "Part of the pool's GPU time held so far.", labels=("pipeline",))
+    slowdown = GaugeMetricFamily(
+        "nrl_pool_slowdown", "Time passed over time not lost to other pipelines, estimated.", labels=("pipeline",)
+    )
     for standing in standings:
+        if standing.sharing is not None:
+            share.add_metric((standing.name,), standing.sharing.share)
+            slowdown.add_metric((standing.name,), standing.sharing.slowdown)
         progress, outcome = standing.progress, standing.outcome
         seconds = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
         steps.add_metric((standing.name,), steps_of(standing))
         waited.add_metric((standing.name,), seconds)
-    yield steps
-    yield waited
+    yield from (steps, waited, share, slowdown)
 
 
 def _in_use(timeline: Timeline) -> Counter[tuple[str, str]]:

@@ -62,7 +62,17 @@ def _state(standing: Standing) -> tuple[str, ...]:
     return (f"step {standing.progress.step}/{standing.progress.of}",)
 
 
-COLUMNS = ("pipeline", "training GPUs", "generation GPUs", "step", "doing", "waited for GPUs", "seconds")
+COLUMNS = (
+    "pipeline",
+    "training GPUs",
+    "generation GPUs",
+    "step",
+    "doing",
+    "waited for GPUs",
+    "share",
+    "slowdown",
+    "seconds",
+)
 
 
 def steps_of(standing: Standing) -> int:
@@ -74,7 +84,7 @@ def steps_of(standing: Standing) -> int:
 
 def cells(standing: Standing) -> list[str]:
     """One pipeline as text, column by column."""
-    progress, outcome = standing.progress, standing.outcome
+    progress, outcome, sharing = standing.progress, standing.outcome, standing.sharing
     doing = outcome.kind if outcome is not None else progress.phase if progress is not None else "starting"
     step = f"{progress.step}/{progress.of}" if progress is not None else str(outcome.steps) if outcome else ""
     waited = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
@@ -85,6 +95,8 @@ def cells(standing: Standing) -> list[str]:
         step,
         doing,
         f"{waited:.1f} s",
+        f"{sharing.share:.0%}" if sharing is not None else "",
+        f"{sharing.slowdown:.2f}" if sharing is not None else "",
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
     ]
 
