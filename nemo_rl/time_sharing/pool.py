@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 LIVE_LIMITS = Limits(
     heartbeat_s=2.0,
     lease_s=60.0,
+    isolation_s=300.0,
     wake_s=900.0,
     drain_s=180.0,
     sleep_s=180.0,

@@ -42,7 +42,9 @@ class Bench:
         self.seqs: dict[str, int] = {}
         self.now = 0.0
         self.scheduler = Scheduler(self.record, self.inbox.append, self.clock, rule=rule, explains=log is not None)
-        self.scheduler.open(Pool(1, gpus), Limits(lease_s=1e6, plan_interval_s=0.0, quarantine_s=50.0), 0.0)
+        self.scheduler.open(
+            Pool(1, gpus), Limits(lease_s=1e6, isolation_s=0.0, plan_interval_s=0.0, quarantine_s=50.0), 0.0
+        )
 
     @property
     def state(self):  # type: ignore[no-untyped-def]

@@ -108,10 +108,10 @@ def agent_sleeps_without_a_drain(patch: pytest.MonkeyPatch) -> None:
 
 
 def executor_forgets_deadlines(patch: pytest.MonkeyPatch) -> None:
-    def tick(self: Executor) -> float:
+    def tick(self: Executor, *, isolated: bool) -> float:
         for pending in self._state.commands.values():
             pending.deadline += 1e6
-        return original(self)
+        return original(self, isolated=isolated)
 
     original = Executor.tick
     patch.setattr(Executor, "tick", tick)
@@ -214,11 +214,11 @@ def agent_obeys_orders_that_are_over(patch: pytest.MonkeyPatch) -> None:
 def executor_looks_at_one_command_at_a_time(patch: pytest.MonkeyPatch) -> None:
     original = Executor.tick
 
-    def tick(self: Executor) -> float:
+    def tick(self: Executor, *, isolated: bool) -> float:
         outgoing = dict(self._outgoing)
         for key in list(outgoing)[1:]:
             del self._outgoing[key]
-        due = original(self)
+        due = original(self, isolated=isolated)
         first = dict(self._outgoing)
         self._outgoing.clear()
         self._outgoing.update(

@@ -296,7 +296,7 @@ def test_a_clock_that_jumps_ends_no_lease(jump: float) -> None:
     bench.register("a", [0], [0, 1])
     bench.status("a", demand=Demand(100, 0, 1, 1))
     scheduler: Scheduler = bench.scheduler
-    scheduler.state.limits = type(scheduler.state.limits)(lease_s=30.0)
+    scheduler.state.limits = type(scheduler.state.limits)(lease_s=30.0, isolation_s=0.0)
     bench.now += jump
     scheduler.tick(bench.now)
     bench.settle(10.0)

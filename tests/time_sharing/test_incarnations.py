@@ -72,7 +72,8 @@ def test_a_life_whose_registration_the_log_has_lost_is_ended_before_its_gpus_are
     bench = Bench(2)
     bench.register("a", [0], [0, 1])
     bench.record.entries[0] = replace(
-        bench.record.entries[0], event=ev.PoolOpened(1, 2, {"lease_s": 10.0, "plan_interval_s": 0.0})
+        bench.record.entries[0],
+        event=ev.PoolOpened(1, 2, {"lease_s": 10.0, "isolation_s": 0.0, "plan_interval_s": 0.0}),
     )
     again = Bench(2)
     again.scheduler.recover(bench.record.entries, bench.now, complete=False)

@@ -200,7 +200,7 @@ def test_a_status_of_the_wrong_shape_is_not_taken_and_is_no_heartbeat(fields: di
     reply = bench.scheduler.status(status, bench.now)
     assert reply.registered and len(reply.refused) == 1
     assert len(bench.record.entries) == before
-    bench.state.limits = Limits(lease_s=10.0, plan_interval_s=0.0)
+    bench.state.limits = Limits(lease_s=10.0, isolation_s=0.0, plan_interval_s=0.0)
     for _ in range(15):
         bench.settle(1.0)
         bench.scheduler.status(replace(status, seq=status.seq + 1), bench.now)

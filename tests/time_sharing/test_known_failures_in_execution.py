@@ -114,7 +114,7 @@ def test_one_slow_drain_does_not_hold_up_unrelated_pipelines() -> None:
 
 def test_a_dead_pipeline_costs_nobody_else_and_its_gpus_come_back() -> None:
     bench = Bench(4)
-    bench.state.limits = Limits(lease_s=10.0, plan_interval_s=0.0)
+    bench.state.limits = Limits(lease_s=10.0, isolation_s=0.0, plan_interval_s=0.0)
     bench.register("dead", [0], [0, 1])
     bench.register("alive", [0], [0, 1, 2, 3])
     bench.status("dead", wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
@@ -127,7 +127,7 @@ def test_a_dead_pipeline_costs_nobody_else_and_its_gpus_come_back() -> None:
 
 def test_gpus_whose_processes_cannot_be_ended_are_quarantined_and_come_back_when_they_can() -> None:
     bench = Bench(2)
-    bench.state.limits = Limits(lease_s=10.0, reap_s=5.0, quarantine_s=30.0, plan_interval_s=0.0)
+    bench.state.limits = Limits(lease_s=10.0, isolation_s=0.0, reap_s=5.0, quarantine_s=30.0, plan_interval_s=0.0)
     bench.register("stuck", [0], [0, 1])
     bench.status("stuck", wants=(Want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, 1, 0),))
     bench.failing.add(("stuck", Verb.REAP))
@@ -235,7 +235,7 @@ def test_no_rank_awake_is_a_legal_state() -> None:
 def test_a_pipeline_that_dies_while_it_leaves_is_taken_down_once() -> None:
     """Once the automatic and the graceful unregistration met, and the second one failed."""
     bench = Bench(2)
-    bench.state.limits = Limits(lease_s=10.0, plan_interval_s=0.0)
+    bench.state.limits = Limits(lease_s=10.0, isolation_s=0.0, plan_interval_s=0.0)
     bench.register("a", [0], [0, 1])
     bench.status("a", demand=Demand(100, 0, 1, 1))
     bench.silent.add("a")

@@ -24,6 +24,7 @@ def test_a_thousand_random_scenarios_keep_every_invariant() -> None:
 def test_all_kinds_of_faults_are_among_the_random_scenarios() -> None:
     scenarios = [random_scenario(seed) for seed in range(200)]
     rates = ("agent_crashes", "scheduler_crashes", "partitions", "stuck_shards", "slow_shards", "clock_jumps")
+    rates += ("one_way_partitions", "outages")
     for fault in (*rates, "operation_fails", "operation_hangs", "reap_fails"):
         assert sum(getattr(scenario.faults, fault) > 0 for scenario in scenarios) > 20, fault
     assert sum(scenario.network.loss > 0 for scenario in scenarios) > 20

@@ -102,9 +102,10 @@ def test_after_a_cut_log_no_gpu_is_used_twice_and_every_job_ends(
 def test_what_occupies_gpus_that_the_log_gave_to_others_keeps_them_until_it_is_ended() -> None:
     """Its processes cannot be ended at first, so that its registration goes and they stay."""
     records: list[MemoryRecord] = []
-    world = CutWorld(
-        random_scenario(842708), 842708, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0]
-    )
+    drawn = random_scenario(842708)
+    faults = drawn.faults.model_copy(update={"outages": 0.0, "one_way_partitions": 0.0})
+    scenario = drawn.model_copy(update={"limits": {**drawn.limits, "isolation_s": 0.0}, "faults": faults})
+    world = CutWorld(scenario, 842708, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
     world.crash_s, world.lose = 41.19352491456709, 27
     world.run()
     entries = records[0].entries

@@ -88,6 +88,7 @@ class StarvationChecks:
             ev.PoolOpened: self._opened,
             ev.SchedulerStarted: self._started,
             ev.InventoryDone: self._inventory_done,
+            ev.Reconnected: self._reconnected,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
             ev.Requested: self._requested,
@@ -163,6 +164,12 @@ class StarvationChecks:
         lease = self._wait_bound.limit("lease_s") * (1 if event.complete else 2)
         self._wait_bound.disturbed("", None, self._last_time, entry.time + lease)
         self._recovering = event.term > 1
+
+    def _reconnected(self, entry: Entry, event: ev.Reconnected) -> None:
+        limit = self._wait_bound.limit
+        self._wait_bound.disturbed(
+            "", None, entry.time - event.seconds - limit("lease_s"), entry.time + limit("lease_s")
+        )
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
         self._recovering = False

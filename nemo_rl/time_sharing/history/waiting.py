@@ -30,6 +30,8 @@ class WaitChecks:
         self._commands: dict[str, tuple[str, float]] = {}
         self._holds: dict[tuple[str, str], float] = {}
         self._restarted = float("-inf")
+        self._isolated: float | None = None
+        self._isolation_s = 0.0
         self._max_tick_s = 0.0
         self._drift_s = 0.0
         self._gap = False
@@ -40,6 +42,8 @@ class WaitChecks:
             ev.SchedulerStarted: self._started,
             ev.InventoryDone: self._inventory_done,
             ev.ClockJumped: self._jumped,
+            ev.Isolated: self._isolated_now,
+            ev.Reconnected: self._reconnected,
             ev.Unregistered: self._unregistered,
             ev.Granted: self._granted,
             ev.Released: self._released,
@@ -57,6 +61,8 @@ class WaitChecks:
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         clocks.drift_s = self._drift_s
+        if self._isolated is not None:
+            self._end_isolation(max(clocks.scheduler, self._isolated))
         for (source, wait), (what, deadline) in self._waits.items():
             self._overdue(f"{source} waits for {what} ({wait}), which", deadline, clocks.pipelines)
         for what, deadline in self._commands.values():
@@ -74,11 +80,35 @@ class WaitChecks:
     def _effective(self, deadline: float) -> float:
         return max(deadline, self._restarted) + SLACK_S
 
+    def _isolated_for(self, time: float) -> float:
+        return 0.0 if self._isolated is None else time - self._isolated
+
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
         self._max_tick_s = event.limits.get("max_tick_s", 0.0)
+        self._isolation_s = event.limits.get("isolation_s", 0.0)
+
+    def _isolated_now(self, entry: Entry, event: ev.Isolated) -> None:
+        self._isolated = entry.time
+
+    def _reconnected(self, entry: Entry, event: ev.Reconnected) -> None:
+        if self._isolated is None:
+            self._bad(8, "the scheduler is reconnected without having been isolated")
+        else:
+            self._end_isolation(entry.time)
+
+    def _end_isolation(self, time: float) -> None:
+        assert self._isolated is not None  # noqa: S101 - callers looked
+        seconds, self._isolated = time - self._isolated, None
+        if seconds > self._isolation_s + SLACK_S:
+            self._bad(
+                8, f"the scheduler took itself for cut off for {seconds:.1f} s of at most {self._isolation_s:g} s"
+            )
+        self._commands = {key: (what, deadline + seconds) for key, (what, deadline) in self._commands.items()}
+        self._holds = {key: until + seconds for key, until in self._holds.items()}
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         self._restarted = entry.time
+        self._isolated = None
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
         self._gap = False
@@ -125,7 +155,7 @@ class WaitChecks:
         if command is None:
             if not self._gap:
                 self._bad(8, f"command {event.command} ends without having been sent, or twice")
-        elif entry.time > self._effective(command[1]):
+        elif entry.time > self._effective(command[1] + self._isolated_for(entry.time)):
             self._bad(
                 8, f"{command[0]} ended ({event.outcome}) at {entry.time:.1f} s, its deadline was {command[1]:.1f} s"
             )
@@ -137,10 +167,12 @@ class WaitChecks:
         self._end_hold((event.pipeline, event.cluster), entry.time)
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        if self._isolated is not None and event.reason.startswith("no heartbeat"):
+            self._bad(8, f"{event.pipeline} was fenced for its silence while the scheduler was cut off")
         for key in [key for key in self._holds if key[0] == event.pipeline]:
             self._end_hold(key, entry.time)
 
     def _end_hold(self, hold: tuple[str, str], time: float) -> None:
         until = self._holds.pop(hold, None)
-        if until is not None and time > self._effective(until):
+        if until is not None and time > self._effective(until + self._isolated_for(time)):
             self._bad(8, f"{hold[0]} held {hold[1]} until {time:.1f} s, it had to end by {until:.1f} s")

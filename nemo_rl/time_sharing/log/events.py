@@ -321,6 +321,28 @@ class ClockJumped:
     seconds: float
 
 
+@event_kind("ts_isolated")
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """Most pipelines fell silent at once, so the scheduler takes itself for cut off: until `Reconnected` it fences
+    nobody for silence and no deadline passes.
+    """
+
+    silent: int
+    registered: int
+
+
+@event_kind("ts_reconnected")
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """Enough pipelines are heard again, or `isolation_s` has passed (`given_up`). Every open command and hold gets the
+    seconds that this lasted.
+    """
+
+    seconds: float
+    given_up: bool = False
+
+
 @event_kind("ts_memory_taken")
 @dataclass(frozen=True, slots=True)
 class MemoryTaken:

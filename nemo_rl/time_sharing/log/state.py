@@ -389,6 +389,14 @@ def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
     state.quarantined.intersection_update(gpu for q in state.quarantines for gpu in q.gpus)
 
 
+def _reconnected(state: SchedulerState, event: ev.Reconnected, at: float) -> None:
+    for command in state.commands.values():
+        command.deadline += event.seconds
+    for pipeline in state.pipelines.values():
+        for held in pipeline.held.values():
+            held.hold_until += event.seconds
+
+
 _FOLDS: dict[type, Callable[..., None]] = {
     StateSaved: _state_saved,
     ev.PoolOpened: _pool_opened,
@@ -412,4 +420,5 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.Unregistered: _unregistered,
     ev.GpusQuarantined: _quarantined,
     ev.GpusCleared: _cleared,
+    ev.Reconnected: _reconnected,
 }

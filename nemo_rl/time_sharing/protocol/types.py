@@ -264,6 +264,7 @@ class Limits:
     max_hold_s: float = 3600.0
     heartbeat_s: float = 5.0
     lease_s: float = 30.0
+    isolation_s: float = 300.0
     retry_s: float = 2.0
     drain_s: float = 60.0
     sleep_s: float = 60.0

@@ -98,8 +98,10 @@ class Executor:
         self._after(pending, answer.outcome, answer.version)
         return True
 
-    def tick(self) -> float:
-        """Repeats commands without an answer and expires those past their deadline; returns when to look again."""
+    def tick(self, *, isolated: bool) -> float:
+        """Repeats commands without an answer and expires those past their deadline, unless the scheduler is `isolated`;
+        returns when to look again.
+        """
         now = self._now()
         due = now + self._state.limits.retry_s
         for key in list(self._outgoing):
@@ -107,13 +109,13 @@ class Executor:
             pending = self._state.commands.get(key)
             if outgoing is None or pending is None:
                 continue
-            if now >= pending.deadline:
+            if now >= pending.deadline and not isolated:
                 self._end(pending, "expired")
                 self._after(pending, Outcome.FAILED, -1)
             elif now >= outgoing.resend_at:
                 outgoing.resend_at = now + self._state.limits.retry_s
                 self._send(outgoing.command)
-            due = min(due, pending.deadline, outgoing.resend_at)
+            due = min(due, outgoing.resend_at if isolated else min(pending.deadline, outgoing.resend_at))
         return due
 
     def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:

@@ -30,6 +30,7 @@ from nemo_rl.time_sharing.protocol.types import Answer, Command, EndedRequest, L
 from nemo_rl.time_sharing.protocol.wellformed import admissible, answer_problem, is_whole, shown, status_problem
 from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.scheduling.inventory import reconcile, refuse_the_unplannable
+from nemo_rl.time_sharing.scheduling.isolation import Isolation
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import Entry, Record
 
@@ -85,6 +86,7 @@ class Scheduler:
         self._seqs: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._inventoried: set[str] = set()
+        self._isolation = Isolation()
         self._grace_until = float("-inf")
         self._dirty = False
         self._urgent = False
@@ -298,9 +300,12 @@ class Scheduler:
         self._advance(reading)
         now = self.clock.now
         if now >= self._timers_due:
-            self._timers_due = min(self._executor.tick(), now + 1.0)
-            self._check_leases()
-            self._executor.retry_quarantined()
+            self._check_isolation()
+            isolated = self._isolation.since is not None
+            self._timers_due = min(self._executor.tick(isolated=isolated), now + 1.0)
+            if not isolated:
+                self._check_leases()
+                self._executor.retry_quarantined()
         stale = now >= self._planned_at + self.state.limits.replan_s
         if (self._look_again is not None and now >= self._look_again) or stale:
             self._dirty = self._urgent = True
@@ -426,6 +431,19 @@ class Scheduler:
         self._emit(ev.Unregistered(name, pipeline.incarnation, "left"))
         self._record.flush()
         self._notify(Reply(name, pipeline.incarnation, self.state.term, False))
+
+    def _check_isolation(self) -> None:
+        now, limits = self.clock.now, self.state.limits
+        seen = {name: self._seen.setdefault(name, now) for name, p in self.state.pipelines.items() if not p.fenced}
+        change = self._isolation.look(now, seen, limits)
+        if change is None:
+            return
+        logger.warning("event=%s registered=%d", type(change).__name__.lower(), len(seen))
+        self._emit(change)
+        if isinstance(change, ev.Reconnected) and not change.given_up:
+            # Who is still silent may be on the way back too.
+            for name in seen:
+                self._seen[name] = now
 
     def _check_leases(self) -> None:
         now, limits = self.clock.now, self.state.limits

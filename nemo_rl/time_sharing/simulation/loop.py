@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nemo_rl.time_sharing.simulation.scenario import Network
@@ -47,16 +47,31 @@ class Loop:
 
 
 class Wire:
-    """Sends messages over the loop. A partitioned endpoint neither sends nor receives."""
+    """Sends messages over the loop.
+
+    Attributes:
+        cut_until: Time until which nothing is delivered to an agent (`TO`) or from it (`FROM`), by its name.
+    """
+
+    TO, FROM = "to", "from"
 
     def __init__(self, loop: Loop, network: Network, rng: random.Random) -> None:
         self._loop, self._network, self._rng = loop, network, rng
-        self.cut_until: dict[str, float] = {}
+        self.cut_until: dict[tuple[str, str], float] = {}
 
-    def send(self, endpoint: str, deliver: Callable[..., None], *arguments: object) -> None:
+    def cut(self, endpoint: str, directions: Iterable[str], until: float) -> None:
+        """Delivers nothing that way before `until`."""
+        for direction in directions:
+            self.cut_until[direction, endpoint] = max(until, self.cut_until.get((direction, endpoint), 0.0))
+
+    def is_cut(self, direction: str, endpoint: str) -> bool:
+        """Whether nothing passes that way now."""
+        return self.cut_until.get((direction, endpoint), 0.0) > self._loop.now
+
+    def send(self, direction: str, endpoint: str, deliver: Callable[..., None], *arguments: object) -> None:
         """Delivers to, or from, the agent called `endpoint`: never, once or twice."""
         network, rng = self._network, self._rng
-        if self.cut_until and self.cut_until.get(endpoint, 0.0) > self._loop.now:
+        if self.cut_until and self.is_cut(direction, endpoint):
             return
         if network.loss and rng.random() < network.loss:
             return

@@ -17,6 +17,7 @@ _LIMITS = {
     "max_hold_s": 300.0,
     "heartbeat_s": 2.0,
     "lease_s": 12.0,
+    "isolation_s": 60.0,
     "retry_s": 1.0,
     "drain_s": 8.0,
     "sleep_s": 8.0,
@@ -52,7 +53,7 @@ def random_scenario(seed: int) -> Scenario:
             "limits": {**_LIMITS, "max_initialising": seed % 3},
             "horizon_s": 20_000.0,
             "network": _network(rng),
-            "faults": _faults(rng),
+            "faults": _faults(rng) | _outages(random.Random(f"outages/{seed}")),
             "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
         }
     )
@@ -78,6 +79,12 @@ def _faults(rng: random.Random) -> dict[str, Any]:
         if rng.random() < 0.5
     }
     return {**faults, "restart_s": rng.choice((0.5, 5.0)), "partition_s": rng.choice((3.0, 15.0)), "until_s": 600.0}
+
+
+def _outages(rng: random.Random) -> dict[str, Any]:
+    rates = {"one_way_partitions": 30.0, "outages": 20.0}
+    faults: dict[str, Any] = {kind: rate * rng.random() for kind, rate in rates.items() if rng.random() < 0.3}
+    return {**faults, "outage_s": rng.choice((5.0, 15.0, 40.0))}
 
 
 def _job(rng: random.Random, number: int, pool: int, per_node: int) -> dict[str, Any]:

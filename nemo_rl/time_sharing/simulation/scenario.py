@@ -114,6 +114,13 @@ class Faults(_Section):
     partition_s: Seconds = _key(
         20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs."
     )
+    one_way_partitions: Rate = _key(
+        0.0, "A job does not hear the scheduler, or is not heard by it, per hour, for partition_s as well."
+    )
+    outages: Rate = _key(
+        0.0, "The scheduler is cut off from all jobs, or from some of them at once, per hour; both ways."
+    )
+    outage_s: Seconds = _key(20.0, "Mean length of such an outage.")
     stuck_shards: Rate = _key(
         0.0, "A generation rank stands still, per hour, until it is put to sleep and started anew."
     )

@@ -36,6 +36,7 @@ from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
+_BOTH_WAYS = (Wire.TO, Wire.FROM)
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
 
 
@@ -144,7 +145,7 @@ class World:
     def register(self, job: SimulatedJob, incarnation: int) -> Topology | None:
         """A registration call: None when the scheduler is down or not ready for this job yet."""
         scheduler, spec = self._scheduler, job.job
-        if scheduler is None or self.wire.cut_until.get(spec.name, 0.0) > self.loop.now:
+        if scheduler is None or any(self.wire.is_cut(way, spec.name) for way in _BOTH_WAYS):
             return None
         batch = max(int(spec.engine.half_batch / 4), 1)
         try:
@@ -169,10 +170,10 @@ class World:
         return topology
 
     def to_scheduler_status(self, name: str, status: Status) -> None:
-        self.wire.send(name, self._on_status, status)
+        self.wire.send(Wire.FROM, name, self._on_status, status)
 
     def to_scheduler_answer(self, name: str, answer: Answer) -> None:
-        self.wire.send(name, self._on_answer, answer)
+        self.wire.send(Wire.FROM, name, self._on_answer, answer)
 
     def _on_status(self, status: Status) -> None:
         if self._scheduler is not None:
@@ -185,13 +186,13 @@ class World:
             self._scheduler.answer(answer, self._reading())
 
     def _send_reply(self, reply: Reply) -> None:
-        self.wire.send(reply.pipeline, self.jobs[reply.pipeline].hear, reply)
+        self.wire.send(Wire.TO, reply.pipeline, self.jobs[reply.pipeline].hear, reply)
 
     def _send_command(self, command: Command) -> None:
         if command.verb is Verb.REAP:
             self.loop.after(0.5, self._reap, command)
         else:
-            self.wire.send(command.pipeline, self.jobs[command.pipeline].obey, command)
+            self.wire.send(Wire.TO, command.pipeline, self.jobs[command.pipeline].obey, command)
 
     def _reading(self) -> float:
         return self.loop.now + self._jump
@@ -276,6 +277,8 @@ class World:
             ("agent crashes", faults.agent_crashes, self._strike_agent),
             ("scheduler crashes", faults.scheduler_crashes, self._strike_scheduler),
             ("partitions", faults.partitions, self._strike_partition),
+            ("one-way partitions", faults.one_way_partitions, self._strike_one_way),
+            ("outages", faults.outages, self._strike_outage),
             ("stuck shards", faults.stuck_shards, self._strike_stuck),
             ("slow shards", faults.slow_shards, self._strike_slow),
             ("clock jumps", faults.clock_jumps, self._strike_clock),
@@ -332,10 +335,25 @@ class World:
         self._arm(self.loop.now)
 
     def _strike_partition(self) -> bool:
+        return self._cut_off_one(_BOTH_WAYS)
+
+    def _strike_one_way(self) -> bool:
+        return self._cut_off_one((self.rng.choice(_BOTH_WAYS),))
+
+    def _cut_off_one(self, directions: tuple[str, ...]) -> bool:
         job = self._some_job()
         if job is not None:
-            self.wire.cut_until[job.job.name] = self.loop.now + self.rng.random() * 2 * self.scenario.faults.partition_s
+            seconds = self.rng.random() * 2 * self.scenario.faults.partition_s
+            self.wire.cut(job.job.name, directions, self.loop.now + seconds)
         return job is not None
+
+    def _strike_outage(self) -> bool:
+        until = self.loop.now + self.rng.random() * 2 * self.scenario.faults.outage_s
+        everybody = self.rng.random() < 0.5
+        for name in self.jobs:
+            if everybody or self.rng.random() < 0.5:
+                self.wire.cut(name, _BOTH_WAYS, until)
+        return True
 
     def _strike_stuck(self) -> bool:
         return self._set_speed(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from nemo_rl.time_sharing.pool import Standing
 
 
+_WIDTH = 140
+
+
 class StandingsTable:
     """Shows standings as they change.
 
@@ -23,7 +27,8 @@ class StandingsTable:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        # Where lines can be as long as they like, no column is cut.
+        self._console = console or Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH)
         self._live = Live(console=self._console, transient=True) if self._console.is_terminal else None
         self._said: dict[str, tuple[str, ...]] = {}
         self._newest: Sequence[Standing] = ()

@@ -345,6 +345,12 @@ def _take_fault(builder: TimelineBuilder, event: object, time: float) -> None:
             )
         case ev.PlanRejected():
             timeline.faults.append((time, f"a plan was refused: {'; '.join(event.problems)}"))
+        case ev.Isolated():
+            said = f"{event.silent} of {event.registered} pipelines are silent: the scheduler waits for its network"
+            timeline.faults.append((time, said))
+        case ev.Reconnected():
+            said = "pipelines stay silent and are ended" if event.given_up else "pipelines are heard again"
+            timeline.faults.append((time, f"{said} after {event.seconds:.0f} s"))
         case ev.ClockJumped():
             timeline.faults.append((time, f"the clock jumped by {event.seconds:g} s"))
         case _:
