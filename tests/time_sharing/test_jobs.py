@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
-from nemo_rl.distributed.devices import CPU
+from nemo_rl.distributed.devices import CUDA
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
+from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Want
@@ -158,10 +159,18 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
 ) -> None:
     runtime: Any = Runtime()
     where: list[str] = []
+    entered: list[Any] = []
+
+    def memory(what: str) -> list[int]:
+        used = 9 if where[-1:] == ["device"] or not where else 2
+        return [used if what == "memory_in_use" else 16 - used]
 
     class Run:
         policy = SimpleNamespace(
-            prepare_for_training=lambda: where.append("device"), offload_to_cpu=lambda: where.append("host")
+            prepare_for_training=lambda: where.append("device"),
+            offload_to_cpu=lambda: where.append("host"),
+            destroy_nccl_groups=lambda: None,
+            worker_group=SimpleNamespace(run=memory),
         )
         progress = SimpleNamespace(phase=lambda text: None)
         timer = SimpleNamespace(time=lambda name: nullcontext())
@@ -169,9 +178,10 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
 
     run: Any = Run()
     placement = LentTraining(
-        SimpleNamespace(accelerator=CPU),  # type: ignore[arg-type]
+        SimpleNamespace(accelerator=CUDA),  # type: ignore[arg-type]
         runtime,
         lambda: wanted,
+        lambda *resident: entered.append(resident),
         slice_s=slice_s,
         longest_s=longest_s,
         wait_s=1.0,
@@ -184,7 +194,9 @@ def test_a_fine_tuning_run_gives_its_gpus_back_between_steps(
         assert where[-1] == "device"
         placement.step_done(run)
     assert runtime.said == said
-    assert where.count("host") == said.count("release")
+    assert where.count("host") == said.count("release") + 1
+    # What stays of 16 bytes while it is away, and what it needs besides to train.
+    assert entered == [([SlotMemory(2, 16)], [7])]
 
 
 def test_gpus_are_wanted_by_who_waits_to_train_on_them_or_has_nothing_to_generate_on() -> None:

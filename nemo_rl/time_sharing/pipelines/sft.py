@@ -17,12 +17,13 @@ from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
 from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, Outcome, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job
-from nemo_rl.time_sharing.pipelines.lent import leave_accelerators
+from nemo_rl.time_sharing.pipelines.lent import Settle, leave_accelerators, leave_and_settle
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 
 logger = logging.getLogger(__name__)
 
+_NO_ENGINE = 0.0
 _LEAVE_S = 300.0
 _ANSWER_S = 60.0
 
@@ -34,6 +35,7 @@ class LentTraining:
         cluster: Its slots.
         runtime: Its agent, registered and started.
         wanted: Whether somebody else waits for the GPUs.
+        settle: See `LentPlacement`.
         slice_s: How long they are kept all the same: moving to the host and back takes seconds.
         longest_s: When they are given back even if nobody wants them.
         wait_s: How long a grant may take.
@@ -47,12 +49,14 @@ class LentTraining:
         cluster: SharedCluster,
         runtime: AgentRuntime,
         wanted: Callable[[], bool],
+        settle: Settle,
         *,
         slice_s: float,
         longest_s: float,
         wait_s: float,
     ) -> None:
-        self._cluster, self._runtime, self._wanted = cluster, runtime, wanted
+        self._cluster, self._runtime, self._wanted, self._settle = cluster, runtime, wanted, settle
+        self._settled = False
         self._slice_s, self._longest_s, self._wait_s = slice_s, longest_s, wait_s
         self._held: Priority | None = None
         self._since = 0.0
@@ -81,9 +85,13 @@ class LentTraining:
         Raises:
             TimeoutError: They were not granted in time.
             Dismissed: The scheduler ended this pipeline.
+            PoolFull: What stays on the GPUs while the run is away leaves too little for everybody.
         """
         if self._held is Priority.ACTOR_TRAINING:
             return
+        if not self._settled:
+            leave_and_settle(run.policy, self._cluster.accelerator, self._settle, _NO_ENGINE)
+            self._settled = True
         run.progress.phase("waiting for training GPUs")
         with run.timer.time("idle/training_grant"):
             self._acquire(Priority.ACTOR_TRAINING, run.state.step)
@@ -175,6 +183,7 @@ class SFTPipeline(LentPipeline):
                 self.cluster(job.train, leads_ranks=False),
                 runtime,
                 self._wanted,
+                self.settle,
                 slice_s=job.slice_s,
                 longest_s=limits.max_hold_s / 2,
                 wait_s=limits.request_s,
