@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import yaml
+
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
@@ -26,6 +28,7 @@ from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
+from nemo_rl.time_sharing.simulation.fit import fit
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
@@ -35,7 +38,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
-from nemo_rl.utils.record import Record, RecordDamaged, RecordWriter, read_record
+from nemo_rl.utils.record import NullRecord, Record, RecordDamaged, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
   python -m nemo_rl.time_sharing check two.jsonl
   python -m nemo_rl.time_sharing trace two.jsonl
+  python -m nemo_rl.time_sharing fit logs/time_sharing/latest/*.jsonl -o mine.yaml
   python -m nemo_rl.time_sharing soak --runs 200
   python -m nemo_rl.time_sharing serve --gpus 8
   python -m nemo_rl.time_sharing page logs/time_sharing/latest
@@ -157,6 +161,9 @@ def parser() -> argparse.ArgumentParser:
         "--processes", type=_count, default=2, help="processes that simulate at a time (default: %(default)s)"
     )
     _live_commands(command)
+    fitting = command("fit", _fit, "make a scenario of a run's own times, and say how well it predicts the run")
+    _log_arguments(fitting)
+    fitting.add_argument("-o", "--output", type=Path, required=True, help="the scenario file to write")
     keys = command("keys", _keys, "write the page that describes every key of a scenario file")
     keys.add_argument("-o", "--output", type=Path, default=DEFAULT_PAGE, help="the page (default: %(default)s)")
     return whole
@@ -420,6 +427,23 @@ def _report(chosen: argparse.Namespace) -> int:
 def _keys(chosen: argparse.Namespace) -> int:
     chosen.output.write_text(scenario_page(), encoding="utf-8")
     print(f"wrote {chosen.output}")
+    return 0
+
+
+def _fit(chosen: argparse.Namespace) -> int:
+    entries, _ = read_logs(chosen.log, recover=chosen.recover, say=_say)
+    _check_outputs(None, chosen.output)
+    fitted = fit(entries)
+    chosen.output.write_text(yaml.safe_dump(fitted.scenario.model_dump(mode="json", exclude_unset=True)))
+    world = World(fitted.scenario, 0, lambda clock: NullRecord())
+    world.run()
+    lines = [("job", "measured", "simulated", "ratio")]
+    for name, measured in fitted.measured.items():
+        run = world.jobs[name]
+        seconds = (run.finished_at or world.loop.now) - run.job.arrive_s
+        lines.append((name, f"{measured:.1f} s", f"{seconds:.1f} s", f"{seconds / measured:.2f}"))
+    _print_table(lines)
+    print(f"{chosen.output}: simulate it, change it, simulate it again")
     return 0
 
 

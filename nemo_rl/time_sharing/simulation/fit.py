@@ -1,0 +1,248 @@
+"""A scenario that behaves like a real run: its jobs, lengths, speeds and hand-over costs, read off the run's records.
+
+What comes out is the starting point for questions that the run itself cannot answer: one job more, other mappings,
+more GPUs. Durations are medians; a step's hold on its GPUs goes into `train_s` whole, with the driver's own time before
+it. Validation is not part of a scenario, so a run that validated takes longer than its simulation.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Priority, Verb
+from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
+from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Entry
+
+
+class FitError(UserError, ValueError):
+    """The records say too little to make a scenario of them."""
+
+
+_COST_OF = {Verb.DRAIN: "drain_s", Verb.SLEEP: "sleep_s", Verb.WAKE: "wake_s", Verb.SYNC: "sync_s"}
+_UNLIMITED_BATCH = 1e6
+
+
+@dataclass(slots=True)
+class _Request:
+    shard: int
+    begun: float
+    others: float
+    ended: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    registered: ev.Registered
+    at: float
+    ended: float = 0.0
+    granted: dict[str, tuple[float, Priority]] = field(default_factory=dict)
+    inits: list[float] = field(default_factory=list)
+    holds: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    committed: float | None = None
+    samples: int = 0
+    trained: int = 0
+    steps: int = 0
+    lengths: list[int] = field(default_factory=list)
+    open: dict[str, _Request] = field(default_factory=dict)
+    running: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    requests: list[_Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Costs:
+    sent: dict[str, tuple[float, ev.CommandSent]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    started: set[tuple[str, int]] = field(default_factory=set)
+    syncs: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A run as a scenario.
+
+    Attributes:
+        scenario: It.
+        measured: Seconds of each job of the run, from its registration to its end.
+    """
+
+    scenario: Scenario
+    measured: dict[str, float]
+
+
+def fit(entries: Iterable[Entry]) -> Fitted:
+    """The scenario of a run.
+
+    Args:
+        entries: The scheduler's log and the records of its pipelines, in the order in which things happened.
+
+    Raises:
+        FitError: No pipeline of the records trained a step.
+    """
+    jobs: dict[str, _Job] = {}
+    costs, pool = _Costs(), ev.PoolOpened(1, 1)
+    for entry in entries:
+        if isinstance(entry.event, ev.PoolOpened):
+            pool = entry.event
+        elif isinstance(entry.event, ev.Registered):
+            jobs[entry.event.pipeline] = _Job(entry.event, entry.time)
+        else:
+            _take_scheduler(jobs, costs, entry)
+            job = jobs.get(entry.source.partition("/")[0])
+            if job is not None:
+                _take_pipeline(job, costs, entry)
+    fitted = {name: job for name, job in jobs.items() if job.steps and job.holds and job.lengths}
+    if not fitted:
+        raise FitError("no pipeline of these records trained a step; give scheduler.jsonl and the records beside it")
+    first = min(job.at for job in fitted.values())
+    given = {
+        "name": "a run's own times",
+        "pool": {"nodes": pool.nodes, "gpus_per_node": pool.gpus_per_node},
+        "jobs": [_section(name, job, job.at - first) for name, job in fitted.items()],
+        "costs": _costs_section(costs),
+        "limits": {name: float(value) for name, value in pool.limits.items()},
+    }
+    return Fitted(parse_scenario(given, where="the run"), {name: job.ended - job.at for name, job in fitted.items()})
+
+
+def _take_scheduler(jobs: dict[str, _Job], costs: _Costs, entry: Entry) -> None:
+    event, now = entry.event, entry.time
+    match event:
+        case ev.CommandSent():
+            costs.sent[event.command] = (now, event)
+        case ev.CommandEnded():
+            sent = costs.sent.pop(event.command, None)
+            if sent is not None and event.outcome == "done":
+                _take_cost(costs, sent[1], now - sent[0])
+        case ev.Requested(priority=Priority.ACTOR_TRAINING) if event.pipeline in jobs:
+            job = jobs[event.pipeline]
+            if job.committed is not None:
+                job.gaps.append(now - job.committed)
+        case ev.Granted() | ev.PriorityChanged() if event.cluster == ACTOR_TRAIN and event.pipeline in jobs:
+            jobs[event.pipeline].granted[event.cluster] = (now, event.priority)
+        case ev.Released() if event.pipeline in jobs:
+            job = jobs[event.pipeline]
+            since, priority = job.granted.pop(event.cluster, (now, Priority.GENERATION))
+            if priority is Priority.INITIALIZATION:
+                job.inits.append(now - since)
+            elif priority is not Priority.GENERATION:
+                job.holds.append(now - since)
+        case ev.Unregistered() if event.pipeline in jobs:
+            jobs[event.pipeline].ended = now
+        case _:
+            pass
+
+
+def _take_cost(costs: _Costs, sent: ev.CommandSent, seconds: float) -> None:
+    cost = _COST_OF.get(Verb(sent.verb))
+    if cost == "wake_s" and (sent.pipeline, sent.rank) not in costs.started:
+        costs.started.add((sent.pipeline, sent.rank))
+        cost = "start_s"
+    if cost is not None:
+        costs.seconds[cost].append(seconds)
+
+
+def _take_pipeline(job: _Job, costs: _Costs, entry: Entry) -> None:
+    event, now = entry.event, entry.time
+    match event:
+        case rec.GroupAdmitted():
+            job.samples = event.samples
+        case rec.GroupCommitted():
+            job.committed = now
+        case rec.GroupTrained():
+            job.trained += 1
+        case rec.StepFinished():
+            job.steps += 1
+        case rec.TokensGenerated() if event.spans:
+            job.lengths.append(event.spans[-1].end)
+        case rec.RequestSubmitted():
+            job.running[event.shard] += 1
+            job.open[event.request_id] = _Request(event.shard, now, job.running[event.shard])
+        case rec.RequestFinished() if event.request_id in job.open:
+            request = job.open.pop(event.request_id)
+            request.others = (request.others + job.running[request.shard]) / 2
+            job.running[request.shard] -= 1
+            request.ended, request.tokens = now, event.tokens
+            if event.tokens:
+                job.requests.append(request)
+        case rec.SyncStarted() if event.transport != "wake":
+            costs.syncs[event.sync_id] = now
+        case rec.SyncFinished() if event.sync_id in costs.syncs:
+            costs.seconds["refresh_s"].append(now - costs.syncs.pop(event.sync_id))
+        case _:
+            pass
+
+
+def _section(name: str, job: _Job, arrive_s: float) -> dict[str, Any]:
+    clusters = {cluster.name: cluster for cluster in job.registered.clusters}
+    logs = [math.log(length) for length in job.lengths]
+    rate, half_batch = _engine(job.requests)
+    # The driver's own time between its last group and its request delays a step as training does.
+    train_s = statistics.median(job.holds) + (statistics.median(job.gaps) if job.gaps else 0.0)
+    return {
+        "name": name,
+        "train": list(clusters[ACTOR_TRAIN].gpus),
+        "infer": list(clusters[ACTOR_INFER].gpus),
+        "tp": clusters[ACTOR_INFER].tp_size,
+        "weight": job.registered.weight,
+        "min_share": job.registered.min_share,
+        "max_share": job.registered.max_share,
+        "staleness": job.registered.staleness,
+        "steps": job.steps,
+        "groups": max(round(job.trained / job.steps), 1),
+        "samples_per_group": max(job.samples, 1),
+        "init_s": statistics.median(job.inits) if job.inits else 0.0,
+        "train_s": train_s,
+        "tokens": {
+            "median": float(statistics.median(job.lengths)),
+            "sigma": min(statistics.pstdev(logs), 3.0),
+            "max": max(job.lengths),
+        },
+        "engine": {
+            "tokens_per_s": rate,
+            "half_batch": half_batch,
+            "max_running": max(round(max(request.others for request in job.requests)), 1),
+        },
+        "arrive_s": arrive_s,
+        "full_overlap": not set(clusters[ACTOR_INFER].gpus) - set(clusters[ACTOR_TRAIN].gpus),
+    }
+
+
+def _engine(requests: Sequence[_Request]) -> tuple[float, float]:
+    """`tokens_per_s` and `half_batch` of a shard: seconds per token grow along a line with the requests beside it."""
+    weights = [float(request.tokens) for request in requests]
+    beside = [request.others for request in requests]
+    each = [(request.ended - request.begun) / request.tokens for request in requests]
+    total = sum(weights)
+    mean_beside = sum(w * n for w, n in zip(weights, beside, strict=True)) / total
+    mean_each = sum(w * s for w, s in zip(weights, each, strict=True)) / total
+    spread = sum(w * (n - mean_beside) ** 2 for w, n in zip(weights, beside, strict=True))
+    slope = (
+        sum(w * (n - mean_beside) * (s - mean_each) for w, n, s in zip(weights, beside, each, strict=True)) / spread
+        if spread
+        else 0.0
+    )
+    alone = mean_each - slope * mean_beside
+    if slope <= 0:
+        return 1.0 / max(mean_each, 1e-6), _UNLIMITED_BATCH
+    if alone <= 0:
+        # Nothing is gained by running alone: the time of a token is that of the whole batch.
+        alone = mean_each / (1.0 + mean_beside)
+        slope = alone
+    return 1.0 / alone, max(alone / slope, 1e-3)
+
+
+def _costs_section(costs: _Costs) -> dict[str, float]:
+    found = {name: statistics.median(seconds) for name, seconds in costs.seconds.items()}
+    # What the trainer does around a step is part of its hold.
+    nothing = (*_COST_OF.values(), "start_s", "refresh_s", "load_s", "cache_s", "offload_s")
+    return dict.fromkeys(nothing, 0.0) | found
