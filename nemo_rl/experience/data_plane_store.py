@@ -21,7 +21,15 @@ from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.remote import call, start_actor, stop_actor
-from nemo_rl.experience.rollout_actor import ActorSources, Purpose, RemoteRollouts, RolloutActor, write_rollout
+from nemo_rl.experience.rollout_actor import (
+    ActorSources,
+    GenerationElsewhere,
+    Purpose,
+    RemoteRollouts,
+    RolloutActor,
+    ShardOwner,
+    write_rollout,
+)
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.stage import TokenStage
 from nemo_rl.models.policy.tq_policy import StoredColumns
@@ -52,7 +60,13 @@ class DataPlaneStore:
         self._rollouts: Any = None
 
     def rollouts(
-        self, train: RolloutSource, val: RolloutSource | None, events: MemoryRecord, record: Record
+        self,
+        train: RolloutSource,
+        val: RolloutSource | None,
+        events: MemoryRecord,
+        record: Record,
+        generation: GenerationElsewhere | None = None,
+        owner: ShardOwner | None = None,
     ) -> tuple[RolloutSource, RolloutSource | None]:
         """The same sources in an actor of this store, which writes what they give.
 
@@ -61,14 +75,16 @@ class DataPlaneStore:
             val: Validation rollouts, or None.
             events: The record that both write to.
             record: The run's, which takes these events over.
+            generation: What both generate with; None where rollouts are replayed.
+            owner: Owns the shards of that generation.
         """
         by_purpose: dict[Purpose, RolloutSource] = {"train": train}
         if val is not None:
             by_purpose["val"] = val
-        self._rollouts = start_actor(RolloutActor, ActorSources(by_purpose, events), self._client, self._multiple)
-        return RemoteRollouts(self._rollouts, "train", record), RemoteRollouts(
-            self._rollouts, "val", record
-        ) if val is not None else None
+        sources = ActorSources(by_purpose, events, generation)
+        self._rollouts = start_actor(RolloutActor, sources, self._client, self._multiple)
+        training = RemoteRollouts(self._rollouts, "train", record, owner)
+        return training, RemoteRollouts(self._rollouts, "val", record, owner) if val is not None else None
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -169,7 +169,7 @@ def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: Store
         rollout = RolloutActor(ActorSources({"train": source}, events), client, 8).rollout_to_tq(
             "train", BatchedDataDict(), None, 0
         )  # type: ignore[arg-type]
-        assert [type(event) for event in rollout.events] == [StepBegun] and not events.entries
+        assert [type(entry.event) for entry in rollout.events] == [StepBegun] and not events.entries
         store = DataPlaneStore(client, 0, 8)
         handle = store.write(rollout.columns.tokens)
         rows = store.apply(handle, STAGE)

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
 from nemo_rl.models.generation.router import Router
+from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
 from nemo_rl.utils.record import MemoryRecord
@@ -214,6 +215,32 @@ def test_a_shard_that_dies_or_hangs_is_quarantined_and_its_requests_go_on() -> N
         await fleet.dispatcher.close()
 
     in_loop(story())
+
+
+def test_the_owner_of_shards_that_another_process_uses_hears_who_died_and_says_who_came_back() -> None:
+    shards: list[Any] = [Shard(0), Shard(1)]
+    record = MemoryRecord()
+    serving = {shard.number: ServingShard(1, shard) for shard in shards}
+    generator = DetachedGenerator(serving, ["shard 0", "shard 1"], "round_robin", 60.0, record=record)
+
+    async def run(*names: str) -> set[int]:
+        results = await asyncio.gather(*(generator.generate_one(request(name)) for name in names))
+        assert all(whole(result) for result in results)
+        return {result.shard for result in results}
+
+    generator.follow(serving)
+    assert in_loop(run("a", "b")) == {0, 1}
+    shards[1].dead = True
+    assert in_loop(run("c", "d")) == {0}
+    assert list(generator.lost()) == [1]
+    # The owner leaves a shard out, and brings one back with a new engine: not before is it used.
+    generator.follow({0: serving[0]})
+    assert in_loop(run("e", "f")) == {0}
+    generator.follow({1: ServingShard(2, Shard(1))})
+    assert in_loop(run("g", "h")) == {1} and generator.lost() == {}
+    submitted = [entry.event.request_id for entry in record.entries if isinstance(entry.event, RequestSubmitted)]
+    finished = [entry.event for entry in record.entries if isinstance(entry.event, RequestFinished)]
+    assert {name.partition("+")[0] for name in submitted} == set("abcdefgh") and len(finished) == len(submitted)
 
 
 def test_when_no_shard_is_left_everybody_hears_of_it_at_once() -> None:

@@ -265,8 +265,9 @@ class Dispatcher:
 
     # -- shards come and go -------------------------------------------------------------------------------------------
 
-    def route(self, shards: Sequence[int], versions: Sequence[int]) -> int:
-        """Shards take requests from now on; the router's generation number.
+    def route(self, shards: Sequence[int], versions: Sequence[int] | None = None) -> int:
+        """Shards take requests from now on; the router's generation number. Without their versions the record says
+        nothing of it: their owner routed them.
 
         Raises:
             ShardStateError: A shard is quarantined.
@@ -278,13 +279,14 @@ class Dispatcher:
             )
         new = [
             (shard, version)
-            for shard, version in zip(shards, versions, strict=True)
+            for shard, version in zip(shards, versions if versions is not None else [None] * len(shards), strict=True)
             if shard not in self._router.active
         ]
         with self._booking:
             generation = self._router.set_active(self._router.active | set(shards))
         for shard, version in new:
-            self.record.emit(ShardRouted(shard, generation, version))
+            if version is not None:
+                self.record.emit(ShardRouted(shard, generation, version))
         if self._router.active:
             self._routed.set()
         return generation
