@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from nemo_rl.experience.rollout_actor import (
     write_rollout,
 )
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.stage import TokenStage
+from nemo_rl.experience.stage import TokenStage, Unwritten
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 
@@ -58,6 +58,7 @@ class DataPlaneStore:
         self._owned: dict[str, dict[str, None]] = {}
         self._runner: Any = None
         self._rollouts: Any = None
+        self._unwritten = Unwritten()
 
     def rollouts(
         self,
@@ -161,7 +162,10 @@ class DataPlaneStore:
         self._check(handle, stage.reads)
         if self._runner is None:
             self._runner = start_actor(StageRunner, self._client, self._pad_values)
-        rows = call(self._runner.apply.remote(handle, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
+        rows: dict[str, torch.Tensor] = {}
+        with self._unwritten.tolerated(stage.name) if stage.detached else nullcontext():
+            ref = self._runner.apply.remote(handle, stage)
+            rows = call(ref, what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
         handle.fields = handle.with_fields(stage.writes).fields
         return rows
 

@@ -16,12 +16,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, disk_is_full
 from nemo_rl.utils.record_archive import archive_of, lines_of, mend_archive, move_to_archive
 from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, plain, shape_of
 
@@ -169,18 +170,29 @@ class RecordWriter:
     def _write(self, source: str, clock: Callable[[], float], event: object) -> None:
         with self._lock:
             line = encode_entry(Entry(self._next, clock(), source, event))
-            self._file.write(line)
-            self._next += 1
-            now = time.monotonic()
-            if now - self._last_flush >= self._flush_interval_s:
-                self._file.flush()
-                self._last_flush = now
+            with self._written():
+                self._file.write(line)
+                self._next += 1
+                now = time.monotonic()
+                if now - self._last_flush >= self._flush_interval_s:
+                    self._file.flush()
+                    self._last_flush = now
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+            raise RecordError(
+                f"{self.path} cannot be written: {reason}; free some and start again: what is written is intact"
+            ) from error
 
     def flush(self, *, durable: bool = False) -> None:
         """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
         the machine).
         """
-        with self._lock:
+        with self._lock, self._written():
             self._file.flush()
             self._last_flush = time.monotonic()
             if durable:
@@ -189,7 +201,7 @@ class RecordWriter:
                 move_to_archive(self.path)
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, self._written():
             self._file.close()
             if self._archive_bytes is not None:
                 move_to_archive(self.path)
