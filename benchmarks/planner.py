@@ -12,14 +12,14 @@ from __future__ import annotations
 import random
 import time
 
-from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.events import Registered
-from nemo_rl.time_sharing.ledger import AwakeRank, HeldCluster, Lease, QueuedWant
-from nemo_rl.time_sharing.plan import Plan, Snapshot
-from nemo_rl.time_sharing.state import SchedulerState
-from nemo_rl.time_sharing.topology import Pool, register
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Phase, Priority, Want
-from nemo_rl.time_sharing.validator import validate
+from nemo_rl.time_sharing.log.events import Registered
+from nemo_rl.time_sharing.log.ledger import AwakeRank, HeldCluster, Lease, QueuedWant
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
+from nemo_rl.time_sharing.planning.validator import validate
+from nemo_rl.time_sharing.protocol.topology import Pool, register
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Phase, Priority, Want
 
 SIZES = ((16, 256), (64, 1024), (256, 2560), (1000, 10000))
 WIDTH, TRAIN, REPEATS = 64, 16, 5

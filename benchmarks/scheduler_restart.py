@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from nemo_rl.time_sharing import log_end
-from nemo_rl.time_sharing.saved_state import saved
-from nemo_rl.time_sharing.segments import SEGMENT_LINES, SegmentedLog, newest_segment, segments_of
+from nemo_rl.time_sharing.log import log_end
+from nemo_rl.time_sharing.log.saved_state import saved
+from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment, segments_of
+from nemo_rl.time_sharing.log.state import SchedulerState, replay
+from nemo_rl.time_sharing.protocol.types import SCHEDULER
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.state import SchedulerState, replay
-from nemo_rl.time_sharing.types import SCHEDULER
 from nemo_rl.utils.record import Entry, MemoryRecord, Record
 
 BOOT = "benchmark/1"

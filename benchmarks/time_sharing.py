@@ -120,8 +120,8 @@ def shared(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Sp
 
 def hand_overs(log_dir: Path) -> str:
     """From the decision to give GPUs to somebody until they are used: a line of figures."""
-    from nemo_rl.time_sharing.handovers import HandoverWatch, percentile
-    from nemo_rl.time_sharing.merged import merge_by_machine_time
+    from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+    from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
 
     watch = HandoverWatch()
     for entry in merge_by_machine_time(sorted((log_dir / "latest").glob("*.jsonl"))):

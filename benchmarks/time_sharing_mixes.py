@@ -24,9 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.scenario import Job, Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, OURS, SERIAL, STATIC, WAYS
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way
+from nemo_rl.time_sharing.simulation.scenario import Job, Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "time_sharing"

@@ -165,9 +165,9 @@ def attempt(line: str, workplace: Path) -> str:
 def shared(words: list[str]) -> str:
     """Whether a command on a pool is one, and its files, where they are here, can be submitted."""
     from nemo_rl.time_sharing.cli import parser
-    from nemo_rl.time_sharing.job import read_jobs
     from nemo_rl.time_sharing.launcher import launcher_parser
-    from nemo_rl.time_sharing.topology import Pool
+    from nemo_rl.time_sharing.pipelines.job import read_jobs
+    from nemo_rl.time_sharing.protocol.topology import Pool
 
     launches = words[1].endswith("run_time_sharing.py")
     try:

@@ -48,7 +48,7 @@ def test_importing_every_module_starts_nothing_and_needs_no_optional_package(tmp
 
 def test_the_schedulers_core_pulls_in_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, nemo_rl.time_sharing.planner, nemo_rl.config; print(sorted({'ray', 'torch', 'vllm'} "
+        "import sys, nemo_rl.time_sharing.planning.planner, nemo_rl.config; print(sorted({'ray', 'torch', 'vllm'} "
         "& set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

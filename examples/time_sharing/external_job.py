@@ -19,13 +19,13 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
-from nemo_rl.time_sharing.actors import RayLink, agent_actor_name, start_scheduler, stop_scheduler
-from nemo_rl.time_sharing.external import ExternalJob
+from nemo_rl.time_sharing.agents.actors import RayLink, agent_actor_name, start_scheduler, stop_scheduler
+from nemo_rl.time_sharing.agents.external import ExternalJob
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.merged import merge_by_machine_time
-from nemo_rl.time_sharing.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import ACTOR_INFER, Command, Limits, Reply
+from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Command, Limits, Reply
 from nemo_rl.utils.record import RecordWriter
 
 LIMITS = Limits(

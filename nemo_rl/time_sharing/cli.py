@@ -18,29 +18,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing import events as _events  # registers the scheduler's event kinds
-from nemo_rl.time_sharing.comparison import LEGEND, Simulated
+from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
-from nemo_rl.time_sharing.merged import merge_by_machine_time
-from nemo_rl.time_sharing.report import write_report
-from nemo_rl.time_sharing.scenario import Scenario, load_scenario
-from nemo_rl.time_sharing.scenario_page import DEFAULT_PAGE, scenario_page
-from nemo_rl.time_sharing.segments import missing_segment, segments_of
+from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
+from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
+from nemo_rl.time_sharing.log.reading import read_logs
+from nemo_rl.time_sharing.log.segments import segments_of
+from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
+from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
+from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
 from nemo_rl.time_sharing.simulation.soak import run_many
 from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.timeline import build_timeline
-from nemo_rl.time_sharing.trace import write_trace
-from nemo_rl.time_sharing.validator import validate
-from nemo_rl.utils.record import Entry, Record, RecordDamaged, RecordWriter, read_record
+from nemo_rl.time_sharing.viewing.report import write_report
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
+from nemo_rl.time_sharing.viewing.trace import write_trace
+from nemo_rl.utils.record import Record, RecordDamaged, RecordWriter, read_record
 
 logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
 _SOAK_BATCH = 200
-DEFAULT_PORT = 8270
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
@@ -185,36 +185,8 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         command(name, live(name), what).add_argument("names", nargs="+", metavar="NAME")
 
 
-def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shape of a pool."""
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs (or CPU slots) of each node of the pool")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes of the pool (default: %(default)s)")
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of slot (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, default=Path("logs/time_sharing"), help="of the scheduler (default: %(default)s)"
-    )
-
-
-def add_page_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the page is served."""
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help="of the web page and /metrics, 0 for a free one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to serve on; from any but this machine's own a token is asked for, which NRL_POOL_TOKEN may "
-        "choose (default: %(default)s)",
-    )
-
-
 def _page(chosen: argparse.Namespace) -> int:
-    from nemo_rl.time_sharing.page_server import PageServer, PoolView
+    from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
 
     log_dir = chosen.log_dir if chosen.log_dir.is_dir() else chosen.log_dir.parent
     if not segments_of(log_dir / "scheduler.jsonl"):
@@ -396,60 +368,8 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _read(chosen: argparse.Namespace) -> tuple[list[Entry], bool]:
-    """The entries of all records given, with the later segments of a scheduler's log, and whether all of them are
-    whole.
-    """
-    given = [_segments(log) for log in chosen.log]
-    damaged = [_first_damaged(segments) if chosen.recover else None for segments in given]
-    whole = all(damage is None for damage in damaged)
-    # What comes behind damage would be read without what it rests on.
-    kept = (
-        segments if damage is None else segments[: segments.index(damage) + 1]
-        for segments, damage in zip(given, damaged, strict=True)
-    )
-    logs = list(dict.fromkeys(path for segments in kept for path in segments))
-    entries = list(
-        merge_by_machine_time(logs, recover=chosen.recover)
-        if len(logs) > 1
-        else read_record(logs[0], recover=chosen.recover)
-    )
-    if not entries:
-        raise UsageError(f"{', '.join(map(str, logs))}: is empty; there is no record in it")
-    return entries, whole
-
-
-def _segments(log: Path) -> list[Path]:
-    """The record and, if it is the first segment of a scheduler's log, those after it. Raises UsageError where one
-    between them is missing.
-    """
-    segments = segments_of(log) or [log]
-    missing = missing_segment(segments)
-    if missing is not None:
-        raise UsageError(
-            f"{missing}: is missing, and segments behind it are there ({segments[-1].name}); give those that "
-            "are whole, each by its name"
-        )
-    return segments
-
-
-def _first_damaged(segments: Sequence[Path]) -> Path | None:
-    """The first of them that is not whole; says how far it is read. Raises RecordDamaged where nothing of it can be."""
-    for path in segments:
-        try:
-            for _ in read_record(path):
-                pass
-        except RecordDamaged as damage:
-            if not damage.intact:
-                raise
-            left_out = ", without the segments after it" if path != segments[-1] else ""
-            print(
-                f"{path}: line {damage.line} (byte {damage.offset}) {damage.reason}; read up to "
-                f"there{left_out}, as a run that did not end",
-                file=sys.stderr,
-            )
-            return path
-    return None
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _of_damage(damage: RecordDamaged) -> str:
@@ -464,7 +384,7 @@ def _of_damage(damage: RecordDamaged) -> str:
 
 def _check(chosen: argparse.Namespace) -> int:
     began = time.perf_counter()
-    entries, whole = _read(chosen)
+    entries, whole = read_logs(chosen.log, recover=chosen.recover, say=_say)
     violations = check(entries, first_only=True, ended=whole and not chosen.running)
     if violations:
         print(violations[0])
@@ -478,7 +398,7 @@ def _check(chosen: argparse.Namespace) -> int:
 
 def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
-    entries = _read(chosen)[0]
+    entries = read_logs(chosen.log, recover=chosen.recover, say=_say)[0]
     refuse_nothing(entries)
     count = write_trace(entries, output)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
@@ -487,7 +407,7 @@ def _trace(chosen: argparse.Namespace) -> int:
 
 def _report(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".html")
-    entries, whole = _read(chosen)
+    entries, whole = read_logs(chosen.log, recover=chosen.recover, say=_say)
     # First, as it refuses what no picture can be made of.
     violations = check(entries, ended=whole)
     timeline = build_timeline(entries)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.cli import DEFAULT_PORT, add_page_arguments, add_pool_arguments
-from nemo_rl.time_sharing.job import Job, read_jobs
+from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import (
     POOL_NAME,
     PoolError,
@@ -29,8 +29,8 @@ from nemo_rl.time_sharing.pool import (
     close_pool,
     open_pool,
 )
-from nemo_rl.time_sharing.standings_table import StandingsTable
-from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _page(actor: Any, log_dir: Path, host: str, port: int) -> Iterator[None]:
     """The pool's page is served inside the block; where the default port is another pool's, on a free one."""
     import ray
 
-    from nemo_rl.time_sharing.page_server import PageError, PageServer, PoolView
+    from nemo_rl.time_sharing.viewing.page_server import PageError, PageServer, PoolView
 
     def standings() -> Sequence[Standing]:
         everybody: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
@@ -181,7 +181,7 @@ def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
 def _checked(log_dir: Path) -> bool:
     """Whether the records of the scheduler and of all pipelines together keep every invariant; says what does not."""
     from nemo_rl.time_sharing.history.check import check
-    from nemo_rl.time_sharing.merged import merge_by_machine_time
+    from nemo_rl.time_sharing.log.merged import merge_by_machine_time
 
     violations = check(merge_by_machine_time(sorted(log_dir.glob("*.jsonl"))))
     for violation in violations:

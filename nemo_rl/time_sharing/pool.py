@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.actors import (
+from nemo_rl.time_sharing.agents.actors import (
     CONTROL_NAMESPACE,
     SCHEDULER_NAME,
     Orchestrator,
@@ -25,12 +25,14 @@ from nemo_rl.time_sharing.actors import (
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.job import Job, Kind
-from nemo_rl.time_sharing.pipeline import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
-from nemo_rl.time_sharing.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.residents import Residents, SlotMemory
-from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import Limits
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.log.log_tail import LogTail
+from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.job import Job, Kind
+from nemo_rl.time_sharing.pipelines.residents import Residents, SlotMemory
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Standing:
         ended_at: The same; None while it runs.
         progress: What it was doing when last asked.
         outcome: How it ended; None while it runs.
+        sharing: What it gets and loses by sharing; None before its registration.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Standing:
     ended_at: float | None = None
     progress: Progress | None = None
     outcome: Outcome | None = None
+    sharing: Sharing | None = None
 
 
 @dataclass
@@ -101,6 +105,8 @@ class PoolActor(Orchestrator):
         self._lives: dict[str, _Life] = {}
         self._lock = threading.Lock()
         self._residents = Residents()
+        self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
+        self._sharing = SharingWatch()
 
     def settle(self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int]) -> None:
         """See `Residents.admit`."""
@@ -177,6 +183,7 @@ class PoolActor(Orchestrator):
                     answers[name] = ray.get(ref)
                 except ray.exceptions.RayError:
                     continue
+        sharing = self._sharing_so_far()
         return [
             Standing(
                 name,
@@ -186,9 +193,16 @@ class PoolActor(Orchestrator):
                 life.ended_at,
                 answers.get(name),
                 life.outcome,
+                sharing.get(name),
             )
             for name, life in lives.items()
         ]
+
+    def _sharing_so_far(self) -> dict[str, Sharing]:
+        with self._lock:
+            for entry in self._log.new():
+                self._sharing.take(entry.time, entry.event)
+            return self._sharing.so_far(time.time())
 
     def cancel(self, name: str) -> None:
         """Ends a pipeline whatever it does; its checkpoints stay.
@@ -215,18 +229,18 @@ class PoolActor(Orchestrator):
 
 def _pipeline_class(kind: Kind) -> type[LentPipeline]:
     if kind is Kind.SFT:
-        from nemo_rl.time_sharing.sft_pipeline import SFTPipeline
+        from nemo_rl.time_sharing.pipelines.sft import SFTPipeline
 
         return SFTPipeline
     if kind is Kind.EVALUATION:
-        from nemo_rl.time_sharing.evaluation_pipeline import EvaluationPipeline
+        from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline
 
         return EvaluationPipeline
     if kind is Kind.EXTERNAL:
-        from nemo_rl.time_sharing.command_pipeline import CommandPipeline
+        from nemo_rl.time_sharing.pipelines.command import CommandPipeline
 
         return CommandPipeline
-    from nemo_rl.time_sharing.pipeline import NemoRLFullFinetunePipeline
+    from nemo_rl.time_sharing.pipelines.grpo import NemoRLFullFinetunePipeline
 
     return NemoRLFullFinetunePipeline
 
@@ -246,7 +260,7 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
     """
     import ray
 
-    from nemo_rl.time_sharing.shared_cluster import reserve_pool
+    from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
 
     scheduler = start_scheduler(log_dir, pool, limits)
     try:
@@ -305,7 +319,7 @@ def _end_scheduler() -> None:
 def _remove_reservation() -> None:
     from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
-    from nemo_rl.time_sharing.shared_cluster import RESERVATION
+    from nemo_rl.time_sharing.pipelines.shared_cluster import RESERVATION
 
     for entry in placement_group_table().values():
         if entry["name"].startswith(RESERVATION) and entry["state"] != "REMOVED":

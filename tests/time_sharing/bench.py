@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import (
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     Answer,
@@ -22,6 +20,8 @@ from nemo_rl.time_sharing.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, RecordWriter
 
 

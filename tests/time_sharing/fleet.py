@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.events import DemandReported, Granted, PoolOpened, RankMoved, Registered, Released, Requested
-from nemo_rl.time_sharing.plan import Plan, Snapshot
-from nemo_rl.time_sharing.state import SchedulerState
-from nemo_rl.time_sharing.topology import register
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
+from nemo_rl.time_sharing.log.events import (
+    DemandReported,
+    Granted,
+    PoolOpened,
+    RankMoved,
+    Registered,
+    Released,
+    Requested,
+)
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
+from nemo_rl.time_sharing.protocol.topology import register
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
 
 
 class Fleet:

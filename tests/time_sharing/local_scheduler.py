@@ -8,11 +8,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from nemo_rl.time_sharing.runtime import AgentRuntime
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import Pool, Topology
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Answer, Command, Limits, Outcome, Reply, Status, Verb
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime
+from nemo_rl.time_sharing.protocol.topology import Pool, Topology
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    Answer,
+    Command,
+    Limits,
+    Outcome,
+    Reply,
+    Status,
+    Verb,
+)
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, NullRecord
 
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing import apportionment, planner
-from nemo_rl.time_sharing.agent import Agent
-from nemo_rl.time_sharing.executor import Executor
-from nemo_rl.time_sharing.ledger import PipelineState
-from nemo_rl.time_sharing.plan_state import PlanState
+from nemo_rl.time_sharing.agents.agent import Agent
+from nemo_rl.time_sharing.log.ledger import PipelineState
+from nemo_rl.time_sharing.planning import apportionment, planner
+from nemo_rl.time_sharing.planning.plan_state import PlanState
+from nemo_rl.time_sharing.protocol.types import GivenBack, Outcome, Phase, Priority, Verb
+from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.types import GivenBack, Outcome, Phase, Priority, Verb
 from nemo_rl.utils import record_events as rec
 
 Patch = Callable[[pytest.MonkeyPatch], None]

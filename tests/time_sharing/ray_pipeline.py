@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.time_sharing.actors import RayLink
-from nemo_rl.time_sharing.external import ExternalJob
-from nemo_rl.time_sharing.runtime import AgentRuntime, Dismissed
-from nemo_rl.time_sharing.scheduler import StillRegistered
-from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Command, Limits, Priority, Reply
+from nemo_rl.time_sharing.agents.actors import RayLink
+from nemo_rl.time_sharing.agents.external import ExternalJob
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed
+from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Command, Limits, Priority, Reply
+from nemo_rl.time_sharing.scheduling.scheduler import StillRegistered
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import RecordWriter, read_record
 

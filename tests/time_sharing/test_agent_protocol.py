@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl.time_sharing.agent import Agent
-from nemo_rl.time_sharing.agent_parts import REFRESH, Operation, ProtocolError
-from nemo_rl.time_sharing.topology import Pool, register
-from nemo_rl.time_sharing.types import (
+from nemo_rl.time_sharing.agents.agent import Agent
+from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation, ProtocolError
+from nemo_rl.time_sharing.protocol.topology import Pool, register
+from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Command,

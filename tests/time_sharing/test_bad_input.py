@@ -16,7 +16,21 @@ from bench import Bench
 from pydantic import BaseModel
 
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.scenario import (
+from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_TRAIN,
+    Answer,
+    Demand,
+    GivenBack,
+    Held,
+    Outcome,
+    Priority,
+    Status,
+    Verb,
+    Want,
+)
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.simulation.scenario import (
     Costs,
     Engine,
     Faults,
@@ -28,20 +42,6 @@ from nemo_rl.time_sharing.scenario import (
     ScenarioError,
     Tokens,
     parse_scenario,
-)
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.topology import Pool, RegistrationError, register
-from nemo_rl.time_sharing.types import (
-    ACTOR_TRAIN,
-    Answer,
-    Demand,
-    GivenBack,
-    Held,
-    Outcome,
-    Priority,
-    Status,
-    Verb,
-    Want,
 )
 from nemo_rl.utils.record import RecordWriter
 from nemo_rl.utils.record_events import SCHEMA_VERSION, StepBegun

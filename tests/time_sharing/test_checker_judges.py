@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import NothingToCheck, Violation, check
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, CRITIC, ClusterSpec, Phase, Priority
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, CRITIC, ClusterSpec, Phase, Priority
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, RecordWriter
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing.events import PlanRejected
 from nemo_rl.time_sharing.history.check import INVARIANTS, check
+from nemo_rl.time_sharing.log.events import PlanRejected
+from nemo_rl.time_sharing.protocol.types import Command
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.types import Command
 from nemo_rl.utils.record import Entry, MemoryRecord
 
 SEEDS = 200

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL, STATIC
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
+from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 
 
 def four_jobs(**more: Any) -> Scenario:

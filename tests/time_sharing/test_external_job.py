@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from local_scheduler import LocalScheduler
 
-from nemo_rl.time_sharing.agent_parts import ProtocolError
-from nemo_rl.time_sharing.external import ExternalJob
-from nemo_rl.time_sharing.runtime import Dismissed
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Phase, Priority
+from nemo_rl.time_sharing.agents.agent_parts import ProtocolError
+from nemo_rl.time_sharing.agents.external import ExternalJob
+from nemo_rl.time_sharing.agents.runtime import Dismissed
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Phase, Priority
 from nemo_rl.utils.record import NullRecord
 
 LIMITS = Limits(heartbeat_s=0.02, lease_s=1e6, retry_s=0.02, plan_interval_s=0.0, max_hold_s=1e6, min_hold_s=0.0)

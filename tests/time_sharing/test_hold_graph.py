@@ -9,11 +9,11 @@ from fleet import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.agent import Agent
-from nemo_rl.time_sharing.agent_parts import ProtocolError
-from nemo_rl.time_sharing.hold_graph import HoldGraph
-from nemo_rl.time_sharing.plan import explain
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, CRITIC, FIXED_CLUSTERS, REFERENCE, Command, Priority, Verb
+from nemo_rl.time_sharing.agents.agent import Agent
+from nemo_rl.time_sharing.agents.agent_parts import ProtocolError
+from nemo_rl.time_sharing.planning.hold_graph import HoldGraph
+from nemo_rl.time_sharing.planning.plan import explain
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, CRITIC, FIXED_CLUSTERS, REFERENCE, Command, Priority, Verb
 from nemo_rl.utils.record import NullRecord
 
 PRIORITIES = {ACTOR_TRAIN: Priority.ACTOR_TRAINING, CRITIC: Priority.CRITIC_TRAINING, REFERENCE: Priority.REF_LOG_PROBS}

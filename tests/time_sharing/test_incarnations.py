@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from bench import Bench
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.state import replay
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import IncarnationUsed, Pool, StillRegistered
-from nemo_rl.time_sharing.types import (
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.state import replay
+from nemo_rl.time_sharing.protocol.topology import IncarnationUsed, Pool, StillRegistered
+from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     Answer,
@@ -28,6 +26,8 @@ from nemo_rl.time_sharing.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord
 
 

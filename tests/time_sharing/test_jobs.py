@@ -12,10 +12,10 @@ import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
 from nemo_rl.distributed.devices import CPU
-from nemo_rl.time_sharing.job import Job, Kind, read_jobs
-from nemo_rl.time_sharing.sft_pipeline import LentTraining
-from nemo_rl.time_sharing.topology import Pool, RegistrationError
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Want
+from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
+from nemo_rl.time_sharing.pipelines.sft import LentTraining
+from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Priority, Want
 from tests.time_sharing.bench import Bench
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -55,7 +55,9 @@ def test_an_override_goes_to_the_jobs_that_have_its_key() -> None:
 
 def test_a_wrapper_chooses_gpus_share_and_slice(tmp_path: Path) -> None:
     wrapped = {"nemo_config_path": str(SFT), "exp_name": "warm start", "train_device_mapping": [1], "slice_s": 5}
-    job = only(file(tmp_path, "a", pipeline_cls="nemo_rl.time_sharing.sft_pipeline.SFTPipeline", weight=2.0, **wrapped))
+    job = only(
+        file(tmp_path, "a", pipeline_cls="nemo_rl.time_sharing.pipelines.sft.SFTPipeline", weight=2.0, **wrapped)
+    )
     assert (job.name, job.train, job.infer, job.slice_s) == ("warm_start", (1,), (1,), 5.0)
     assert job.options["weight"] == 2.0
 
@@ -63,7 +65,7 @@ def test_a_wrapper_chooses_gpus_share_and_slice(tmp_path: Path) -> None:
 def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
     stub = {"offload_nccl": True, "strategy_args": {"strategy_name": "vllm", "strategy_config": {"sleep_level": 1}}}
     wrapper = {
-        "pipeline_cls": "nemo_rl.time_sharing.pipeline.NemoRLFullFinetunePipeline",
+        "pipeline_cls": "nemo_rl.time_sharing.pipelines.grpo.NemoRLFullFinetunePipeline",
         "nemo_config_path": str(GRPO),
         "nemo_config_overrides": ["grpo.max_num_steps=6"],
         "verify_model_after_sync": False,

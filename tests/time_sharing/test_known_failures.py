@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from fleet import Fleet
 
-from nemo_rl.time_sharing.plan import Plan, Snapshot
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
+from nemo_rl.time_sharing.protocol.types import Priority
 from nemo_rl.time_sharing.simulation import gap_ratio
-from nemo_rl.time_sharing.types import Priority
 
 
 def old_rule(fleet: Fleet, now: float = 100.0) -> Plan:

@@ -7,13 +7,11 @@ from __future__ import annotations
 import pytest
 from bench import Bench
 
-from nemo_rl.time_sharing.events import RequestDropped
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.scenario import parse_scenario
-from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.state import replay
-from nemo_rl.time_sharing.topology import RegistrationError
-from nemo_rl.time_sharing.types import (
+from nemo_rl.time_sharing.log.events import RequestDropped
+from nemo_rl.time_sharing.log.state import replay
+from nemo_rl.time_sharing.protocol.topology import RegistrationError
+from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
     Answer,
     Demand,
@@ -26,6 +24,8 @@ from nemo_rl.time_sharing.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord, NullRecord
 
 

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.agent import Agent
-from nemo_rl.time_sharing.agent_parts import Host, ProtocolError
+from nemo_rl.time_sharing.agents.agent import Agent
+from nemo_rl.time_sharing.agents.agent_parts import Host, ProtocolError
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.scenario import parse_scenario
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.planning.validator import validate
+from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.protocol.types import Phase, Priority
 from nemo_rl.time_sharing.simulation import jobs as jobs_module
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, accept_all, way
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
+from nemo_rl.time_sharing.simulation.scenario import parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import Phase, Priority
-from nemo_rl.time_sharing.validator import validate
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, MemoryRecord, Record
 

@@ -19,14 +19,14 @@ import yaml
 from ray.util.placement_group import placement_group_table
 
 from nemo_rl.distributed.devices import CPU
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.actors import CONTROL_NAMESPACE, SCHEDULER_NAME
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.job import read_jobs
-from nemo_rl.time_sharing.merged import merge_by_machine_time
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import LIVE_LIMITS, close_pool, open_pool
-from nemo_rl.time_sharing.ray_reaper import agent_namespace, rank_actor_name
-from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.record_events import GroupTrained, ShardSlept, StepFinished, VersionPublished
 from tests.end_to_end.test_runs import BASE, ROOT, Command
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing import actors, log_end
-from nemo_rl.time_sharing.actors import SchedulerActor
-from nemo_rl.time_sharing.events import PoolOpened
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import Pool
-from nemo_rl.time_sharing.types import (
+from nemo_rl.time_sharing.agents import actors
+from nemo_rl.time_sharing.agents.actors import SchedulerActor
+from nemo_rl.time_sharing.log import log_end
+from nemo_rl.time_sharing.log.events import PoolOpened
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     Answer,
@@ -29,6 +28,8 @@ from nemo_rl.time_sharing.types import (
     Verb,
     Want,
 )
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, RecordWriter, read_record
 
 LIMITS = Limits(lease_s=600.0, plan_interval_s=0.0)

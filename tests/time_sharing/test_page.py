@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nemo_rl.time_sharing.events import LogClosed
-from nemo_rl.time_sharing.page_server import PageError, PageServer, PoolView
-from nemo_rl.time_sharing.pipeline import Outcome, Progress
+from nemo_rl.time_sharing.log.events import LogClosed
+from nemo_rl.time_sharing.log.sharing import Sharing
+from nemo_rl.time_sharing.pipelines.grpo import Outcome, Progress
 from nemo_rl.time_sharing.pool import Standing
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
+from nemo_rl.time_sharing.viewing.page_server import PageError, PageServer, PoolView
 from tests.time_sharing.bench import Bench
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -51,7 +52,14 @@ def train(bench: Bench, name: str, seq: int) -> None:
 
 def standings() -> list[Standing]:
     return [
-        Standing("long", (0,), (0, 1), 0.0, progress=Progress("training", 3, 9, "logs", 1.5)),
+        Standing(
+            "long",
+            (0,),
+            (0, 1),
+            0.0,
+            progress=Progress("training", 3, 9, "logs", 1.5),
+            sharing=Sharing(0.5, 1.07, 3.0),
+        ),
         Standing("short", (1,), (0, 1), 0.0, ended_at=60.0, outcome=Outcome("done", steps=4, waited_s=2.0)),
     ]
 
@@ -80,13 +88,14 @@ def status_of(url: str, **headers: str) -> int:
 
 
 def test_the_page_follows_the_log_and_says_why(bench: Bench, page: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl.time_sharing.page_server._FRESH_S", 0.0)
+    monkeypatch.setattr("nemo_rl.time_sharing.viewing.page_server._FRESH_S", 0.0)
     before = json.load(get(f"{page.url}data.json"))
     assert before["pipelines"] == ["long", "short"] and before["live"] and not before["checked"]
     assert {bar[5] for bar in before["bars"]} >= {"train", "generate"}
     assert any("for ACTOR_TRAINING: " in text for _, _, text in before["decisions"])
     assert any("rank" in text and "wakes on GPUs" in text for _, _, text in before["decisions"])
     assert before["standings"][0][3:5] == ["3/9", "training"]
+    assert before["standings"][0][6:8] == ["50%", "1.07"] and before["standings"][1][6:8] == ["", ""]
     train(bench, "long", 8)
     after = json.load(get(f"{page.url}data.json"))
     assert len(after["decisions"]) > len(before["decisions"]) and len(after["bars"]) > len(before["bars"])

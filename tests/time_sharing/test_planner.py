@@ -12,11 +12,11 @@ from fleet import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.events import RankMoved
-from nemo_rl.time_sharing.plan import Plan, Snapshot, explain
-from nemo_rl.time_sharing.planner import plan, queue
-from nemo_rl.time_sharing.types import ACTOR_TRAIN, Phase, Priority
-from nemo_rl.time_sharing.validator import validate
+from nemo_rl.time_sharing.log.events import RankMoved
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
+from nemo_rl.time_sharing.planning.planner import plan, queue
+from nemo_rl.time_sharing.planning.validator import validate
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Phase, Priority
 
 
 def shrunk(result: Plan) -> set[tuple[str, int]]:
@@ -374,7 +374,8 @@ def test_every_decision_is_explained() -> None:
 def test_planner_and_validator_need_neither_ray_nor_torch() -> None:
     import subprocess
 
-    modules = "nemo_rl.time_sharing.planner, nemo_rl.time_sharing.validator, nemo_rl.time_sharing.simulation.world"
+    names = ("planning.planner", "planning.validator", "simulation.world")
+    modules = ", ".join(f"nemo_rl.time_sharing.{name}" for name in names)
     code = f"import sys, {modules}; print([m for m in ('ray', 'torch', 'vllm') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

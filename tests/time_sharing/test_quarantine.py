@@ -9,11 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing import actors
-from nemo_rl.time_sharing import events as ev
+from nemo_rl.time_sharing.agents import actors
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.state import SchedulerState
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Limits, Phase, Priority, Status, Verb, Want
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    Demand,
+    Limits,
+    Phase,
+    Priority,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.utils.record import Entry, RecordWriter, merge_records
 from tests.time_sharing.bench import Bench
 from tests.time_sharing.test_checker_judges import LIMITS, broken, record, registered

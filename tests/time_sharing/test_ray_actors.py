@@ -19,8 +19,7 @@ import psutil
 import pytest
 import ray
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.actors import (
+from nemo_rl.time_sharing.agents.actors import (
     CONTROL_NAMESPACE,
     SCHEDULER_NAME,
     Orchestrator,
@@ -29,12 +28,13 @@ from nemo_rl.time_sharing.actors import (
     start_scheduler,
     stop_scheduler,
 )
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.merged import merge_by_machine_time
-from nemo_rl.time_sharing.ray_reaper import agent_namespace
-from nemo_rl.time_sharing.segments import segments_of
-from nemo_rl.time_sharing.topology import IncarnationUsed, Pool, RegistrationError
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.log.segments import segments_of
+from nemo_rl.time_sharing.protocol.topology import IncarnationUsed, Pool, RegistrationError
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_rl.time_sharing import ray_reaper
-from nemo_rl.time_sharing.ray_reaper import end_processes
+from nemo_rl.time_sharing.agents import ray_reaper
+from nemo_rl.time_sharing.agents.ray_reaper import end_processes
 
 SHELL = "/bin/sh"
 

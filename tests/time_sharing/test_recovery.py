@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.state import InconsistentLog, replay
+from nemo_rl.time_sharing.protocol.types import Priority
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.state import InconsistentLog, replay
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.types import Priority
 from nemo_rl.utils.record import Entry, MemoryRecord, RecordWriter, read_record
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.residents import PoolFull, Residents, SlotMemory
+from nemo_rl.time_sharing.pipelines.residents import PoolFull, Residents, SlotMemory
 
 GIB = 1 << 30
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from local_scheduler import LocalScheduler
 
-from nemo_rl.time_sharing.agent_parts import ProtocolError
-from nemo_rl.time_sharing.runtime import Dismissed, RequestEnded
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Priority
+from nemo_rl.time_sharing.agents.agent_parts import ProtocolError
+from nemo_rl.time_sharing.agents.runtime import Dismissed, RequestEnded
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Priority
 
 LIMITS = Limits(heartbeat_s=0.02, lease_s=1e6, retry_s=0.02, plan_interval_s=0.0, request_s=60.0, max_hold_s=1e6)
 

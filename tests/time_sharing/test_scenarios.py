@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from nemo_rl.time_sharing.cli import main
-from nemo_rl.time_sharing.scenario import ScenarioError, load_scenario, parse_scenario
-from nemo_rl.time_sharing.scenario_limits import MEANING
-from nemo_rl.time_sharing.scenario_page import scenario_page
-from nemo_rl.time_sharing.types import Limits
+from nemo_rl.time_sharing.protocol.types import Limits
+from nemo_rl.time_sharing.simulation.scenario import ScenarioError, load_scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario_limits import MEANING
+from nemo_rl.time_sharing.simulation.scenario_page import scenario_page
 
 ROOT = Path(__file__).parents[2]
 POOL = {"gpus_per_node": 4}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.time_sharing import actors
-from nemo_rl.time_sharing.actors import SchedulerActor, start_scheduler
-from nemo_rl.time_sharing.topology import Pool
+from nemo_rl.time_sharing.agents import actors
+from nemo_rl.time_sharing.agents.actors import SchedulerActor, start_scheduler
+from nemo_rl.time_sharing.protocol.topology import Pool
 
 
 def test_a_scheduler_whose_timer_fails_ends_and_says_why(

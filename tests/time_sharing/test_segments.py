@@ -13,20 +13,21 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing import actors, log_end
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.actors import SchedulerActor
+from nemo_rl.time_sharing.agents import actors
+from nemo_rl.time_sharing.agents.actors import SchedulerActor
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
-from nemo_rl.time_sharing.merged import merge_by_machine_time
-from nemo_rl.time_sharing.saved_state import StateSaved, saved
-from nemo_rl.time_sharing.scheduler import Scheduler
-from nemo_rl.time_sharing.segments import SegmentedLog, missing_segment, newest_segment, segments_of
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log import log_end
+from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.log.saved_state import StateSaved, saved
+from nemo_rl.time_sharing.log.segments import SegmentedLog, missing_segment, newest_segment, segments_of
+from nemo_rl.time_sharing.log.state import SchedulerState, replay
+from nemo_rl.time_sharing.protocol.types import Limits
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.state import SchedulerState, replay
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.types import Limits
 from nemo_rl.utils.record import Entry, MemoryRecord, RecordTooNew, RecordWriter, merge_records, read_record
 from nemo_rl.utils.record_events import RecordOpened
 from tests.time_sharing.test_saved_state import everything, history

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing import topology as topo
-from nemo_rl.time_sharing.topology import Pool, cluster_id, register, split_cluster_id
+from nemo_rl.time_sharing.protocol import topology as topo
+from nemo_rl.time_sharing.protocol.topology import Pool, cluster_id, register, split_cluster_id
 
 POOL = Pool(2, 4)
 GOOD: dict[str, Any] = {

@@ -10,12 +10,12 @@ import pytest
 from bench import Bench
 from fleet import Fleet
 
-from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.events import PlanRejected
-from nemo_rl.time_sharing.ledger import Claim, Lease
-from nemo_rl.time_sharing.plan import Expand, Grant, Plan, PriorityChange, Shrink, Snapshot
-from nemo_rl.time_sharing.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority, Want
-from nemo_rl.time_sharing.validator import Problem, sound_part, validate
+from nemo_rl.time_sharing.log.events import PlanRejected
+from nemo_rl.time_sharing.log.ledger import Claim, Lease
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Shrink, Snapshot
+from nemo_rl.time_sharing.planning.validator import Problem, sound_part, validate
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority, Want
 
 WHY = ("free",)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
@@ -20,6 +19,7 @@ from nemo_rl.time_sharing.history.prompts import PromptChecks
 from nemo_rl.time_sharing.history.sense import Sense
 from nemo_rl.time_sharing.history.starvation import StarvationChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
+from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils.record import Entry, RecordError
 from nemo_rl.utils.record_events import RecordOpened, UnknownEvent
 

@@ -7,7 +7,7 @@ back within one source.
 
 from __future__ import annotations
 
-from nemo_rl.time_sharing.types import SCHEDULER
+from nemo_rl.time_sharing.protocol.types import SCHEDULER
 
 SLACK_S = 5.0
 """What timers may be late (ticks come at least every second, a restarted scheduler needs a few to catch up), and

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.types import SCHEDULER
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import SCHEDULER
 from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import RecordOpened
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.clocks import Clocks
-from nemo_rl.time_sharing.types import ACTOR_INFER, ClusterSpec, Phase
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec, Phase
 from nemo_rl.utils.record import Entry
 
 _Quarantine = tuple[tuple[int, ...], str, int, int]

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 from nemo_rl.utils.record_events import VersionSpan

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.types import ACTOR_INFER, ClusterSpec
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ClusterSpec
 
 
 class _Shape(NamedTuple):

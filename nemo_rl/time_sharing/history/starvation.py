@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.wait_bound import Wait, WaitBound
-from nemo_rl.time_sharing.types import ACTOR_INFER, Phase, Priority
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
 from nemo_rl.utils.record import Entry
 
 _HUNGRY = ":generation"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.types import Priority
+from nemo_rl.time_sharing.protocol.types import Priority
 
 _MOST_WEIGHT = 4.0
 """A turn lasts `min_hold_s` times the pipeline's weight, which counts up to this (rule 7)."""

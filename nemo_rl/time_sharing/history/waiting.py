@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.time_sharing import events as ev
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
+from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 

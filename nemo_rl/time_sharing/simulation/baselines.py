@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.plan import Plan, Snapshot
-from nemo_rl.time_sharing.scenario import Job, Scenario
-from nemo_rl.time_sharing.scheduler import PlanRule
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
+from nemo_rl.time_sharing.planning.validator import Problem
+from nemo_rl.time_sharing.protocol.types import Demand
+from nemo_rl.time_sharing.scheduling.scheduler import PlanRule
 from nemo_rl.time_sharing.simulation import gap_ratio
-from nemo_rl.time_sharing.types import Demand
-from nemo_rl.time_sharing.validator import Problem
+from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 
 OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
 WAYS = (OURS, SERIAL, STATIC, GAP_RATIO)

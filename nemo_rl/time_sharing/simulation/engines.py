@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nemo_rl.time_sharing.scenario import Engine
 from nemo_rl.time_sharing.simulation.loop import Loop
+from nemo_rl.time_sharing.simulation.scenario import Engine
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, TokensGenerated, VersionSpan
 

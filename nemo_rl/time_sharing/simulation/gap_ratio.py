@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nemo_rl.time_sharing.ledger import PipelineState
-from nemo_rl.time_sharing.plan import Expand, Grant, Plan, PriorityChange, Snapshot
-from nemo_rl.time_sharing.plan_state import BLOCKED, FREEING, RANK, PlanState
-from nemo_rl.time_sharing.types import Phase, Priority
+from nemo_rl.time_sharing.log.ledger import PipelineState
+from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, PriorityChange, Snapshot
+from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState
+from nemo_rl.time_sharing.protocol.types import Phase, Priority
 
 _ACTIVATIONS = 1000
 _POLL_S = 0.02

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.time_sharing.scenario import Network
+from nemo_rl.time_sharing.simulation.scenario import Network
 
 
 class Loop:

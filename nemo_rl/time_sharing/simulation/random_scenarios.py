@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from nemo_rl.time_sharing.scenario import Scenario, parse_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 
 _LIMITS = {
     "aging_s": 20.0,

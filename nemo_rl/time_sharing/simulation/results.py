@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl.time_sharing import events as ev
-from nemo_rl.time_sharing.handovers import HandoverWatch, percentile
-from nemo_rl.time_sharing.scenario import Job, Scenario
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.planning.validator import validate
+from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.time_sharing.simulation.baselines import (
     GAP_RATIO,
     GAP_RATIO_DECISIONS,
@@ -24,9 +24,9 @@ from nemo_rl.time_sharing.simulation.baselines import (
     alone,
     way,
 )
+from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.types import Phase
-from nemo_rl.time_sharing.validator import validate
+from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
 from nemo_rl.utils.record import Entry, NullRecord, Record
 
 

@@ -11,11 +11,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from nemo_rl.time_sharing.comparison import Simulated
-from nemo_rl.time_sharing.handovers import percentile
-from nemo_rl.time_sharing.scenario import Scenario
+from nemo_rl.time_sharing.log.comparison import Simulated
 from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
 from nemo_rl.time_sharing.simulation.results import Outcome
+from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.viewing.handovers import percentile
 
 Rows = Sequence[tuple[str, Sequence[Outcome]]]
 _MOST_JOBS, _MOST_FATES = 20, 5

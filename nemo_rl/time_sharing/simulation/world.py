@@ -11,17 +11,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl.time_sharing import planner
-from nemo_rl.time_sharing.events import MemoryFreed
-from nemo_rl.time_sharing.saved_state import saved
-from nemo_rl.time_sharing.scenario import Scenario
-from nemo_rl.time_sharing.scheduler import PlanRule, Scheduler, StillRegistered
-from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
-from nemo_rl.time_sharing.simulation.loop import Loop, Wire
-from nemo_rl.time_sharing.state import replay
-from nemo_rl.time_sharing.steady_clock import SteadyClock
-from nemo_rl.time_sharing.topology import Topology
-from nemo_rl.time_sharing.types import (
+from nemo_rl.time_sharing.log.events import MemoryFreed
+from nemo_rl.time_sharing.log.saved_state import saved
+from nemo_rl.time_sharing.log.state import replay
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.validator import Validator, validate
+from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     SCHEDULER,
@@ -33,7 +29,11 @@ from nemo_rl.time_sharing.types import (
     Status,
     Verb,
 )
-from nemo_rl.time_sharing.validator import Validator, validate
+from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
+from nemo_rl.time_sharing.simulation.loop import Loop, Wire
+from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)

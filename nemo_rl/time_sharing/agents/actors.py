@@ -1,0 +1,400 @@
+"""The scheduler and the orchestrator as Ray actors: they carry messages to the scheduler's core and do nothing else.
+
+The scheduler actor is named, restarts without limit and goes on from its log. Agents are named actors too, so a
+restarted scheduler finds them again. Imports Ray inside functions only, as importing this module must start nothing and
+need nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.agents.ray_reaper import Reaper, actors_in, agent_namespace
+from nemo_rl.time_sharing.agents.runtime import forward
+from nemo_rl.time_sharing.log import log_end
+from nemo_rl.time_sharing.log.events import EVERYTHING, MemoryFreed, PoolOpened
+from nemo_rl.time_sharing.log.saved_state import StateSaved, saved
+from nemo_rl.time_sharing.log.segments import SEGMENT_LINES, SegmentedLog, newest_segment
+from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, Topology, register
+from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.utils.record import Record
+
+logger = logging.getLogger(__name__)
+
+CONTROL_NAMESPACE = "nemo_rl_time_sharing"
+SCHEDULER_NAME = "scheduler"
+_START_S = 120.0
+_STOP_S = 30.0
+
+
+class SchedulerInUse(UserError, RuntimeError):
+    """A scheduler runs already, over another pool or another log than was asked for."""
+
+
+class SchedulerStopped(UserError, RuntimeError):
+    """The scheduler has closed its log and takes nothing more; the next `start_scheduler` goes on from the log."""
+
+
+def agent_actor_name(incarnation: int) -> str:
+    """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends
+    its successor.
+    """
+    return f"agent.{incarnation}"
+
+
+class SchedulerActor:
+    """The scheduler behind one lock, with a thread for its timers and one pool for ending processes."""
+
+    def __init__(
+        self,
+        log_dir: str,
+        nodes: int,
+        gpus_per_node: int,
+        limits: Limits | None = None,
+        segment_lines: int = SEGMENT_LINES,
+    ) -> None:
+        path, newest = newest_segment(Path(log_dir) / "scheduler.jsonl")
+        boot = log_end.this_boot()
+        past, complete = log_end.read_log(path, boot)
+        complete = complete and newest
+        limits = limits or Limits()
+        self._log_dir = log_dir
+        now = time.time()
+        # In step with the machine's clock, which the agents write their records by: the records are merged by time.
+        self._clock = SteadyClock(
+            start=max(now, past[-1].time if past else 0.0), reading=now, max_step_s=limits.max_tick_s
+        )
+        # Signed as whole only when it says that it is not: a scheduler that is killed before would be followed by one
+        # that believes the signature.
+        self._record = SegmentedLog(
+            path, boot if complete else "", clock=lambda: self._clock.now, segment_lines=segment_lines
+        )
+        self._lock = threading.Lock()
+        self._reaper = Reaper(Path(log_dir) / "scheduler.left")
+        self._reaping: set[str] = set()
+        self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
+        self._stopped = threading.Event()
+        self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify, explains=True)
+        with self._serving() as core:
+            # A scheduler that was killed before it had written its first events left a log that opens no pool yet.
+            if any(isinstance(entry.event, (PoolOpened, StateSaved)) for entry in past):
+                core.recover(past, time.time(), complete=complete)
+                for reply in core.hello():
+                    self._notify(reply)
+            else:
+                core.open(Pool(nodes, gpus_per_node), limits, time.time(), complete=complete)
+        if not complete:
+            self._record.sign(boot)
+        self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
+        self._timer.start()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def serves(self) -> tuple[str, Pool]:
+        """The directory of the log, and the pool."""
+        with self._serving() as core:
+            return self._log_dir, core.state.pool
+
+    def register(
+        self,
+        pipeline: str,
+        namespace: str,
+        tps: Mapping[str, int],
+        mappings: Mapping[str, Sequence[int]],
+        options: Mapping[str, Any],
+    ) -> Topology:
+        """Registers and admits; see `Scheduler.register`."""
+        with self._serving() as core:
+            return core.register(pipeline, namespace, tps, mappings, time.time(), **options)
+
+    def status(self, status: Status) -> Reply:
+        with self._serving() as core:
+            return core.status(status, time.time())
+
+    def answer(self, answer: Answer) -> None:
+        with self._serving() as core:
+            core.answer(answer, time.time())
+
+    def drain(self, pipeline: str) -> None:
+        """Sends every rank of a pipeline to sleep and ends its registration once it holds nothing; see
+        `Scheduler.drain`.
+        """
+        with self._serving() as core:
+            core.drain(pipeline, time.time())
+
+    def unregister(self, pipeline: str) -> None:
+        """Ends a pipeline at once; see `Scheduler.unregister`."""
+        with self._serving() as core:
+            core.unregister(pipeline, time.time())
+
+    def wanted(self, pipeline: str) -> bool:
+        """See `Scheduler.wanted`; False for one that is not registered."""
+        with self._serving() as core:
+            return pipeline in core.state.pipelines and core.wanted(pipeline)
+
+    def describe(self) -> dict[str, Any]:
+        """What the scheduler knows, for people: pipelines with their ranks, holds and waits."""
+        with self._serving() as core:
+            state = core.state
+            return {
+                "term": state.term,
+                "recovering": state.recovering,
+                "pipelines": {
+                    name: {
+                        "incarnation": p.incarnation,
+                        "fenced": p.fenced,
+                        "leaving": p.leaving,
+                        "held": {c: h.gpus for c, h in p.held.items()},
+                        "ranks": {r: a.phase.value for r, a in p.awake.items()},
+                        "waits": sorted(p.wants),
+                    }
+                    for name, p in state.pipelines.items()
+                },
+            }
+
+    def stop(self) -> None:
+        """Ends the timers and closes the log; call it through `stop_scheduler`, which also ends the actor."""
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+        self._timer.join(timeout=_STOP_S)
+        self._reapers.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._record.finish()
+
+    @contextmanager
+    def _serving(self) -> Iterator[Scheduler]:
+        with self._lock:
+            if self._stopped.is_set():
+                raise SchedulerStopped(
+                    f"the scheduler of {self._log_dir} has been stopped; start_scheduler goes on from its log"
+                )
+            yield self._core
+
+    def _tick(self) -> None:
+        pause = 0.05
+        try:
+            while not self._stopped.wait(pause):
+                with self._lock:
+                    if not self._stopped.is_set():
+                        pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
+                        if self._record.due:
+                            self._record.begin_segment(saved(self._core.state))
+        # Without its timer the scheduler answers but keeps no deadline: Ray starts it anew, and it goes on from its
+        # log.
+        except BaseException:
+            logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
+            os._exit(1)
+
+    def _send(self, command: Command) -> None:
+        if command.verb is Verb.REAP:
+            # Sent again while it is under way, it would find less than there is: Ray forgets an actor before its
+            # processes are gone.
+            if command.command not in self._reaping:
+                self._reaping.add(command.command)
+                self._reapers.submit(self._reap, command)
+        else:
+            _tell_agent(command.pipeline, command.incarnation, "command", command)
+
+    def _notify(self, reply: Reply) -> None:
+        _tell_agent(reply.pipeline, reply.incarnation, "heard", reply)
+
+    def _reap(self, command: Command) -> None:
+        """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
+        try:
+            only_rank = command.rank >= 0 and self._reaper.ends_single_ranks(command.pipeline, command.incarnation)
+            timeout_s = max(self._core.state.limits.reap_s / 2, 1.0)
+            gone = self._reaper.end(command.pipeline, command.incarnation, command.rank, timeout_s=timeout_s)
+        finally:
+            self._reaping.discard(command.command)
+        if gone and only_rank:
+            _tell_agent(command.pipeline, command.incarnation, "rank_ended", command.rank)
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            if gone:
+                self._core.tick(time.time())
+                self._note_memory_free(command)
+            answer = Answer(
+                command.command, command.pipeline, command.incarnation, Outcome.DONE if gone else Outcome.FAILED
+            )
+            self._core.answer(answer, time.time())
+
+    def _note_memory_free(self, command: Command) -> None:
+        """Records what the ended processes occupy no more: what is quarantined because of them, and what the ledger
+        gives them.
+        """
+        record, state = self._record.bind(f"{command.pipeline}/reaper"), self._core.state
+        for quarantine in state.quarantines:
+            pipeline, incarnation, rank = quarantine.whose
+            if (pipeline, incarnation) == (command.pipeline, command.incarnation) and command.rank in (-1, rank):
+                record.emit(MemoryFreed(EVERYTHING, quarantine.gpus))
+        self._note_booked_memory_free(command, record)
+
+    def _note_booked_memory_free(self, command: Command, record: Record) -> None:
+        pipeline = self._core.state.pipelines.get(command.pipeline)
+        if pipeline is None or pipeline.incarnation != command.incarnation:
+            return
+        ranks = [command.rank] if command.rank >= 0 else sorted(pipeline.awake)
+        for rank in ranks:
+            record.emit(MemoryFreed(f"rank {rank}", pipeline.topology.ranks[rank]))
+        if command.rank < 0:
+            for cluster, held in pipeline.held.items():
+                record.emit(MemoryFreed(cluster, held.gpus))
+
+
+def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -> None:
+    """Sends a message without waiting; one to an agent that is gone is lost, which the protocol allows."""
+    import ray
+
+    try:
+        agent = ray.get_actor(agent_actor_name(incarnation), namespace=agent_namespace(pipeline))
+    except ValueError:
+        return
+    getattr(agent, method).remote(message)
+
+
+def start_scheduler(
+    log_dir: str | Path, pool: Pool, limits: Limits | None = None, *, segment_lines: int = SEGMENT_LINES
+) -> Any:
+    """The scheduler actor, started if it does not run: named, detached, restarted by Ray whenever it dies, until
+    `stop_scheduler`.
+
+    log_dir: an existing directory on this node, where the scheduler stays; a log that is there already is gone on with.
+    segment_lines: after how many lines the log goes on in a new file, which bounds how long a restart takes (see
+    `segments`). Returns the actor's handle. Raises SchedulerInUse when one runs already over another pool or log.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    scheduler: Any = (
+        ray.remote(SchedulerActor)
+        .options(
+            name=SCHEDULER_NAME,
+            namespace=CONTROL_NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=32,
+            num_cpus=0,
+            # Its log is on this node, also for the scheduler that Ray starts after it.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        )
+        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits, segment_lines)
+    )
+    served_dir, served_pool = ray.get(scheduler.serves.remote(), timeout=_START_S)
+    if (served_dir, served_pool) != (str(log_dir), pool):
+        raise SchedulerInUse(
+            f"a scheduler of {served_pool} with its log in {served_dir} runs on this cluster already; "
+            f"stop it with stop_scheduler before starting one of {pool} in {log_dir}"
+        )
+    return scheduler
+
+
+def stop_scheduler(scheduler: Any) -> None:
+    """Closes the scheduler's log and ends its actor, so that its name is free. Pipelines notice by their unanswered
+    heartbeats only.
+
+    Raises RayError when it did not close its log by itself in time; its actor is ended all the same.
+    """
+    import ray
+
+    try:
+        ray.get(scheduler.stop.remote(), timeout=2 * _STOP_S)
+    finally:
+        ray.kill(scheduler, no_restart=True)
+        _wait_until_gone()
+
+
+def _wait_until_gone() -> None:
+    deadline = time.monotonic() + _STOP_S
+    while SCHEDULER_NAME in actors_in(CONTROL_NAMESPACE):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the scheduler actor has not ended within {_STOP_S:g} s of being stopped")
+        time.sleep(0.05)
+
+
+class RayLink:
+    """An agent's way to the scheduler actor."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def status(self, status: Status, replied: Callable[[Reply], None]) -> None:
+        future: Future[Reply] = self._scheduler.status.remote(status).future()
+        future.add_done_callback(lambda done: forward(done, replied))
+
+    def answer(self, answer: Answer) -> None:
+        self._scheduler.answer.remote(answer)
+
+
+class Orchestrator:
+    """Life cycle of pipelines: ids, registration, admission. Stateless but for registrations that are not admitted
+    yet.
+    """
+
+    def __init__(self, scheduler: Any, pool: Pool) -> None:
+        self._scheduler, self._pool = scheduler, pool
+        self._registered: dict[str, tuple[str, Mapping[str, int], Mapping[str, Sequence[int]], Mapping[str, Any]]] = {}
+
+    def allocate_pipeline_id(self, pipeline_type: str) -> str:
+        """A new id, `<type>_<12 hex digits>`; types are `ft` and `lora`."""
+        if pipeline_type not in ("ft", "lora"):
+            raise ValueError(f"pipeline type {pipeline_type!r}: allowed are 'ft' (full fine-tuning) and 'lora'")
+        return f"{pipeline_type}_{uuid.uuid4().hex[:12]}"
+
+    def register_pipeline(
+        self,
+        pipeline_id: str,
+        ray_namespace: str,
+        cluster_tp_configs: Mapping[str, int],
+        cluster_device_mappings: Mapping[str, Sequence[int]],
+        **options: Any,
+    ) -> None:
+        """Checks a registration and keeps it until it is admitted. Raises RegistrationError."""
+        checked = {key: value for key, value in options.items() if key != "incarnation"}
+        register(self._pool, pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings, **checked)
+        self._registered[pipeline_id] = (ray_namespace, cluster_tp_configs, cluster_device_mappings, options)
+
+    def admit_pipeline(self, pipeline_id: str) -> Any:
+        """Makes a registered pipeline known to the scheduler; returns the scheduler's handle. Raises
+        RegistrationError.
+        """
+        import ray
+
+        if pipeline_id not in self._registered:
+            raise RegistrationError("is not registered; register it before it is admitted", pipeline=pipeline_id)
+        ray.get(self._scheduler.register.remote(pipeline_id, *self._registered[pipeline_id]), timeout=60)
+        return self._scheduler
+
+    def drain_pipeline(self, pipeline_id: str) -> None:
+        """Gives a pipeline nothing more and lets it go once its ranks sleep and its trainer has released. Returns at
+        once.
+        """
+        import ray
+
+        ray.get(self._scheduler.drain.remote(pipeline_id), timeout=60)
+
+    def unregister_pipeline(self, pipeline_id: str) -> None:
+        """Ends a pipeline whatever it does, unless it is already leaving by itself; one that is not there is no error.
+        Returns at once.
+        """
+        import ray
+
+        self._registered.pop(pipeline_id, None)
+        ray.get(self._scheduler.unregister.remote(pipeline_id), timeout=60)

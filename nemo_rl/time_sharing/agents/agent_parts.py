@@ -1,0 +1,80 @@
+"""What an agent is made of: its host's side of the bargain, one record per rank and per hold, and the error for a
+pipeline that breaks the protocol.
+
+Only shapes; `agent.Agent` is the state machine that moves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from nemo_rl.time_sharing.protocol.types import Answer, Command, Phase, Priority, Status, Want
+
+REFRESH = "refresh"
+
+
+class ProtocolError(RuntimeError):
+    """The pipeline asked for something that the protocol does not allow at this point; the message says what has to
+    come first.
+    """
+
+
+class Operation(NamedTuple):
+    """Something that takes time: a rank command's `kind` (drain, sleep, wake, sync) or `refresh`; `version` is what
+    sync and refresh load.
+    """
+
+    number: int
+    kind: str
+    rank: int
+    version: int
+
+
+class Host(Protocol):
+    """What carries the agent: the engines and the wire. Nothing here may call back before it returns."""
+
+    def perform(self, operation: Operation) -> None: ...
+
+    def answer(self, answer: Answer) -> None: ...
+
+    def status(self, status: Status) -> None: ...
+
+    def granted(self, cluster: str, priority: Priority, step: int) -> None: ...
+
+    def request_ended(self, want: Want, reason: str) -> None:
+        """A request is over without a grant; what it was for has to be asked for anew."""
+
+    def routing_changed(self, rank: int, active: bool) -> None: ...
+
+    def refreshed(self, version: int) -> None: ...
+
+    def dismissed(self, left: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """One rank as it is: phase, epoch of its last command, version of the loaded weights (-1 none), what it does now
+    and what comes next; `resident` once a wake has succeeded, `broken` when it cannot serve; `over` is the newest epoch
+    whose lease has ended."""
+
+    phase: Phase = Phase.ASLEEP
+    epoch: int = 0
+    version: int = -1
+    busy: Operation | None = None
+    doing: Command | None = None
+    waiting: Command | None = None
+    newest: tuple[int, int] = (0, 0)
+    broken: bool = False
+    resident: bool = False
+    over: int = 0
+
+
+@dataclass(slots=True)
+class LocalHold:
+    """A fixed cluster that this pipeline holds."""
+
+    epoch: int
+    gpus: tuple[int, ...]
+    priority: Priority
+    step: int

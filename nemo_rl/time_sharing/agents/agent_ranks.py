@@ -1,0 +1,327 @@
+"""The generation ranks of one pipeline as they really are: the commands each obeys or refuses, and the weights in them.
+
+One state machine per rank; a rank that is busy does one thing at a time and remembers the next. Invariants: a rank is
+routed only with the published weights, and a version is published only when every serving rank has it. Knows nothing of
+fixed clusters, demand or requests; `agent.Agent` adds these.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Host, LocalRank, Operation, ProtocolError
+from nemo_rl.time_sharing.log.events import MemoryFreed, MemoryTaken
+from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.protocol.types import Answer, Command, Outcome, Phase, Verb
+from nemo_rl.utils import record_events as rec
+from nemo_rl.utils.record import Record
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = 4096
+
+
+class RankKeeper:
+    """All ranks of a pipeline. `version` is the weight version that it starts with."""
+
+    def __init__(self, topology: Topology, incarnation: int, host: Host, record: Record, version: int) -> None:
+        self.topology, self.incarnation = topology, incarnation
+        self.ranks = [LocalRank() for _ in topology.ranks]
+        self.cached = self.published = version
+        self.generation = 0
+        self._host, self._record = host, record
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._refreshing: set[int] = set()
+        self._refresh_begun = False
+        self._seq = self._operations = 0
+
+    def send_status(self) -> None:
+        """Says everything there is to say; also the heartbeat."""
+        raise NotImplementedError
+
+    def begin_at(self, version: int) -> None:
+        """The run begins with the weights of `version`; only before any rank was woken."""
+        if any(rank.phase is not Phase.ASLEEP for rank in self.ranks):
+            raise ProtocolError(f"{self.topology.pipeline}: ranks are awake; the first version comes before them")
+        self.cached = self.published = version
+
+    def refresh(self) -> None:
+        """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears
+        `refreshed`.
+        """
+        self._refresh_begun = self.published != self.cached
+        self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
+        for index in sorted(self._refreshing):
+            # One that still takes an earlier version takes this one after it.
+            if self.ranks[index].busy is None:
+                self._begin_refresh(index)
+        self._publish_if_refreshed()
+
+    def _begin_refresh(self, index: int) -> None:
+        operation = self._perform(index, REFRESH, self.cached)
+        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH))
+
+    def performed(self, operation: Operation, ok: bool, loaded: int | None = None) -> None:
+        """The host has finished an operation; one that was given up meanwhile is ignored.
+
+        loaded: the version that a sync or refresh brought, where that may be newer than the one it was begun with.
+        """
+        rank = self.ranks[operation.rank]
+        if rank.busy != operation:
+            return
+        if loaded is not None and loaded > operation.version >= 0:
+            operation = operation._replace(version=loaded)
+        rank.busy = None
+        command, rank.doing = rank.doing, None
+        if operation.kind == REFRESH:
+            self._after_refresh(rank, operation, ok)
+        elif command is not None:
+            self._after_command(rank, command, operation, ok)
+        following, rank.waiting = rank.waiting, None
+        if following is not None and rank.busy is None:
+            self._begin(rank, following)
+        if operation.kind == REFRESH:
+            self._go_on_refreshing(operation.rank)
+
+    def rank_broken(self, index: int) -> None:
+        """A serving rank makes no progress or answers no more: it takes no further request, and the scheduler is
+        told.
+        """
+        rank = self.ranks[index]
+        if rank.phase is Phase.ACTIVE and not rank.broken:
+            self._unroute(rank, index)
+            rank.phase, rank.broken = Phase.READY, True
+            self.send_status()
+
+    def rank_ended(self, index: int) -> None:
+        """The processes of a rank were ended from outside; it is asleep with nothing loaded."""
+        rank = self.ranks[index]
+        if rank.phase is Phase.ACTIVE:
+            self._unroute(rank, index)
+        self._refreshing.discard(index)
+        self.ranks[index] = LocalRank(epoch=rank.epoch, newest=rank.newest, over=rank.epoch)
+        self._publish_if_refreshed()
+        self.send_status()
+
+    def _take_rank_command(self, rank: LocalRank, command: Command) -> None:
+        if command.epoch < rank.epoch:
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"epoch {command.epoch} of rank {command.rank} is over, it is at {rank.epoch}",
+            )
+        elif command.order < rank.newest:
+            # Overtaken on the wire by a later command, which has been obeyed; obeying this one now would undo it.
+            self._answer(command, Outcome.REFUSED, detail=f"a later command for rank {command.rank} came first")
+        elif rank.doing is not None and rank.doing.command == command.command:
+            return
+        elif rank.busy is not None:
+            rank.newest, rank.waiting = command.order, command
+        else:
+            self._begin(rank, command)
+
+    def _begin(self, rank: LocalRank, command: Command) -> None:
+        rank.epoch, rank.newest = max(rank.epoch, command.epoch), max(rank.newest, command.order)
+        rank.doing = None
+        begin = {
+            Verb.DRAIN: self._drain,
+            Verb.SLEEP: self._sleep,
+            Verb.WAKE: self._wake,
+            Verb.SYNC: self._sync,
+            Verb.PUBLISH: self._publish_rank,
+            Verb.ROUTE: self._route,
+        }.get(command.verb)
+        if begin is None:
+            self._answer(command, Outcome.REFUSED, detail=f"{command.verb.value} is not for an agent")
+        else:
+            begin(rank, command)
+
+    def _drain(self, rank: LocalRank, command: Command) -> None:
+        if rank.phase is Phase.ACTIVE or rank.broken:
+            if rank.phase is Phase.ACTIVE:
+                self._unroute(rank, command.rank)
+            rank.phase = Phase.DRAINING
+            self._perform(command.rank, Verb.DRAIN.value, -1, command)
+            return
+        if rank.phase is not Phase.ASLEEP:
+            rank.phase = Phase.DRAINING
+        self._answer(command, Outcome.DONE)
+
+    def _sleep(self, rank: LocalRank, command: Command) -> None:
+        if rank.phase is Phase.ASLEEP:
+            self._answer(command, Outcome.DONE)
+        elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
+            rank.phase = Phase.SLEEPING
+            self._perform(command.rank, Verb.SLEEP.value, -1, command)
+        else:
+            self._answer(
+                command, Outcome.REFUSED, detail=f"rank {command.rank} is {rank.phase.value}; drain it before it sleeps"
+            )
+
+    def _wake(self, rank: LocalRank, command: Command) -> None:
+        if rank.phase is Phase.ASLEEP and command.epoch <= rank.over:
+            # A scheduler that lost the end of its log may ask for a lease that has ended; its GPUs may be somebody
+            # else's by now.
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"the lease of epoch {command.epoch} is over; rank {command.rank} slept since",
+            )
+        elif rank.phase is Phase.ASLEEP or (rank.phase is Phase.WAKING and not rank.resident):
+            if rank.phase is Phase.ASLEEP:
+                self._record.emit(MemoryTaken(f"rank {command.rank}", self.topology.ranks[command.rank]))
+            rank.phase, rank.broken = Phase.WAKING, False
+            self._perform(command.rank, Verb.WAKE.value, -1, command)
+        elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; it has to be asleep before it wakes",
+            )
+        else:
+            self._answer(command, Outcome.DONE)
+
+    def _sync(self, rank: LocalRank, command: Command) -> None:
+        if rank.phase not in (Phase.WAKING, Phase.SYNCING, Phase.READY) or not rank.resident:
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; only a rank that woke is synced",
+            )
+            return
+        rank.phase = Phase.SYNCING
+        operation = self._perform(command.rank, Verb.SYNC.value, self.cached, command)
+        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (command.rank,), "wake"))
+
+    def _publish_rank(self, rank: LocalRank, command: Command) -> None:
+        if rank.phase is not Phase.READY:
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; sync it before it is published",
+            )
+        elif rank.version < self.cached:
+            self._answer(command, Outcome.STALE, rank.version)
+        elif rank.version > self.published:
+            # Its weights are newer than what is out: the answer waits for the publication that the refresh in progress
+            # ends with.
+            rank.doing = command
+        else:
+            self._record.emit(rec.VersionPublished(rank.version, (command.rank,)))
+            self._answer(command, Outcome.DONE, rank.version)
+
+    def _route(self, rank: LocalRank, command: Command) -> None:
+        if rank.phase is Phase.ACTIVE:
+            self._answer(command, Outcome.DONE, rank.version)
+        elif rank.phase is not Phase.READY:
+            self._answer(
+                command,
+                Outcome.REFUSED,
+                detail=f"rank {command.rank} is {rank.phase.value}; sync and publish before it is routed",
+            )
+        elif rank.version != self.published or rank.version != self.cached:
+            # Routed now, it would miss the refresh that is under way and serve the old weights after it.
+            self._answer(command, Outcome.STALE, rank.version)
+        else:
+            rank.phase = Phase.ACTIVE
+            self.generation += 1
+            self._record.emit(rec.ShardRouted(command.rank, self.generation, rank.version))
+            self._answer(command, Outcome.DONE, rank.version)
+            self._host.routing_changed(command.rank, True)
+
+    def _after_command(self, rank: LocalRank, command: Command, operation: Operation, ok: bool) -> None:
+        index = command.rank
+        if command.verb is Verb.SYNC:
+            outcome = "done" if ok else "failed"
+            self._record.emit(
+                rec.SyncFinished(
+                    self._sync_id(operation),
+                    operation.version,
+                    outcome,
+                    checksums={str(index): f"v{operation.version}"},
+                )
+            )
+        if not ok:
+            self._answer(command, Outcome.FAILED, detail=f"{operation.kind} of rank {index} failed")
+            return
+        if command.verb is Verb.SLEEP:
+            rank.phase, rank.version, rank.broken, rank.resident, rank.over = Phase.ASLEEP, -1, False, False, rank.epoch
+            self._record.emit(rec.ShardSlept(index))
+            self._record.emit(MemoryFreed(f"rank {index}", self.topology.ranks[index]))
+        elif command.verb is Verb.WAKE:
+            rank.resident = True
+            self._record.emit(rec.ShardWoken(index))
+        elif command.verb is Verb.SYNC:
+            rank.phase, rank.version = Phase.READY, operation.version
+        self._answer(command, Outcome.DONE, rank.version)
+
+    def _after_refresh(self, rank: LocalRank, operation: Operation, ok: bool) -> None:
+        outcome = "done" if ok else "failed"
+        version = operation.version
+        self._record.emit(
+            rec.SyncFinished(self._sync_id(operation), version, outcome, checksums={str(operation.rank): f"v{version}"})
+        )
+        if ok:
+            rank.version = version
+        else:
+            self.rank_broken(operation.rank)
+
+    def _go_on_refreshing(self, index: int) -> None:
+        rank = self.ranks[index]
+        if (
+            index in self._refreshing
+            and rank.phase is Phase.ACTIVE
+            and rank.busy is None
+            and rank.version != self.cached
+        ):
+            self._begin_refresh(index)
+            return
+        self._refreshing.discard(index)
+        self._publish_if_refreshed()
+
+    def _publish_if_refreshed(self) -> None:
+        # A rank may be ended between the cache and the refresh; what is left then has not got the new weights yet.
+        if not self._refresh_begun or self._refreshing or self.published == self.cached:
+            return
+        self._refresh_begun = False
+        self.published = self.cached
+        active = tuple(i for i, r in enumerate(self.ranks) if r.phase is Phase.ACTIVE and r.version == self.published)
+        self._record.emit(rec.VersionPublished(self.published, active))
+        for rank in self.ranks:
+            if rank.busy is None and rank.doing is not None and rank.doing.verb is Verb.PUBLISH:
+                command, rank.doing = rank.doing, None
+                self._publish_rank(rank, command)
+        self._host.refreshed(self.published)
+
+    def _unroute(self, rank: LocalRank, index: int) -> None:
+        # Recorded once it is so: a request that was handed over before is in the record before.
+        self._host.routing_changed(index, False)
+        self.generation += 1
+        self._record.emit(rec.ShardUnrouted(index, self.generation))
+
+    def _perform(self, index: int, kind: str, version: int, command: Command | None = None) -> Operation:
+        self._operations += 1
+        operation = Operation(self._operations, kind, index, version)
+        self.ranks[index].busy, self.ranks[index].doing = operation, command
+        self._host.perform(operation)
+        return operation
+
+    def _answer(self, command: Command, outcome: Outcome, version: int = -1, detail: str = "") -> None:
+        self._seq += 1
+        answer = Answer(command.command, command.pipeline, self.incarnation, outcome, version, detail, self._seq)
+        self._answers[command.command] = answer
+        if len(self._answers) > _MEMORY:
+            self._answers.popitem(last=False)
+        if outcome is Outcome.REFUSED:
+            logger.info(
+                "event=refused command=%s verb=%s pipeline=%s reason=%s",
+                command.command,
+                command.verb.value,
+                command.pipeline,
+                detail,
+            )
+        self._host.answer(answer)
+
+    def _sync_id(self, operation: Operation) -> str:
+        return f"{self.topology.pipeline}.{self.incarnation}.{operation.number}"

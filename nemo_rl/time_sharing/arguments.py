@@ -1,0 +1,36 @@
+"""Command-line arguments that several commands of time-sharing take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DEFAULT_PORT = 8270
+
+
+def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
+    """The shape of a pool."""
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs (or CPU slots) of each node of the pool")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the pool (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of slot (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, default=Path("logs/time_sharing"), help="of the scheduler (default: %(default)s)"
+    )
+
+
+def add_page_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the page is served."""
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="of the web page and /metrics, 0 for a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to serve on; from any but this machine's own a token is asked for, which NRL_POOL_TOKEN may "
+        "choose (default: %(default)s)",
+    )

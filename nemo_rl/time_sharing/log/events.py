@@ -1,0 +1,348 @@
+"""What the scheduler writes to the run record. Its whole state is a fold over these (see `state`), so an event is
+written before it takes effect.
+
+All are facts that the scheduler decided or learned, at the time of the entry; none needs another source to be
+understood. Agents and trainers add `MemoryTaken` and `MemoryFreed`, the ground truth that the history checker holds
+against the scheduler's ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nemo_rl.time_sharing.protocol.types import ClusterSpec, Phase, Priority
+from nemo_rl.utils.record_events import event_kind
+
+
+@event_kind("ts_pool_opened")
+@dataclass(frozen=True, slots=True)
+class PoolOpened:
+    """The first scheduler event of a log: what there is to share, and under which limits (seconds)."""
+
+    nodes: int
+    gpus_per_node: int
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+@event_kind("ts_scheduler_started")
+@dataclass(frozen=True, slots=True)
+class SchedulerStarted:
+    """A scheduler took over the log; `term` is larger than any before it. Not `complete`: the log may have lost its end
+    before.
+    """
+
+    term: int
+    complete: bool = True
+
+
+@event_kind("ts_log_signed")
+@dataclass(frozen=True, slots=True)
+class LogSigned:
+    """A process writes the log from here on; `boot` names the boot of its machine, "" if unknown."""
+
+    boot: str = ""
+
+
+@event_kind("ts_log_closed")
+@dataclass(frozen=True, slots=True)
+class LogClosed:
+    """The scheduler was stopped and wrote nothing more: as the last line of a log it shows that the end is not
+    missing.
+    """
+
+
+@event_kind("ts_inventory_done")
+@dataclass(frozen=True, slots=True)
+class InventoryDone:
+    """After a restart every registered pipeline has said what it holds, or was fenced: planning may go on."""
+
+    term: int
+
+
+@event_kind("ts_registered")
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A pipeline was registered and admitted, with everything that planning and checking need to know of it."""
+
+    pipeline: str
+    incarnation: int
+    namespace: str
+    clusters: tuple[ClusterSpec, ...]
+    weight: float = 1.0
+    min_share: float = 0.0
+    max_share: float = 1.0
+    staleness: int = 1
+    rank_batch: int = 1
+
+
+@event_kind("ts_demand")
+@dataclass(frozen=True, slots=True)
+class DemandReported:
+    """Standing demand changed."""
+
+    pipeline: str
+    target: int
+    done: int
+    unit: int
+    seq: int
+
+
+@event_kind("ts_requested")
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """A pipeline asks for all GPUs of a fixed cluster, or for another priority of what it holds."""
+
+    pipeline: str
+    cluster: str
+    priority: Priority
+    request: int
+    step: int
+
+
+@event_kind("ts_request_dropped")
+@dataclass(frozen=True, slots=True)
+class RequestDropped:
+    """A request ended without a grant: withdrawn by its pipeline, expired, or its pipeline is gone."""
+
+    pipeline: str
+    cluster: str
+    request: int
+    reason: str
+
+
+@event_kind("ts_claimed")
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """These GPUs, free or about to be, go next to this cluster (`rank` -1) or this generation rank, and to nobody else.
+
+    `passed` names the requests (`pipeline#request`) ahead in the queue that this one was let past because it will be
+    done before they can start.
+    """
+
+    plan: int
+    pipeline: str
+    cluster: str
+    rank: int
+    request: int
+    gpus: tuple[int, ...]
+    passed: tuple[str, ...] = ()
+    floor: bool = False
+
+
+@event_kind("ts_plan_explained")
+@dataclass(frozen=True, slots=True)
+class PlanExplained:
+    """Why each decision of a plan was made, for people; nothing else rests on it. `entitled`: see `Plan`."""
+
+    plan: int
+    sentences: tuple[str, ...]
+    entitled: Mapping[str, float] = field(default_factory=dict)
+
+
+@event_kind("ts_plan_rejected")
+@dataclass(frozen=True, slots=True)
+class PlanRejected:
+    """The validator refused decisions of a plan; nothing of these was done, nor any other decision of it about the same
+    pipelines.
+    """
+
+    problems: tuple[str, ...]
+
+
+@event_kind("ts_claim_dropped")
+@dataclass(frozen=True, slots=True)
+class ClaimDropped:
+    """A claim ended without a lease; its GPUs are for the next plan."""
+
+    pipeline: str
+    cluster: str
+    rank: int
+    reason: str
+
+
+@event_kind("ts_granted")
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A fixed cluster holds its GPUs from now on, at most until `hold_until`."""
+
+    pipeline: str
+    cluster: str
+    epoch: int
+    gpus: tuple[int, ...]
+    priority: Priority
+    step: int
+    request: int
+    hold_until: float
+
+
+@event_kind("ts_priority_changed")
+@dataclass(frozen=True, slots=True)
+class PriorityChanged:
+    """A cluster goes on holding its GPUs for another purpose (log-probs, then training); the hold's end does not
+    move.
+    """
+
+    pipeline: str
+    cluster: str
+    epoch: int
+    priority: Priority
+    step: int
+    request: int
+
+
+@event_kind("ts_released")
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A fixed cluster gave its GPUs back, the memory verified free by the agent; `version` is what it had published by
+    then.
+    """
+
+    pipeline: str
+    cluster: str
+    epoch: int
+    version: int
+
+
+@event_kind("ts_rank")
+@dataclass(frozen=True, slots=True)
+class RankMoved:
+    """A generation rank changed phase. WAKING takes the rank's GPUs under a new epoch, ASLEEP gives them back."""
+
+    pipeline: str
+    rank: int
+    phase: Phase
+    epoch: int
+    version: int = -1
+    floor: bool = False
+
+
+@event_kind("ts_rank_cooling")
+@dataclass(frozen=True, slots=True)
+class RankCooling:
+    """A rank failed to wake, sync or route; it goes back to sleep and is left alone until `until`."""
+
+    pipeline: str
+    rank: int
+    until: float
+
+
+@event_kind("ts_command")
+@dataclass(frozen=True, slots=True)
+class CommandSent:
+    """A command was first sent (resends are not repeated here); it must have ended by `deadline`."""
+
+    command: str
+    pipeline: str
+    verb: str
+    rank: int
+    cluster: str
+    epoch: int
+    deadline: float
+    incarnation: int = 0
+
+
+@event_kind("ts_command_ended")
+@dataclass(frozen=True, slots=True)
+class CommandEnded:
+    """A command is over: `done`, `failed`, `stale`, `refused` as answered, `expired` at its deadline, `fenced` with its
+    pipeline.
+    """
+
+    command: str
+    outcome: str
+
+
+@event_kind("ts_leaving")
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A pipeline wants to end: all its ranks go to sleep, nothing more is given to it."""
+
+    pipeline: str
+
+
+@event_kind("ts_fenced")
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """A pipeline is cut off: nothing it says counts any more, and its processes are being ended before its GPUs are
+    given on.
+    """
+
+    pipeline: str
+    incarnation: int
+    reason: str
+
+
+@event_kind("ts_unregistered")
+@dataclass(frozen=True, slots=True)
+class Unregistered:
+    """A pipeline is gone and holds nothing."""
+
+    pipeline: str
+    incarnation: int
+    reason: str
+
+
+@event_kind("ts_gpus_quarantined")
+@dataclass(frozen=True, slots=True)
+class GpusQuarantined:
+    """The memory of these GPUs could not be shown to be free: they are withheld until `until`, when freeing is tried
+    again.
+    """
+
+    gpus: tuple[int, ...]
+    pipeline: str
+    incarnation: int
+    rank: int
+    until: float
+    reason: str
+
+
+@event_kind("ts_gpus_cleared")
+@dataclass(frozen=True, slots=True)
+class GpusCleared:
+    """A quarantine is over: its pipeline occupies these GPUs no more. They are back in the pool if no other quarantine
+    keeps them.
+
+    Without a `pipeline` (older logs) every quarantine of exactly these GPUs is over.
+    """
+
+    gpus: tuple[int, ...]
+    pipeline: str = ""
+    incarnation: int = 0
+    rank: int = -1
+
+
+@event_kind("ts_clock_jumped")
+@dataclass(frozen=True, slots=True)
+class ClockJumped:
+    """The machine's clock moved by more than a tick can explain; the scheduler's own time went on without the jump."""
+
+    seconds: float
+
+
+@event_kind("ts_memory_taken")
+@dataclass(frozen=True, slots=True)
+class MemoryTaken:
+    """Written by the pipeline's side: from now on `what` (`actor_train`, `rank 3`, ...) occupies memory on these
+    GPUs.
+    """
+
+    what: str
+    gpus: tuple[int, ...]
+
+
+EVERYTHING = "everything"
+
+
+@event_kind("ts_memory_freed")
+@dataclass(frozen=True, slots=True)
+class MemoryFreed:
+    """Written by the pipeline's side, or by the daemon that ended its processes: the memory is verified free.
+
+    The daemon, which does not know what had occupied quarantined GPUs, writes EVERYTHING as `what`: whatever it was, of
+    this pipeline.
+    """
+
+    what: str
+    gpus: tuple[int, ...]

@@ -1,0 +1,144 @@
+"""The entries of the scheduler's ledger: who holds which GPUs, who waits, who gets them next, what each pipeline is
+doing.
+
+Plain records that `state.SchedulerState` keeps and changes; planner, validator and executor read them. They decide
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.protocol.types import Demand, Phase, PipelineSpec, Priority, Want
+
+
+class Lease(NamedTuple):
+    """Who holds a GPU: a fixed cluster (`rank` -1) or a generation rank, under the epoch of its grant."""
+
+    pipeline: str
+    cluster: str
+    rank: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Claim:
+    """Who gets some GPUs next, once all of them are free."""
+
+    plan: int
+    pipeline: str
+    cluster: str
+    rank: int
+    request: int
+    gpus: tuple[int, ...]
+    floor: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.pipeline, self.cluster, self.rank
+
+
+@dataclass(slots=True)
+class QueuedWant:
+    """A request in the queue: since when, and how often a later one was let past it."""
+
+    want: Want
+    since: float
+    passed: int = 0
+
+
+@dataclass(slots=True)
+class HeldCluster:
+    """A fixed cluster with its GPUs."""
+
+    epoch: int
+    gpus: tuple[int, ...]
+    priority: Priority
+    step: int
+    since: float
+    hold_until: float
+    request: int
+
+
+@dataclass(slots=True)
+class AwakeRank:
+    """A generation rank that holds its GPUs; `since` is when it got them."""
+
+    phase: Phase
+    epoch: int
+    since: float
+    version: int = -1
+    floor: bool = False
+
+
+@dataclass(slots=True)
+class PipelineState:
+    """One registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about to be.
+    `service`: GPU-seconds of generation had. `warm`: ranks that have served before, whose next wake builds no engine;
+    `handover_s`: how long such a wake takes until the rank serves. `wake_order`: its ranks, those first whose GPUs the
+    fewest others train on, and among them those that its own training spares. `expired`: by cluster, the newest request
+    that waited too long.
+    """
+
+    topology: Topology
+    incarnation: int
+    registered_at: float
+    demand: Demand = Demand()
+    wants: dict[str, QueuedWant] = field(default_factory=dict)
+    held: dict[str, HeldCluster] = field(default_factory=dict)
+    awake: dict[int, AwakeRank] = field(default_factory=dict)
+    claimed_ranks: set[int] = field(default_factory=set)
+    warm: set[int] = field(default_factory=set)
+    handover_s: float | None = None
+    cooling: dict[int, float] = field(default_factory=dict)
+    releases: dict[str, int] = field(default_factory=dict)
+    hold_estimates: dict[Priority, float] = field(default_factory=dict)
+    unscheduled_since: float | None = None
+    service: float = 0.0
+    last_request: int = -1
+    expired: dict[str, int] = field(default_factory=dict)
+    leaving: bool = False
+    fenced: bool = False
+    wake_order: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> PipelineSpec:
+        return self.topology.spec
+
+    def rising(self) -> bool:
+        """Whether an expand is planned or under way."""
+        return bool(self.claimed_ranks) or any(
+            rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values()
+        )
+
+
+@dataclass(slots=True)
+class PendingCommand:
+    """A command that has not ended."""
+
+    command: str
+    pipeline: str
+    verb: str
+    rank: int
+    cluster: str
+    epoch: int
+    deadline: float
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Quarantine:
+    """GPUs that nobody may have, and whose processes to end before they come back."""
+
+    gpus: tuple[int, ...]
+    pipeline: str
+    incarnation: int
+    rank: int
+    until: float
+
+    @property
+    def whose(self) -> tuple[str, int, int]:
+        """The pipeline, its incarnation and the rank (-1: all of it) whose processes are to be ended."""
+        return self.pipeline, self.incarnation, self.rank

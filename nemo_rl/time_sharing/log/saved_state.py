@@ -1,0 +1,102 @@
+"""The scheduler's whole state as one event. A segment of its log begins with it, so that nothing before the segment is
+needed to go on.
+
+It carries what cannot be derived; `state` folds it like every other event, into exactly the state that was saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from nemo_rl.time_sharing.log.ledger import (
+    AwakeRank,
+    Claim,
+    HeldCluster,
+    PendingCommand,
+    PipelineState,
+    Quarantine,
+    QueuedWant,
+)
+from nemo_rl.time_sharing.protocol.topology import Topology
+from nemo_rl.time_sharing.protocol.types import Demand, PipelineSpec, Priority
+from nemo_rl.utils.record_events import event_kind
+
+if TYPE_CHECKING:
+    from nemo_rl.time_sharing.log.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPipeline:
+    """A `PipelineState` as it registered (`spec`), and what has become of it; fields of the same name mean the same."""
+
+    spec: PipelineSpec
+    incarnation: int
+    registered_at: float
+    demand: Demand
+    wants: Mapping[str, QueuedWant]
+    held: Mapping[str, HeldCluster]
+    awake: Mapping[int, AwakeRank]
+    warm: set[int]
+    handover_s: float | None
+    cooling: Mapping[int, float]
+    releases: Mapping[str, int]
+    hold_estimates: Mapping[Priority, float]
+    unscheduled_since: float | None
+    service: float
+    last_request: int
+    expired: Mapping[str, int]
+    leaving: bool
+    fenced: bool
+
+    @classmethod
+    def of(cls, pipeline: PipelineState) -> SavedPipeline:
+        return cls(pipeline.spec, **{name: copy.deepcopy(getattr(pipeline, name)) for name in _KEPT})
+
+    def restored(self) -> PipelineState:
+        """The pipeline, but for what follows from the others and from the claims."""
+        return PipelineState(Topology(self.spec), **{name: copy.deepcopy(getattr(self, name)) for name in _KEPT})
+
+
+_KEPT = tuple(member.name for member in fields(SavedPipeline) if member.name != "spec")
+
+
+@event_kind("ts_state_saved")
+@dataclass(frozen=True, slots=True)
+class StateSaved:
+    """The state after all events before this one; says nothing new."""
+
+    nodes: int
+    gpus_per_node: int
+    limits: Mapping[str, float]
+    term: int
+    epoch: int
+    plan: int
+    recovering: bool
+    pipelines: tuple[SavedPipeline, ...]
+    incarnations: Mapping[str, int]
+    claims: tuple[Claim, ...]
+    quarantines: tuple[Quarantine, ...]
+    commands: tuple[PendingCommand, ...]
+    unsure: bool = False
+
+
+def saved(state: SchedulerState) -> StateSaved:
+    """The state as an event, independent of what becomes of the state."""
+    return StateSaved(
+        nodes=state.pool.nodes,
+        gpus_per_node=state.pool.gpus_per_node,
+        limits=asdict(state.limits),
+        term=state.term,
+        epoch=state.epoch,
+        plan=state.plan,
+        recovering=state.recovering,
+        unsure=state.unsure,
+        pipelines=tuple(SavedPipeline.of(pipeline) for pipeline in state.pipelines.values()),
+        incarnations=dict(state.incarnations),
+        claims=tuple(copy.copy(claim) for claim in state.claims.values()),
+        quarantines=tuple(copy.copy(quarantine) for quarantine in state.quarantines),
+        commands=tuple(copy.copy(command) for command in state.commands.values()),
+    )

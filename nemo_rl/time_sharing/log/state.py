@@ -1,0 +1,415 @@
+"""The scheduler's whole state: a fold over its events, so that a log read again gives the same state.
+
+`SchedulerState.apply` is the only way to change anything. It decides nothing and refuses what would break the ledger (a
+GPU leased twice, an unknown rank), because a log that says so is wrong and must not be believed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.ledger import (
+    AwakeRank,
+    Claim,
+    HeldCluster,
+    Lease,
+    PendingCommand,
+    PipelineState,
+    Quarantine,
+    QueuedWant,
+)
+from nemo_rl.time_sharing.log.saved_state import StateSaved
+from nemo_rl.time_sharing.protocol.topology import Pool, Topology
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    FALLING,
+    Demand,
+    Limits,
+    Phase,
+    PipelineSpec,
+    Want,
+    limits_from,
+)
+from nemo_rl.time_sharing.protocol.wellformed import demand_problem
+from nemo_rl.utils.record import Entry
+
+logger = logging.getLogger(__name__)
+
+_EWMA = 0.3
+EXPIRED = "expired"
+"""Why a request was dropped that its pipeline still waits for."""
+
+
+class InconsistentLog(RuntimeError):
+    """An event contradicts the state that the events before it made."""
+
+
+class SchedulerState:
+    """Everything the scheduler knows. Read it freely; change it through `apply` only."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(1, 1)
+        self.limits = Limits()
+        self.term = 0
+        self.epoch = 0
+        self.plan = 0
+        self.recovering = False
+        # A scheduler went on without the end of its log and has not taken stock since; the next one is no wiser.
+        self.unsure = False
+        self.time = 0.0
+        self.pipelines: dict[str, PipelineState] = {}
+        # Kept for names that are gone, too: what a late reaper or message says of an incarnation must never be taken
+        # for another's.
+        self.incarnations: dict[str, int] = {}
+        self.owner: list[Lease | None] = [None]
+        self.trainers: list[int] = [0]
+        self.claims: dict[tuple[str, str, int], Claim] = {}
+        self.claimed: dict[int, Claim] = {}
+        self.quarantines: list[Quarantine] = []
+        self.quarantined: set[int] = set()
+        self.commands: dict[str, PendingCommand] = {}
+
+    def apply(self, event: object, at: float) -> None:
+        """Takes one event into the state; events of other parts of the run are not the scheduler's and change
+        nothing.
+        """
+        fold = _FOLDS.get(type(event))
+        if fold is not None:
+            self.time = at
+            fold(self, event, at)
+
+    def free(self, gpu: int) -> bool:
+        """Whether nobody holds the GPU (it may still be claimed)."""
+        return self.owner[gpu] is None and gpu not in self.quarantined
+
+    def pipeline(self, name: str) -> PipelineState:
+        found = self.pipelines.get(name)
+        if found is None:
+            raise InconsistentLog(f"pipeline {name!r} is not registered")
+        return found
+
+    def take(self, gpus: Iterable[int], lease: Lease) -> None:
+        for gpu in gpus:
+            if self.owner[gpu] is not None:
+                raise InconsistentLog(f"GPU {gpu} is held by {self.owner[gpu]} and cannot go to {lease}")
+            self.owner[gpu] = lease
+
+    def give_back(self, gpus: Iterable[int]) -> None:
+        for gpu in gpus:
+            self.owner[gpu] = None
+
+    def add_claim(self, claim: Claim) -> None:
+        for gpu in claim.gpus:
+            if gpu in self.claimed:
+                raise InconsistentLog(
+                    f"GPU {gpu} is claimed by {self.claimed[gpu].key} and cannot be claimed by {claim.key}"
+                )
+            self.claimed[gpu] = claim
+        self.claims[claim.key] = claim
+        if claim.rank >= 0:
+            self.pipeline(claim.pipeline).claimed_ranks.add(claim.rank)
+
+    def drop_claim(self, key: tuple[str, str, int]) -> None:
+        claim = self.claims.pop(key, None)
+        if claim is None:
+            return
+        for gpu in claim.gpus:
+            del self.claimed[gpu]
+        pipeline = self.pipelines.get(claim.pipeline)
+        if pipeline is not None:
+            pipeline.claimed_ranks.discard(claim.rank)
+
+    def note_hunger(self, pipeline: PipelineState, at: float) -> None:
+        fed = bool(pipeline.claimed_ranks) or any(rank.phase not in FALLING for rank in pipeline.awake.values())
+        unscheduled = pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced
+        if not unscheduled:
+            pipeline.unscheduled_since = None
+        elif pipeline.unscheduled_since is None:
+            pipeline.unscheduled_since = at
+
+
+def replay(entries: Iterable[Entry]) -> SchedulerState:
+    """The state that a log leads to. Raises InconsistentLog where an event contradicts the ones before it."""
+    state = SchedulerState()
+    for entry in entries:
+        try:
+            state.apply(entry.event, entry.time)
+        except InconsistentLog as error:
+            raise InconsistentLog(
+                f"entry {entry.seq} ({type(entry.event).__name__}) at {entry.time:.3f} s: {error}"
+            ) from error
+    return state
+
+
+def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None:
+    state.pool = Pool(event.nodes, event.gpus_per_node)
+    state.limits = limits_from(event.limits)
+    state.owner = [None] * state.pool.size
+    state.trainers = [0] * state.pool.size
+
+
+def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
+    state.__dict__.update(SchedulerState().__dict__)
+    _pool_opened(state, ev.PoolOpened(event.nodes, event.gpus_per_node, event.limits), at)
+    state.time, state.term, state.epoch, state.plan = at, event.term, event.epoch, event.plan
+    state.recovering, state.unsure = event.recovering, event.unsure
+    state.incarnations = dict(event.incarnations)
+    for kept in event.pipelines:
+        name, pipeline = kept.spec.pipeline, kept.restored()
+        state.pipelines[name] = pipeline
+        for cluster, held in pipeline.held.items():
+            state.take(held.gpus, Lease(name, cluster, -1, held.epoch))
+        for rank, awake in pipeline.awake.items():
+            state.take(pipeline.topology.ranks[rank], Lease(name, ACTOR_INFER, rank, awake.epoch))
+        for gpu in pipeline.topology.training_gpus:
+            state.trainers[gpu] += 1
+    for pipeline in state.pipelines.values():
+        _order_wakes(state, pipeline)
+    for claim in event.claims:
+        state.add_claim(replace(claim))
+    state.quarantines = [replace(quarantine) for quarantine in event.quarantines]
+    state.quarantined = {gpu for quarantine in state.quarantines for gpu in quarantine.gpus}
+    state.commands = {command.command: replace(command) for command in event.commands}
+
+
+def _started(state: SchedulerState, event: ev.SchedulerStarted, at: float) -> None:
+    state.term = event.term
+    state.recovering = event.term > 1
+    state.unsure = state.unsure or not event.complete
+
+
+def _inventory_done(state: SchedulerState, event: ev.InventoryDone, at: float) -> None:
+    state.recovering = state.unsure = False
+
+
+def _registered(state: SchedulerState, event: ev.Registered, at: float) -> None:
+    if event.pipeline in state.pipelines:
+        raise InconsistentLog(f"pipeline {event.pipeline!r} is already registered")
+    spec = PipelineSpec(
+        event.pipeline,
+        event.namespace,
+        event.clusters,
+        event.weight,
+        event.min_share,
+        event.max_share,
+        event.staleness,
+        event.rank_batch,
+    )
+    state.pipelines[event.pipeline] = PipelineState(Topology(spec), event.incarnation, at)
+    state.incarnations[event.pipeline] = max(
+        event.incarnation, state.incarnations.get(event.pipeline, event.incarnation)
+    )
+    _count_trainer(state, state.pipelines[event.pipeline].topology, 1)
+    _order_wakes(state, state.pipelines[event.pipeline])
+
+
+def _count_trainer(state: SchedulerState, topology: Topology, change: int) -> None:
+    for gpu in topology.training_gpus:
+        state.trainers[gpu] += change
+    for other in state.pipelines.values():
+        if not other.topology.mapped_gpus.isdisjoint(topology.training_gpus):
+            _order_wakes(state, other)
+
+
+def _order_wakes(state: SchedulerState, pipeline: PipelineState) -> None:
+    topology = pipeline.topology
+
+    def dislike(rank: int) -> tuple[int, bool, int]:
+        own = sum(1 for gpu in topology.ranks[rank] if gpu in topology.training_gpus)
+        return sum(state.trainers[gpu] for gpu in topology.ranks[rank]) - own, own > 0, rank
+
+    pipeline.wake_order = tuple(sorted(range(len(topology.ranks)), key=dislike))
+
+
+def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    demand = Demand(event.target, event.done, event.unit, event.seq)
+    problem = demand_problem(demand)
+    if problem:
+        # Written by a scheduler that did not look: believed, no plan could be made by this scheduler nor by any that
+        # follows it.
+        logger.error("event=demand_ignored pipeline=%s reason=%s", event.pipeline, problem)
+        demand = Demand(seq=pipeline.demand.seq)
+    pipeline.demand = demand
+    state.note_hunger(pipeline, at)
+
+
+def _requested(state: SchedulerState, event: ev.Requested, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.last_request = max(pipeline.last_request, event.request)
+    pipeline.wants[event.cluster] = QueuedWant(Want(event.cluster, event.priority, event.request, event.step), at)
+
+
+def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.wants.pop(event.cluster, None)
+    if event.reason == EXPIRED:
+        pipeline.expired[event.cluster] = event.request
+
+
+def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
+    claim = Claim(event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.floor)
+    state.plan = max(state.plan, event.plan)
+    state.add_claim(claim)
+    if claim.rank >= 0:
+        state.note_hunger(state.pipeline(event.pipeline), at)
+    for passed in event.passed:
+        name, _, request = passed.rpartition("#")
+        for queued in state.pipeline(name).wants.values():
+            if queued.want.request == int(request):
+                queued.passed += 1
+
+
+def _claim_dropped(state: SchedulerState, event: ev.ClaimDropped, at: float) -> None:
+    state.drop_claim((event.pipeline, event.cluster, event.rank))
+    state.note_hunger(state.pipeline(event.pipeline), at)
+
+
+def _granted(state: SchedulerState, event: ev.Granted, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    state.drop_claim((event.pipeline, event.cluster, -1))
+    state.take(event.gpus, Lease(event.pipeline, event.cluster, -1, event.epoch))
+    state.epoch = max(state.epoch, event.epoch)
+    pipeline.held[event.cluster] = HeldCluster(
+        event.epoch, event.gpus, event.priority, event.step, at, event.hold_until, event.request
+    )
+    pipeline.wants.pop(event.cluster, None)
+    pipeline.last_request = max(pipeline.last_request, event.request)
+
+
+def _priority_changed(state: SchedulerState, event: ev.PriorityChanged, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    held = pipeline.held[event.cluster]
+    _note_hold(pipeline, held, at)
+    held.priority, held.step, held.since, held.request = event.priority, event.step, at, event.request
+    pipeline.wants.pop(event.cluster, None)
+
+
+def _released(state: SchedulerState, event: ev.Released, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    held = pipeline.held.pop(event.cluster)
+    pipeline.releases[event.cluster] = held.epoch
+    _note_hold(pipeline, held, at)
+    state.give_back(held.gpus)
+
+
+def _note_hold(pipeline: PipelineState, held: HeldCluster, at: float) -> None:
+    seconds = at - held.since
+    known = pipeline.hold_estimates.get(held.priority)
+    pipeline.hold_estimates[held.priority] = seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
+
+
+def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    gpus = pipeline.topology.ranks[event.rank]
+    if event.phase is Phase.WAKING:
+        state.drop_claim((event.pipeline, ACTOR_INFER, event.rank))
+        state.take(gpus, Lease(event.pipeline, ACTOR_INFER, event.rank, event.epoch))
+        state.epoch = max(state.epoch, event.epoch)
+        pipeline.awake[event.rank] = AwakeRank(Phase.WAKING, event.epoch, at, floor=event.floor)
+    elif event.phase is Phase.ASLEEP:
+        rank = pipeline.awake.pop(event.rank)
+        pipeline.service += len(gpus) * (at - rank.since)
+        state.give_back(gpus)
+        if rank.phase is Phase.FAILED:
+            pipeline.cooling[event.rank] = at + state.limits.quarantine_s
+    else:
+        rank = pipeline.awake[event.rank]
+        rank.phase, rank.version = event.phase, max(rank.version, event.version)
+        if event.phase is Phase.ACTIVE:
+            _note_handover(pipeline, event.rank, at - rank.since)
+    state.note_hunger(pipeline, at)
+
+
+def _note_handover(pipeline: PipelineState, rank: int, seconds: float) -> None:
+    if rank in pipeline.warm and seconds > 0:
+        known = pipeline.handover_s
+        pipeline.handover_s = seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
+    pipeline.warm.add(rank)
+
+
+def _rank_cooling(state: SchedulerState, event: ev.RankCooling, at: float) -> None:
+    state.pipeline(event.pipeline).cooling[event.rank] = event.until
+
+
+def _command_sent(state: SchedulerState, event: ev.CommandSent, at: float) -> None:
+    state.commands[event.command] = PendingCommand(
+        event.command,
+        event.pipeline,
+        event.verb,
+        event.rank,
+        event.cluster,
+        event.epoch,
+        event.deadline,
+        event.incarnation,
+    )
+
+
+def _command_ended(state: SchedulerState, event: ev.CommandEnded, at: float) -> None:
+    state.commands.pop(event.command, None)
+
+
+def _leaving(state: SchedulerState, event: ev.Leaving, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.leaving = True
+    state.note_hunger(pipeline, at)
+
+
+def _fenced(state: SchedulerState, event: ev.Fenced, at: float) -> None:
+    pipeline = state.pipeline(event.pipeline)
+    pipeline.fenced = True
+    pipeline.wants.clear()
+    state.note_hunger(pipeline, at)
+
+
+def _unregistered(state: SchedulerState, event: ev.Unregistered, at: float) -> None:
+    gone = state.pipelines.pop(event.pipeline)
+    _count_trainer(state, gone.topology, -1)
+    for key in [key for key in state.claims if key[0] == event.pipeline]:
+        state.drop_claim(key)
+    for held in gone.held.values():
+        state.give_back(held.gpus)
+    for rank in gone.awake:
+        state.give_back(gone.topology.ranks[rank])
+
+
+def _quarantined(state: SchedulerState, event: ev.GpusQuarantined, at: float) -> None:
+    made = Quarantine(event.gpus, event.pipeline, event.incarnation, event.rank, event.until)
+    state.quarantines = [q for q in state.quarantines if (q.gpus, q.whose) != (made.gpus, made.whose)]
+    state.quarantines.append(made)
+    state.quarantined.update(event.gpus)
+
+
+def _cleared(state: SchedulerState, event: ev.GpusCleared, at: float) -> None:
+    whose = (event.pipeline, event.incarnation, event.rank)
+    state.quarantines = [q for q in state.quarantines if q.gpus != event.gpus or (event.pipeline and q.whose != whose)]
+    state.quarantined.intersection_update(gpu for q in state.quarantines for gpu in q.gpus)
+
+
+_FOLDS: dict[type, Callable[..., None]] = {
+    StateSaved: _state_saved,
+    ev.PoolOpened: _pool_opened,
+    ev.SchedulerStarted: _started,
+    ev.InventoryDone: _inventory_done,
+    ev.Registered: _registered,
+    ev.DemandReported: _demand,
+    ev.Requested: _requested,
+    ev.RequestDropped: _request_dropped,
+    ev.Claimed: _claimed,
+    ev.ClaimDropped: _claim_dropped,
+    ev.Granted: _granted,
+    ev.PriorityChanged: _priority_changed,
+    ev.Released: _released,
+    ev.RankMoved: _rank_moved,
+    ev.RankCooling: _rank_cooling,
+    ev.CommandSent: _command_sent,
+    ev.CommandEnded: _command_ended,
+    ev.Leaving: _leaving,
+    ev.Fenced: _fenced,
+    ev.Unregistered: _unregistered,
+    ev.GpusQuarantined: _quarantined,
+    ev.GpusCleared: _cleared,
+}

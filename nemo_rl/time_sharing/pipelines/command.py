@@ -1,0 +1,160 @@
+"""Any command as a job of the pool: started when it gets GPUs, told to stop when they are wanted back, started again.
+
+The command sees its GPUs as `CUDA_VISIBLE_DEVICES` and finds its place by itself: what it had not saved when SIGTERM
+came is lost. Invariants: it runs only while its GPUs are held, and they are given back when no process of it is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.processes import kill_and_wait
+from nemo_rl.time_sharing.agents.actors import RayLink
+from nemo_rl.time_sharing.agents.external import ExternalJob
+from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.protocol.types import Command, Reply
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 300.0
+_KILLED_S = 30.0
+
+
+class CommandFailed(UserError, RuntimeError):
+    """A command of the pool could not be started, or ended with an error of its own."""
+
+
+class CommandPipeline(LentPipeline):
+    """A command on one rank of GPUs."""
+
+    def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
+        super().__init__(job, handles, incarnation)
+        self._client: ExternalJob | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._turn = threading.Lock()
+        self._starts = 0
+
+    # -- from the scheduler -------------------------------------------------------------------------------------------
+
+    def command(self, command: Command) -> None:
+        """See `ExternalJob.command`."""
+        if self._ready.wait(_LEAVE_S) and self._client is not None:
+            self._client.command(command)
+
+    def heard(self, reply: Reply) -> None:
+        """See `ExternalJob.heard`."""
+        if self._client is not None:
+            self._client.heard(reply)
+
+    def rank_ended(self, rank: int) -> None:
+        """See `ExternalJob.rank_ended`."""
+        if self._client is not None:
+            self._client.rank_ended(rank)
+
+    # -- the command --------------------------------------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """How often it was started, as steps."""
+        running = self._process is not None and self._process.poll() is None
+        return Progress("running" if running else "waiting for GPUs", self._starts, 0, self._handles.log_dir)
+
+    def live(self) -> Outcome:
+        """See `LentPipeline.live`."""
+        config, handles = self._job.config, self._handles
+        if not isinstance(config, CommandConfig):
+            raise TypeError(f"{self._job.name}: {type(config).__name__} is no command")
+        self._client = client = ExternalJob(
+            self.register(),
+            self._incarnation,
+            RayLink(handles.scheduler),
+            self.open_record(),
+            handles.limits,
+            asked_to_yield=lambda rank: self._make_room(rank, config.stop_s),
+        )
+        self._ready.set()
+        try:
+            code, waited_s = self._run_until_it_ends(client, config)
+        finally:
+            self._end(0.0)
+        client.release(_LEAVE_S)
+        if code:
+            raise CommandFailed(f"{self._job.name}: {config.command[0]} ended with exit code {code}; see {self._log()}")
+        return Outcome("done", steps=self._starts, waited_s=waited_s)
+
+    def _log(self) -> Path:
+        return Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.log"
+
+    def _run_until_it_ends(self, client: ExternalJob, config: CommandConfig) -> tuple[int, float]:
+        """The exit code of the command when it ended by itself, and the seconds for which it waited for GPUs."""
+        waited_s = 0.0
+        with self._log().open("ab") as log:
+            while True:
+                began = time.monotonic()
+                client.acquire(1, self._handles.limits.request_s)
+                waited_s += time.monotonic() - began
+                process = self._start(client, config, log)
+                if process is None:
+                    continue
+                code = process.wait()
+                # One that is being stopped for somebody else starts again with its next GPUs.
+                with self._turn:
+                    if not self._stopping.is_set():
+                        return code, waited_s
+
+    def _start(self, client: ExternalJob, config: CommandConfig, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
+        """Starts the command; None where its GPUs were wanted back first."""
+        with self._turn:
+            held = client.held()
+            if not held:
+                return None
+            self._stopping.clear()
+            self._starts += 1
+            local = [gpu % self._handles.pool.gpus_per_node for gpu in held[0]]
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}
+            try:
+                self._process = subprocess.Popen(
+                    config.command,
+                    env=os.environ | visible | config.env,
+                    cwd=self._job.folder,
+                    stdout=log,
+                    stderr=log,
+                )
+            except OSError as error:
+                raise CommandFailed(f"{self._job.name}: {config.command[0]}: {error.strerror}") from error
+            return self._process
+
+    def _make_room(self, rank: int, stop_s: float) -> None:
+        with self._turn:
+            if self._process is not None and self._process.poll() is None:
+                self._stopping.set()
+                self._end(stop_s)
+            if self._client is not None:
+                self._client.yielded(rank)
+
+    def _end(self, wait_bound_s: float) -> None:
+        """Ends the command with all its processes: politely for `wait_bound_s`, then at once."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        family = psutil.Process(process.pid)
+        with suppress(psutil.NoSuchProcess):
+            everybody = [*family.children(recursive=True), family]
+            if wait_bound_s:
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(wait_bound_s)
+            kill_and_wait([one for one in everybody if one.is_running()], _KILLED_S)

@@ -1,0 +1,158 @@
+"""An evaluation on a shared pool: engines only, which come and go with their model.
+
+Its weights never change: an engine that leaves keeps them on the host and serves again as soon as it is awake.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nemo_rl.config import EvalMasterConfig
+from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
+from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, engine_errors
+from nemo_rl.utils.record import Record
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 300.0
+_KEEP_WEIGHTS = 1
+
+
+class FixedWeights:
+    """Implements `runtime.Engine` over shards that loaded their model from disk.
+
+    Args:
+        generation: Whose shards are lent.
+    """
+
+    def __init__(self, generation: VllmGeneration) -> None:
+        self._generation = generation
+
+    def drain(self, rank: int) -> None:
+        """Ends the rank's requests, which go on elsewhere, and waits until it is idle."""
+        with engine_errors(f"drain of rank {rank}"):
+            self._generation.mark_dp_ranks_inactive([rank])
+        self._check(rank, ShardState.INACTIVE, "did not end its requests")
+
+    def sleep(self, rank: int) -> None:
+        """Gives the rank's memory back, with its weights on the host, and verifies it."""
+        with engine_errors(f"sleep of rank {rank}"):
+            self._generation.sleep_partial([rank], level=_KEEP_WEIGHTS)
+        self._check(rank, ShardState.ASLEEP, "failed while it was put to sleep")
+
+    def _check(self, rank: int, expected: ShardState, what: str) -> None:
+        state = self._generation.shards.state(rank)
+        if state is ShardState.FAILED and state is not expected:
+            raise EngineError(f"rank {rank} {what}")
+
+    def wake(self, rank: int) -> None:
+        """Wakes the rank's engine, or builds one where none stands."""
+        with engine_errors(f"wake of rank {rank}"):
+            self._generation.shards.build([rank])
+            self._generation.wake_up_partial([rank], skip_activate=True)
+
+    def load(self, rank: int, version: int) -> int:
+        """Its weights came with it."""
+        with engine_errors(f"load of rank {rank}"):
+            self._generation.shards.accept([rank])
+        return version
+
+    def set_routable(self, rank: int, active: bool) -> None:
+        """Routes the rank or takes it out of routing; returns at once."""
+        self._generation.shards.set_routable(rank, active, self._generation.start_on_dispatch_loop)
+
+    def ended(self, rank: int) -> None:
+        """The rank's processes were ended from outside: its requests go on elsewhere, and its next wake builds it."""
+        self._generation.quarantine([rank], "its processes were ended by the scheduler")
+        self._generation.shards.ended(rank)
+
+
+class LentEngines:
+    """The placement of an evaluation whose GPUs belong to the scheduler.
+
+    Args:
+        cluster: Its slots.
+        runtime: Its agent, registered and started.
+        engines: Where the agent finds the engines.
+        record: For requests.
+
+    Attributes:
+        done: Problems that are answered.
+        of: Problems.
+    """
+
+    lends_shards = True
+
+    def __init__(self, cluster: SharedCluster, runtime: AgentRuntime, engines: EngineSlot, record: Record) -> None:
+        self._cluster, self._runtime, self._engines = cluster, runtime, engines
+        self.record: Record | None = record
+        self.done, self.of = 0, 0
+
+    def connect(self, config: EvalMasterConfig) -> Accelerator:
+        """The pool's kind of accelerator; the pipeline's process is part of its Ray cluster already."""
+        return self._cluster.accelerator
+
+    def disconnect(self) -> None:
+        """The Ray cluster is the pool's."""
+
+    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> SharedCluster:
+        """The slots of the registration."""
+        return self._cluster
+
+    @contextmanager
+    def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Iterator[Callable[[int], None]]:
+        """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
+        self.of = problems
+        self._engines.put(FixedWeights(generation))
+        generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
+        self._runtime.begin_progress(problems, 0, answers)
+
+        def tell(done: int) -> None:
+            self.done = done
+            self._runtime.report_progress(done)
+
+        yield tell
+        self._runtime.leave(_LEAVE_S)
+
+
+class EvaluationPipeline(LentPipeline):
+    """An evaluation."""
+
+    def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
+        super().__init__(job, handles, incarnation)
+        self._placement: LentEngines | None = None
+
+    def progress(self) -> Progress:
+        """Problems answered so far, as steps."""
+        placement = self._placement
+        if placement is None or placement.of == 0:
+            return Progress("starting", 0, 0, "")
+        return Progress("evaluation", placement.done, placement.of, self._handles.log_dir)
+
+    def live(self) -> Outcome:
+        """See `LentPipeline.live`; the score is the outcome's reason."""
+        from nemo_rl.algorithms.evaluation.evaluate import evaluate
+
+        job, config, engines = self._job, self._job.config, EngineSlot()
+        if not isinstance(config, EvalMasterConfig):
+            raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of an evaluation")
+        record = self.open_record()
+        runtime = self.join(engines, record)
+        self._placement = LentEngines(
+            self.cluster(job.infer, leads_ranks=True),
+            runtime,
+            engines,
+            RequestsOnly(record.bind(f"{job.name}/generation")),
+        )
+        score = evaluate(config, self._placement)
+        said = f"{score.metric} {score.value:.4f} on {score.problems} problems"
+        return Outcome("done", said, steps=score.problems)

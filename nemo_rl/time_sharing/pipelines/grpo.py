@@ -1,0 +1,272 @@
+"""A pipeline of a shared pool as one Ray actor: the run, and its agent.
+
+`LentPipeline` registers, hands on what the scheduler says and tells how the run ended; `NemoRLFullFinetunePipeline` is
+a GRPO run, driven with the step loop that every run uses. Messages of the scheduler arrive on threads of their own.
+Invariants: nothing of the run touches a GPU outside a grant; how it ended is always told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config import MasterConfig
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, RayLink
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, Ranks
+from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.protocol.topology import Pool, Topology
+from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply
+from nemo_rl.utils.record import RecordWriter
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.grpo.run import GRPORun
+    from nemo_rl.time_sharing.pipelines.residents import SlotMemory
+    from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_S = 60.0
+POOL_NAME = "pool"
+
+
+@dataclass(frozen=True)
+class PoolHandles:
+    """What a pipeline needs of its pool.
+
+    Attributes:
+        scheduler: The scheduler actor.
+        pool: The pool's shape.
+        accelerator: `cuda` or `cpu`.
+        groups: Placement groups, one per node, one bundle per GPU.
+        limits: The scheduler's.
+        log_dir: Where the scheduler's log is, and the agents' records.
+    """
+
+    scheduler: Any
+    pool: Pool
+    accelerator: str
+    groups: Sequence[Any]
+    limits: Limits
+    log_dir: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a pipeline ended: `done`, `failed`, `dismissed` or `died`; why, where it is not `done`; its completed steps,
+    and the seconds for which it waited for training GPUs.
+    """
+
+    kind: str
+    reason: str = ""
+    steps: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a pipeline is doing."""
+
+    phase: str
+    step: int
+    of: int
+    log_dir: str
+    waited_s: float = 0.0
+
+
+class LentPipeline:
+    """What every kind of pipeline is to its pool.
+
+    Args:
+        job: What to run.
+        handles: The pool.
+        incarnation: Which life of the pipeline this is; larger than any before.
+    """
+
+    def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
+        # Ray gives actors a working directory of their own.
+        os.chdir(job.folder)
+        self._job, self._handles, self._incarnation = job, handles, incarnation
+        self._runtime: AgentRuntime | None = None
+        self._ready = threading.Event()
+        self._engines: Ranks | None = None
+
+    def pid(self) -> int:
+        """The process."""
+        return os.getpid()
+
+    # -- from the scheduler -------------------------------------------------------------------------------------------
+
+    def command(self, command: Command) -> None:
+        """See `AgentRuntime.command`."""
+        if self._ready.wait(_REGISTER_S) and self._runtime is not None:
+            self._runtime.command(command)
+
+    def heard(self, reply: Reply) -> None:
+        """See `AgentRuntime.heard`."""
+        if self._runtime is not None:
+            self._runtime.heard(reply)
+
+    def rank_ended(self, rank: int) -> None:
+        """The scheduler had the processes of a rank ended."""
+        if self._runtime is not None and self._engines is not None:
+            self._engines.ended(rank)
+            self._runtime.rank_ended(rank)
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """What the pipeline is doing now."""
+        raise NotImplementedError
+
+    def live(self) -> Outcome:
+        """Registers, runs to the end and leaves.
+
+        Raises:
+            UserError, Dismissed, NothingToDo: It ended before.
+        """
+        raise NotImplementedError
+
+    def run(self) -> Outcome:
+        """Runs the pipeline to its end; a defect of the code is raised, everything else is an outcome."""
+        from nemo_rl.algorithms.resume import NothingToDo
+        from nemo_rl.config.errors import UserError
+
+        try:
+            return self.live()
+        except NothingToDo as nothing:
+            return Outcome("done", str(nothing), self.progress().step)
+        except Dismissed as error:
+            return Outcome("dismissed", str(error), self.progress().step)
+        except UserError as error:
+            logger.debug("pipeline failed", exc_info=True)
+            return Outcome("failed", f"{type(error).__name__}: {error}", self.progress().step)
+
+    def register(self) -> Topology:
+        """Makes the pipeline known to the scheduler; its topology. `join` must follow at once: nobody sends heartbeats
+        before.
+        """
+        import ray
+
+        from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+
+        job = self._job
+        options = dict(job.options) | {"incarnation": self._incarnation}
+        registration = (job.name, agent_namespace(job.name), job.widths(), job.mappings(), options)
+        topology: Topology = ray.get(self._handles.scheduler.register.remote(*registration), timeout=_REGISTER_S)
+        return topology
+
+    def open_record(self) -> RecordWriter:
+        """Where the agent writes, beside the scheduler's log."""
+        path = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.jsonl"
+        return RecordWriter(path, source=f"{self._job.name}/agent", flush_interval_s=0.0)
+
+    def join(self, engines: Ranks, record: RecordWriter) -> AgentRuntime:
+        """Registers and starts the agent."""
+        self._engines = engines
+        topology, link = self.register(), RayLink(self._handles.scheduler)
+        self._runtime = AgentRuntime(topology, self._incarnation, engines, link, record, self._handles.limits)
+        self._runtime.start()
+        self._ready.set()
+        return self._runtime
+
+    def settle(self, measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
+        """Enters what stays on the training GPUs into the pool's ledger.
+
+        Raises:
+            PoolFull: It does not fit.
+        """
+        import ray
+
+        from nemo_rl.time_sharing.pipelines.residents import PoolFull
+
+        train = self._job.train
+        pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
+        entered = pool.settle.remote(
+            self._job.name, dict(zip(train, measured, strict=True)), dict(zip(train, needs, strict=True))
+        )
+        try:
+            ray.get(entered, timeout=_REGISTER_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, PoolFull):
+                raise error.cause from error
+            raise
+
+    def cluster(self, gpus: Sequence[int], *, leads_ranks: bool) -> SharedCluster:
+        """Some GPUs of the pool as slots of this pipeline."""
+        from nemo_rl.distributed.devices import CPU, CUDA
+        from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
+
+        handles = self._handles
+        return SharedCluster(
+            handles.groups,
+            handles.pool,
+            gpus,
+            CUDA if handles.accelerator == "cuda" else CPU,
+            pipeline=self._job.name,
+            incarnation=self._incarnation,
+            leads_ranks=leads_ranks,
+        )
+
+
+class NemoRLFullFinetunePipeline(LentPipeline):
+    """A GRPO run: its policy under grants for training, its engines rank by rank."""
+
+    def __init__(self, job: Job, handles: PoolHandles, incarnation: int) -> None:
+        super().__init__(job, handles, incarnation)
+        self._run: GRPORun | None = None
+
+    def progress(self) -> Progress:
+        """What the run is doing now."""
+        run = self._run
+        if run is None:
+            return Progress("starting", 0, 0, "")
+        phase = run.progress.current_phase
+        return Progress(phase, run.state.step, run.total_steps, run.config.logger.log_dir, self._waited_s())
+
+    def _waited_s(self) -> float:
+        from nemo_rl.time_sharing.pipelines.lent import LentAccelerators
+
+        control = self._run.control if self._run is not None else None
+        return control.waited_s if isinstance(control, LentAccelerators) else 0.0
+
+    def live(self) -> Outcome:
+        """See `LentPipeline.live`."""
+        from nemo_rl.algorithms.grpo.assembly import close, setup
+        from nemo_rl.algorithms.grpo.loop import drive
+        from nemo_rl.algorithms.launch import directories_of_its_own
+        from nemo_rl.time_sharing.pipelines.lent import LentAccelerators, LentPlacement
+        from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot
+
+        job, config, engines = self._job, self._job.config, EngineSlot()
+        if not isinstance(config, MasterConfig):
+            raise TypeError(f"{job.name}: {type(config).__name__} is no configuration of GRPO")
+        with directories_of_its_own(config):
+            runtime = self.join(engines, self.open_record())
+            training, generation = (
+                self.cluster(job.train, leads_ranks=False),
+                self.cluster(job.infer, leads_ranks=True),
+            )
+            wait_s = self._handles.limits.request_s
+            placement = LentPlacement(
+                job.name, training, generation, runtime, engines, wait_s=wait_s, settle=self.settle
+            )
+            self._run = run = setup(config, placement=placement)
+            self._show_record(run)
+            try:
+                with run.progress:
+                    drive(run)
+                if isinstance(run.control, LentAccelerators):
+                    run.control.leave()
+            finally:
+                close(run)
+        return Outcome("done", steps=run.state.step, waited_s=self._waited_s())
+
+    def _show_record(self, run: GRPORun) -> None:
+        """The run's record is found beside the scheduler's log, so that all of them are checked together."""
+        link = Path(self._handles.log_dir) / f"{self._job.name}.{self._incarnation}.run.jsonl"
+        link.symlink_to((Path(run.config.logger.log_dir) / "record.jsonl").absolute())

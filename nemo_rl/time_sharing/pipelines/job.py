@@ -1,0 +1,350 @@
+"""What is submitted to a pool: a configuration, and the GPUs it may use.
+
+Reads ordinary GRPO, SFT and evaluation files, files that name a command, and the wrapper files of the seeds, which name
+such a file and the device mappings. Knows no Ray. Invariant: a job that is returned can be registered on the pool it
+was made for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig, RootConfig, SFTMasterConfig, load_master_config
+from nemo_rl.config.layers import merge, read_layers
+from nemo_rl.config.load import kind_of_file
+from nemo_rl.config.overrides import parse_override
+from nemo_rl.config.placement import ParallelSizesError, parallel_sizes, training_world_size
+from nemo_rl.config.schema import is_known
+from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
+from nemo_rl.time_sharing.protocol.topology import Pool, Topology, register
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
+
+_WRAPPER_KEY = "nemo_config_path"
+_WRAPPER_KEYS = {
+    "pipeline_cls",
+    "exp_name",
+    _WRAPPER_KEY,
+    "nemo_config_overrides",
+    "train_device_mapping",
+    "infer_device_mapping",
+    "num_gpus_per_node",
+    "rlix_max_colocated_worker_groups",
+    "verify_model_after_sync",
+    "nemo_increment_log_dir",
+    "actor_train",
+    "actor_infer",
+    "weight",
+    "min_share",
+    "max_share",
+    "rank_batch",
+    "slice_s",
+}
+_DEFAULT_RANK_BATCH = 64
+
+Config = MasterConfig | SFTMasterConfig | EvalMasterConfig | CommandConfig
+
+
+class Kind(str, Enum):
+    """What a job does, by its configuration."""
+
+    GRPO = "grpo"
+    SFT = "sft"
+    EVALUATION = "evaluation"
+    EXTERNAL = EXTERNAL
+
+
+_KINDS: dict[type[Any], Kind] = {
+    MasterConfig: Kind.GRPO,
+    SFTMasterConfig: Kind.SFT,
+    EvalMasterConfig: Kind.EVALUATION,
+    CommandConfig: Kind.EXTERNAL,
+}
+_CLASSES = {
+    "NemoRLFullFinetunePipeline": Kind.GRPO,
+    "SFTPipeline": Kind.SFT,
+    "EvaluationPipeline": Kind.EVALUATION,
+    "CommandPipeline": Kind.EXTERNAL,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pipeline to run on a pool.
+
+    Attributes:
+        name: Its id on the pool.
+        config: A checked configuration.
+        train: Global ids of its training GPUs, ascending; none where nothing trains.
+        infer: Global ids of the GPUs that its generation, or its command, may use, ascending. Those of training where
+            nothing generates: a registration always has some.
+        options: Of the registration: weight, min_share, max_share, staleness, rank_batch, full_overlap.
+        slice_s: How long an SFT run keeps its GPUs while somebody waits for them, seconds.
+        folder: What relative paths of the configuration are relative to.
+    """
+
+    name: str
+    config: Config
+    train: tuple[int, ...]
+    infer: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    slice_s: float = 30.0
+    folder: str = field(default_factory=os.getcwd)
+
+    @property
+    def kind(self) -> Kind:
+        """What it does."""
+        return _KINDS[type(self.config)]
+
+    @property
+    def rank_width(self) -> int:
+        """GPUs of one rank of what is elastic."""
+        if isinstance(self.config, CommandConfig):
+            return self.config.gpus
+        if isinstance(self.config, SFTMasterConfig):
+            return 1
+        if isinstance(self.config, EvalMasterConfig):
+            vllm = self.config.generation.vllm_cfg
+        else:
+            vllm = self.config.policy.generation.vllm_cfg
+        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+
+    def topology(self, pool: Pool) -> Topology:
+        """What is registered.
+
+        Raises:
+            RegistrationError: The mappings do not fit the pool or the configuration.
+        """
+        return register(pool, self.name, f"pipeline_{self.name}_NS", self.widths(), self.mappings(), **self.options)
+
+    def widths(self) -> dict[str, int]:
+        """GPUs of one rank by cluster."""
+        return ({ACTOR_TRAIN: 1} if self.train else {}) | {ACTOR_INFER: self.rank_width}
+
+    def mappings(self) -> dict[str, list[int]]:
+        """Global GPU ids by cluster."""
+        return ({ACTOR_TRAIN: list(self.train)} if self.train else {}) | {ACTOR_INFER: list(self.infer)}
+
+
+def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] = ()) -> list[Job]:
+    """The jobs behind some files, each checked against the pool.
+
+    Args:
+        files: Configurations of any kind, or wrappers around them. The same file may come several times.
+        pool: Where they are to run.
+        overrides: `key=value` for all of them that have the key.
+
+    Raises:
+        ConfigError: A file is wrong, or asks for more than the pool has.
+        RegistrationError: Its mappings cannot be registered.
+    """
+    sources = [_source(Path(file)) for file in files]
+    jobs: list[Job] = []
+    first_free = 0
+    for source in sources:
+        meant = [text for text in overrides if _concerns(text, source, sources)]
+        job, first_free = _read_job(source, pool, meant, first_free, taken=[other.name for other in jobs])
+        jobs.append(job)
+    jobs = _with_own_folders(jobs)
+    for job in jobs:
+        job.topology(pool)
+    return jobs
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file that was given, the keys of its wrapper, and the configuration it leads to."""
+
+    file: Path
+    wrapper: Mapping[str, Any]
+    inner: Path
+    config: type[Any]
+
+
+def _source(file: Path) -> _Source:
+    wrapper = _wrapper(file)
+    inner = (file.parent / wrapper[_WRAPPER_KEY]) if wrapper else file
+    config = CommandConfig if EXTERNAL in merge(read_layers(inner)) else kind_of_file(inner)
+    named = str(wrapper.get("pipeline_cls") or "").rpartition(".")[2]
+    if named and _CLASSES.get(named) is not _KINDS[config]:
+        fitting = next(name for name, kind in _CLASSES.items() if kind is _KINDS[config])
+        raise ConfigError([f"pipeline_cls: {named}, but {inner} is run by {fitting}; name that, or leave the key out"])
+    return _Source(file, wrapper, inner, config)
+
+
+def _concerns(override: str, source: _Source, sources: Sequence[_Source]) -> bool:
+    """Whether an override is for this file: its kind has the key, or no kind of those that were given has it."""
+    key = parse_override(override).key
+
+    def has(config: type[Any]) -> bool:
+        return config is not CommandConfig and is_known(config, key)
+
+    return has(source.config) or not any(has(other.config) for other in sources)
+
+
+def _read_job(
+    source: _Source, pool: Pool, overrides: Sequence[str], first_free: int, *, taken: Sequence[str]
+) -> tuple[Job, int]:
+    wrapper = source.wrapper
+    own = _wrapper_overrides(wrapper) if source.config is MasterConfig else []
+    config = _config(source, [*own, *map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
+    per_node = wrapper.get("num_gpus_per_node")
+    if per_node is not None and per_node != pool.gpus_per_node:
+        raise ConfigError([f"num_gpus_per_node: {per_node}, but the pool's nodes have {pool.gpus_per_node}"])
+    name = _name(str(wrapper.get("exp_name") or source.file.stem), taken)
+    train: tuple[int, ...] = ()
+    if isinstance(config, RootConfig):
+        train, first_free = _train_mapping(wrapper.get("train_device_mapping"), config, pool, first_free, name)
+    given = wrapper.get("infer_device_mapping")
+    infer = train if isinstance(config, SFTMasterConfig) else tuple(given or _all_of(pool, config))
+    job = Job(name, config, train, infer)
+    _check(job)
+    slice_s = float(wrapper["slice_s"]) if wrapper.get("slice_s") is not None else job.slice_s
+    return replace(job, options=_options(wrapper, job), slice_s=slice_s), first_free
+
+
+def _config(source: _Source, overrides: Sequence[str]) -> Config:
+    if source.config is not CommandConfig:
+        config: Config = load_master_config(str(source.inner), overrides, source.config)
+        return config
+    if overrides:
+        raise ConfigError([f"{overrides[0]}: {source.inner} names a command, which takes no overrides"])
+    return read_command(merge(read_layers(source.inner)), source.inner)
+
+
+def _all_of(pool: Pool, config: Config) -> range:
+    """All GPUs of the pool; for a command as many of them as divide into its ranks."""
+    return range(pool.size - pool.size % config.gpus if isinstance(config, CommandConfig) else pool.size)
+
+
+def _wrapper(file: Path) -> dict[str, Any]:
+    """The keys of a wrapper file; none for an ordinary configuration.
+
+    Raises:
+        ConfigError: The file cannot be read, or has a key that no wrapper has.
+    """
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError([f"{file}: cannot be read ({error})"]) from error
+    if not isinstance(content, dict) or _WRAPPER_KEY not in content:
+        return {}
+    unknown = sorted(set(content) - _WRAPPER_KEYS)
+    if unknown:
+        raise ConfigError([f"{file}: unknown keys {unknown}; a wrapper has {sorted(_WRAPPER_KEYS)}"])
+    problems = []
+    for cluster, key in ((ACTOR_TRAIN, "train_device_mapping"), (ACTOR_INFER, "infer_device_mapping")):
+        section = content.get(cluster) or {}
+        content.setdefault(key, section.get("device_mapping"))
+        if section.get("offload_nccl") is False:
+            problems.append(f"{cluster}.offload_nccl: false, but communicators that stay would keep memory of the pool")
+    level = _sleep_level(content)
+    if level not in (None, 1, 2):
+        problems.append(f"{ACTOR_INFER}: sleep_level {level}; engines sleep at level 1 or 2")
+    if problems:
+        raise ConfigError(problems, str(file))
+    return content
+
+
+def _sleep_level(wrapper: Mapping[str, Any]) -> Any:
+    infer = wrapper.get(ACTOR_INFER) or {}
+    strategy = (infer.get("strategy_args") or {}).get("strategy_config") or infer.get("strategy_config") or {}
+    return strategy.get("sleep_level")
+
+
+def _wrapper_overrides(wrapper: Mapping[str, Any]) -> list[str]:
+    """What a wrapper's own keys say of a GRPO configuration."""
+    level, verify = _sleep_level(wrapper), wrapper.get("verify_model_after_sync")
+    return [f"policy.generation.vllm_cfg.sleep_level={level}"] * (level is not None) + [
+        f"weight_sync.verify={str(bool(verify)).lower()}"
+    ] * (verify is not None)
+
+
+def _name(wanted: str, taken: Sequence[str]) -> str:
+    name = base = re.sub(r"[^A-Za-z0-9-]+", "_", wanted).strip("_") or "pipeline"
+    number = 2
+    while name in taken:
+        name, number = f"{base}_{number}", number + 1
+    return name
+
+
+def _train_mapping(
+    given: Sequence[int] | None, config: RootConfig, pool: Pool, first_free: int, name: str
+) -> tuple[tuple[int, ...], int]:
+    """The training GPUs: those that are named, or the next ones, so that neighbours train on different GPUs."""
+    if given is not None:
+        if not given:
+            raise ConfigError([f"{name}: train_device_mapping is empty; name its GPUs, or leave the key out"])
+        return tuple(given), first_free
+    size = training_world_size(config)
+    if size > pool.size:
+        raise ConfigError(
+            [f"{name}: training needs {size} GPUs (cluster.*), the pool has {pool.size}; lower cluster.gpus_per_node"]
+        )
+    if first_free + size > pool.size:
+        first_free = 0
+    return tuple(range(first_free, first_free + size)), (first_free + size) % pool.size
+
+
+def _check(job: Job) -> None:
+    problems = []
+    outside = sorted(set(job.train) - set(job.infer))
+    if outside:
+        problems.append(f"{job.name}: training GPUs {outside} are not among its generation GPUs {list(job.infer)}")
+    if not job.infer:
+        problems.append(f"{job.name}: external.gpus asks for more GPUs than the pool has; lower it")
+    if isinstance(job.config, RootConfig):
+        problems += _divides(job.name, job.config, len(job.train))
+    if isinstance(job.config, MasterConfig) and job.config.grpo.rollout_replay is not None:
+        problems.append(f"{job.name}: grpo.rollout_replay generates nothing; there is nothing to share")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _divides(name: str, config: RootConfig, world: int) -> list[str]:
+    """What is wrong with training this configuration on `world` GPUs."""
+    try:
+        sizes = parallel_sizes(config.policy, world)
+    except ParallelSizesError as error:
+        return [f"{name}: {error}"]
+    problems = []
+    if world // sizes.pp % sizes.ep:
+        problems.append(f"{name}: expert parallel size {sizes.ep} does not divide the {world} GPUs that train")
+    batch = config.policy.train_global_batch_size
+    if batch % sizes.dp:
+        what = f"policy.train_global_batch_size {batch} does not divide over {sizes.dp} data-parallel ranks"
+        problems.append(f"{name}: {what} ({world} training GPUs)")
+    return problems
+
+
+def _options(wrapper: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    ranks = [set(job.infer[start : start + job.rank_width]) for start in range(0, len(job.infer), job.rank_width)]
+    ahead = job.config.grpo.async_grpo if isinstance(job.config, MasterConfig) else None
+    options: dict[str, Any] = {
+        "staleness": ahead.max_trajectory_age_steps if ahead is not None and ahead.enabled else 0,
+        "rank_batch": 1 if job.kind is Kind.EXTERNAL else _DEFAULT_RANK_BATCH,
+        # Where training covers every rank, generation and training take turns.
+        "full_overlap": all(rank & set(job.train) for rank in ranks),
+    }
+    chosen = ("weight", "min_share", "max_share", "rank_batch")
+    return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}
+
+
+def _with_own_folders(jobs: Sequence[Job]) -> list[Job]:
+    """Jobs that would write into the same folder get one each, named after the job."""
+    trained = [(job.name, job.config) for job in jobs if isinstance(job.config, RootConfig)]
+    # The pipelines' processes have working directories of their own.
+    logs = [str(Path(config.logger.log_dir).absolute()) for _, config in trained]
+    checkpoints = [str(Path(config.checkpointing.checkpoint_dir).absolute()) for _, config in trained]
+    for (name, config), log_dir, checkpoint_dir in zip(trained, logs, checkpoints, strict=True):
+        config.logger.log_dir = f"{log_dir}/{name}" if logs.count(log_dir) > 1 else log_dir
+        several = checkpoints.count(checkpoint_dir) > 1
+        config.checkpointing.checkpoint_dir = f"{checkpoint_dir}/{name}" if several else checkpoint_dir
+    return list(jobs)

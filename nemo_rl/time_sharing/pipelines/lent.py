@@ -1,0 +1,308 @@
+"""A GRPO run on accelerators that the scheduler lends: its placement, and the control plane of its step loop.
+
+`LentPlacement` builds the policy under a grant and lets engines be built when their ranks wake; `LentAccelerators` asks
+for the training GPUs step by step and gives them back. Knows the step loop's protocols and the agent, no plans. Order
+after a step: the cache is built while the weights are resident, a checkpoint that is due is snapshot, training moves to
+the host and drops its communicators, ranks that serve take the new weights, the version is published, the GPUs go back
+with the next demand in the same status.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from nemo_rl.algorithms.grpo.control_plane import ControlPlane, DemandKind, ReportProgress
+from nemo_rl.algorithms.grpo.placement import Built, Clusters
+from nemo_rl.algorithms.grpo.sources import ExperienceSource
+from nemo_rl.config import MasterConfig
+from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.models.generation.elastic import ElasticGeneration
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.weight_cache import PolicyWeightCache
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime
+from nemo_rl.time_sharing.pipelines.residents import SlotMemory
+from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, VllmEngine
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
+from nemo_rl.utils.record import Record
+from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted
+from nemo_rl.weight_sync.session import SyncOptions
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 300.0
+
+Settle = Callable[[Sequence[SlotMemory], Sequence[int]], None]
+"""Takes memory and needs (bytes) by training rank."""
+
+
+class RequestsOnly:
+    """A record of what becomes of requests; what becomes of shards is told by the agent.
+
+    Args:
+        record: Where it goes.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def emit(self, event: object) -> None:
+        """Passes requests on."""
+        if isinstance(event, RequestSubmitted | RequestFinished):
+            self._record.emit(event)
+
+    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
+        """The same under another source name."""
+        return RequestsOnly(self._record.bind(source, clock=clock))
+
+    def flush(self) -> None:
+        """Flushes what is behind it."""
+        self._record.flush()
+
+
+class LentPlacement:
+    """Places one pipeline on a shared pool.
+
+    Args:
+        pipeline: Its id.
+        training: Its training slots.
+        generation: Its generation slots, of which the training slots are a part.
+        runtime: Its agent, registered and started.
+        engines: Where the agent finds the engines, once they can be built.
+        wait_s: How long a grant may take.
+        settle: Told what stays on each training GPU, and what the pipeline needs there when it is awake; raises where
+            that does not fit.
+    """
+
+    lends_shards = True
+
+    def __init__(
+        self,
+        pipeline: str,
+        training: SharedCluster,
+        generation: SharedCluster,
+        runtime: AgentRuntime,
+        engines: EngineSlot,
+        *,
+        wait_s: float,
+        settle: Settle,
+    ) -> None:
+        self._settle = settle
+        self.record_prefix = f"{pipeline}/"
+        self._clusters = Clusters(training, generation)
+        self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
+
+    def connect(self, config: MasterConfig) -> Accelerator:
+        """The pool's kind of accelerator; the pipeline's process is part of its Ray cluster already."""
+        return self._clusters.training.accelerator
+
+    def disconnect(self) -> None:
+        """The Ray cluster is the pool's."""
+
+    def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
+        """The slots of the registration."""
+        return self._clusters
+
+    def shard_record(self, record: Record) -> Record:
+        """Requests only; the agent tells the rest."""
+        return RequestsOnly(record.bind(f"{self.record_prefix}generation"))
+
+    @contextmanager
+    def training_accelerators(self) -> Iterator[None]:
+        """Under a grant for initialisation. A failure keeps it: the GPUs are free only when the processes are gone."""
+        self._runtime.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, self._wait_s)
+        yield
+        self._runtime.release(ACTOR_TRAIN)
+
+    def control_plane(self, built: Built) -> ControlPlane:
+        """Packs the first weights, moves training off the GPUs and hands the engines to the agent.
+
+        Raises:
+            CacheError: Two copies of the weights do not fit into host memory.
+        """
+        if built.generation is None:
+            raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
+        sync = built.config.weight_sync
+        cache = PolicyWeightCache(built.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s)
+        options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s)
+        elastic = ElasticGeneration(built.generation, cache, options)
+        engine = VllmEngine(built.generation, elastic, lambda: cache.version)
+        self._engines.put(engine)
+        built.generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
+        cache.build(built.version)
+        self._runtime.begin_at(built.version)
+        share = built.config.policy.generation.vllm_cfg.gpu_memory_utilization
+        leave_and_settle(built.policy, self._clusters.training.accelerator, self._settle, share)
+        samples = built.config.grpo.num_generations_per_prompt
+        return LentAccelerators(
+            self._runtime,
+            built,
+            cache,
+            elastic,
+            self._clusters.training.accelerator,
+            samples=samples,
+            wait_s=self._wait_s,
+        )
+
+
+def leave_accelerators(policy: Policy, accelerator: Accelerator) -> None:
+    """Training state to the host, communicators of the device dropped, memory given back."""
+    policy.offload_to_cpu()
+    if accelerator.is_cuda:
+        policy.destroy_nccl_groups()
+
+
+def leave_and_settle(policy: Policy, accelerator: Accelerator, settle: Settle, share: float) -> None:
+    """Leaves the GPUs for the first time, and has what stays there entered into the ledger.
+
+    Args:
+        policy: Built, and resident.
+        accelerator: What it is on.
+        settle: See `LentPlacement`; by training rank.
+        share: Of a GPU's memory, what an engine there will take.
+
+    Raises:
+        PoolFull: What stays and what is needed do not fit together.
+    """
+    if not accelerator.is_cuda:
+        leave_accelerators(policy, accelerator)
+        return
+    resident = policy.worker_group.run("memory_in_use")
+    leave_accelerators(policy, accelerator)
+    used, free = policy.worker_group.run("memory_in_use"), policy.worker_group.run("free_memory")
+    measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
+    needs = [
+        max(before - memory.used, int(share * memory.total)) for before, memory in zip(resident, measured, strict=True)
+    ]
+    settle(measured, needs)
+
+
+class LentAccelerators:
+    """The control plane of a run whose accelerators belong to the scheduler.
+
+    Args:
+        runtime: The pipeline's agent.
+        built: Policy and what watches the run.
+        cache: Weights of every version, on the host.
+        elastic: For its figures.
+        accelerator: What training runs on.
+        samples: Samples of a prompt group.
+        wait_s: How long a grant may take.
+
+    Attributes:
+        waited_s: Seconds for which the run has waited for training GPUs so far.
+    """
+
+    saves_before_publish = True
+
+    def __init__(
+        self,
+        runtime: AgentRuntime,
+        built: Built,
+        cache: PolicyWeightCache,
+        elastic: ElasticGeneration,
+        accelerator: Accelerator,
+        *,
+        samples: int,
+        wait_s: float,
+    ) -> None:
+        self._accelerator = accelerator
+        self._runtime, self._policy, self._cache, self._elastic = runtime, built.policy, cache, elastic
+        self._timer, self._phase = built.timer, built.progress.phase
+        self._samples, self._wait_s = samples, wait_s
+        self._holds = False
+        self.waited_s = 0.0
+
+    def start(self, source: ExperienceSource) -> None:
+        """Generation begins with the first demand: ranks wake with the cached weights."""
+        self._check_served(source.version)
+
+    def serve(self, version: int) -> None:
+        """Every rank that is awake or wakes has that version."""
+        self._check_served(version)
+
+    def _check_served(self, version: int) -> None:
+        if self._cache.version != version:
+            raise RuntimeError(f"the weight cache serves version {self._cache.version}, the run is at {version}")
+
+    @contextmanager
+    def demand(self, step: int, groups: int, ready: int, kind: DemandKind = "training") -> Iterator[ReportProgress]:
+        """The scheduler hears what is waited for before the wait begins, and of every further group."""
+        said = (groups, ready)
+        # Validation answers a prompt once.
+        unit = self._samples if kind == "training" else 1
+        self._runtime.begin_progress(groups, ready, unit)
+
+        def report(ready: int, of: int) -> None:
+            nonlocal said
+            if of != said[0] or ready < said[1]:
+                self._runtime.begin_progress(of, ready, unit)
+            elif ready != said[1]:
+                self._runtime.report_progress(ready)
+            said = (of, ready)
+
+        try:
+            yield report
+        finally:
+            self._runtime.end_progress()
+
+    def lend_training(self, step: int) -> None:
+        """Waits for the training GPUs.
+
+        Raises:
+            TimeoutError: They were not granted in time.
+            Dismissed: The scheduler ended this pipeline.
+        """
+        if self._holds:
+            return
+        self._phase("waiting for training GPUs")
+        began = time.monotonic()
+        with self._timer.time("idle/training_grant"):
+            self._runtime.acquire(ACTOR_TRAIN, Priority.ACTOR_TRAINING, step, self._wait_s)
+        self.waited_s += time.monotonic() - began
+        self._holds = True
+
+    def weights_ready(self, step: int) -> None:
+        """Packs the new weights into the cache; ranks that wake from now on get them."""
+        with self._timer.time("weight_sync/cache"):
+            self._cache.build(step + 1)
+            self._runtime.cache_built(step + 1)
+
+    def publish(self, step: int, source: ExperienceSource) -> None:
+        """Training leaves the GPUs, ranks that serve are refreshed, and the GPUs go back with the next demand.
+
+        Raises:
+            TimeoutError: The version did not reach the serving ranks in time.
+        """
+        self._phase("hand-over")
+        with self._timer.time("weight_sync"):
+            leave_accelerators(self._policy, self._accelerator)
+            self._runtime.publish(step + 1, self._wait_s)
+            groups, ready = source.waited_for()
+            self._runtime.release(ACTOR_TRAIN, target=groups, done=ready, unit=self._samples)
+        self._holds = False
+
+    def stop(self) -> None:
+        """No demand is left."""
+        if not self._runtime.closed.is_set():
+            self._runtime.end_progress()
+
+    def leave(self) -> None:
+        """The run is over: training GPUs that were asked for once more go back, the ranks are put to sleep, and the
+        registration ends.
+
+        Raises:
+            TimeoutError: The scheduler did not let the pipeline go in time.
+        """
+        if self._holds:
+            leave_accelerators(self._policy, self._accelerator)
+            self._runtime.release(ACTOR_TRAIN)
+            self._holds = False
+        self._runtime.leave(_LEAVE_S)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Pauses of ranks that were refreshed while they served."""
+        return self._elastic.pause_metrics()

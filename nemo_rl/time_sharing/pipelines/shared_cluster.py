@@ -1,0 +1,111 @@
+"""Some GPUs of the pool as a cluster that worker groups can be placed on.
+
+One bundle per GPU is reserved once for the whole pool; every pipeline places its actors on the bundles of its mapping,
+with so small a share that all pipelines fit, because the scheduler decides who uses a GPU when. Knows no schedule.
+Invariants: rank r of a group of width w lies on the GPUs `mapping[r * w : (r + 1) * w]`; every actor is named with its
+pipeline's incarnation, so that the reaper finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError
+from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
+from nemo_rl.time_sharing.protocol.topology import Pool
+
+# Every slot is shared by this many worker groups at most: two of each pipeline.
+_GROUPS_PER_SLOT = 128
+_RESERVE_S = 180.0
+RESERVATION = "time_sharing_"
+"""Begins the names of a pool's placement groups."""
+
+
+def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
+    """One placement group per node, with one bundle per GPU; they outlive the process that reserves them.
+
+    Raises:
+        ResourceInsufficientError: The Ray cluster does not have the slots, or they did not become free in time.
+    """
+    bundle = {accelerator.ray_resource: 1.0, "CPU": 1.0}
+    groups = [
+        placement_group(
+            [dict(bundle) for _ in range(pool.gpus_per_node)],
+            strategy="STRICT_PACK",
+            name=f"{RESERVATION}{node}",
+            lifetime="detached",
+        )
+        for node in range(pool.nodes)
+    ]
+    ready, _ = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_RESERVE_S)
+    if len(ready) < len(groups):
+        for group in groups:
+            remove_placement_group(group)
+        raise ResourceInsufficientError(
+            f"the pool needs {pool.nodes} x {pool.gpus_per_node} {accelerator.ray_resource}; the Ray cluster has "
+            f"{ray.cluster_resources().get(accelerator.ray_resource, 0.0):.0f}, of which "
+            f"{ray.available_resources().get(accelerator.ray_resource, 0.0):.0f} are free"
+        )
+    return groups
+
+
+class SharedCluster(RayVirtualCluster):
+    """The slots of one cluster of a pipeline.
+
+    Args:
+        groups: Of the pool, one per node.
+        pool: Its shape.
+        gpus: Global GPU ids, ascending.
+        accelerator: Kind of slot.
+        pipeline: Whose actors.
+        incarnation: Which life of the pipeline.
+        leads_ranks: Whether each worker leads a generation rank, so that it can be ended by itself.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PlacementGroup],
+        pool: Pool,
+        gpus: Sequence[int],
+        accelerator: Accelerator,
+        *,
+        pipeline: str,
+        incarnation: int,
+        leads_ranks: bool,
+        port_range_low: int = 20000,
+        port_range_high: int = 29999,
+    ) -> None:
+        nodes = sorted({gpu // pool.gpus_per_node for gpu in gpus})
+        super().__init__(
+            [sum(gpu // pool.gpus_per_node == node for gpu in gpus) for node in nodes],
+            use_gpus=accelerator.is_cuda,
+            max_colocated_worker_groups=_GROUPS_PER_SLOT,
+            num_gpus_per_node=pool.gpus_per_node,
+            name=pipeline,
+            port_range_low=port_range_low,
+            port_range_high=port_range_high,
+        )
+        self._pool, self._gpus = pool, tuple(gpus)
+        self._pool_groups = list(groups)
+        self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """Those of the pool, by node of the pool."""
+        return self._pool_groups
+
+    def places(self) -> list[tuple[int, int]]:
+        """Node of the pool and bundle of each GPU."""
+        return [divmod(gpu, self._pool.gpus_per_node) for gpu in self._gpus]
+
+    def actor_name(self, group: str, rank: int) -> dict[str, str]:
+        """The name by which the reaper finds a rank's actor."""
+        name = rank_actor_name(rank, self._incarnation) if self._leads_ranks else f"{group}_{rank}.{self._incarnation}"
+        return {"name": name, "namespace": agent_namespace(self._pipeline)}
+
+    def shutdown(self) -> None:
+        """The slots stay the pool's."""
+        self._slots = None

@@ -1,0 +1,198 @@
+"""A pipeline's generation ranks as live vLLM shards: what the agent's commands do to engines.
+
+Several loads that arrive together become one sync session. Knows neither leases nor priorities. Invariants: an engine
+is built, woken, loaded or put to sleep only by a command, hence under a lease; a rank becomes routable only after a
+load; routing changes never wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.elastic import ElasticGeneration, Resize
+from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.shards import ShardState
+from nemo_rl.time_sharing.agents.runtime import EngineError, Ranks
+from nemo_rl.weight_sync.cache import CacheError
+from nemo_rl.weight_sync.transports.base import TransportError
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 0.05
+_FAILURES = (WorkerError, TransportError, CacheError, ShardStateError, GenerationError, TimeoutError)
+
+
+class VllmEngine:
+    """Implements `runtime.Engine` over the shards of one generation backend.
+
+    Args:
+        generation: Whose shards are lent.
+        elastic: Moves weights into them.
+        version: The version that the weight cache serves; None before the first.
+    """
+
+    def __init__(
+        self, generation: VllmGeneration, elastic: ElasticGeneration, version: Callable[[], int | None]
+    ) -> None:
+        self._generation, self._elastic, self._version = generation, elastic, version
+        self._loads = Together(self._load_all, _GATHER_S)
+
+    def drain(self, rank: int) -> None:
+        """Ends the rank's requests, which go on elsewhere with the tokens they have, and waits until it is idle."""
+        with engine_errors(f"drain of rank {rank}"):
+            self._generation.mark_dp_ranks_inactive([rank])
+        if self._generation.shards.state(rank) is ShardState.FAILED:
+            raise EngineError(f"rank {rank} did not end its requests")
+
+    def sleep(self, rank: int) -> None:
+        """Gives the rank's memory back, and verifies it."""
+        with engine_errors(f"sleep of rank {rank}"):
+            self._generation.sleep_partial([rank])
+        if self._generation.shards.state(rank) is not ShardState.ASLEEP:
+            raise EngineError(f"rank {rank} failed while it was put to sleep")
+
+    def wake(self, rank: int) -> None:
+        """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
+        with engine_errors(f"wake of rank {rank}"):
+            self._elastic.wake_weights([rank])
+
+    def load(self, rank: int, version: int) -> int:
+        """Brings the cached weights to a rank that woke, or to one that serves; the version they are, `version` or a
+        newer one.
+        """
+        self._loads.run(rank)
+        served = self._version()
+        return version if served is None else max(version, served)
+
+    def set_routable(self, rank: int, active: bool) -> None:
+        """Routes the rank or takes it out of routing; returns at once."""
+        self._generation.shards.set_routable(rank, active, self._generation.start_on_dispatch_loop)
+
+    def ended(self, rank: int) -> None:
+        """The rank's processes were ended from outside: its requests go on elsewhere, and its next wake builds it."""
+        self._generation.quarantine([rank], "its processes were ended by the scheduler")
+        self._generation.shards.ended(rank)
+
+    def _load_all(self, ranks: Sequence[int]) -> dict[int, str]:
+        shards = self._generation.shards
+        serving = [rank for rank in ranks if shards.state(rank) is ShardState.ACTIVE]
+        woken = [rank for rank in ranks if rank not in serving]
+        failed: dict[int, str] = {}
+        with engine_errors(f"load of ranks {list(ranks)}"):
+            if serving:
+                self._elastic.refresh(serving)
+            if woken:
+                loaded: Resize = self._elastic.load(woken)
+                failed |= loaded.failed
+        return failed
+
+
+class EngineSlot:
+    """Stands for the engines of a pipeline until they can be built: the scheduler wakes no rank without demand."""
+
+    def __init__(self) -> None:
+        self._engine: Ranks | None = None
+
+    def put(self, engine: Ranks) -> None:
+        """From here on commands reach these engines."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> Ranks:
+        """The engines.
+
+        Raises:
+            EngineError: They cannot be built yet.
+        """
+        if self._engine is None:
+            raise EngineError("the pipeline is still initialising; it has asked for no generation yet")
+        return self._engine
+
+    def drain(self, rank: int) -> None:
+        """See `VllmEngine`."""
+        self.engine.drain(rank)
+
+    def sleep(self, rank: int) -> None:
+        """See `VllmEngine`."""
+        self.engine.sleep(rank)
+
+    def wake(self, rank: int) -> None:
+        """See `VllmEngine`."""
+        self.engine.wake(rank)
+
+    def load(self, rank: int, version: int) -> int:
+        """See `VllmEngine`."""
+        return self.engine.load(rank, version)
+
+    def set_routable(self, rank: int, active: bool) -> None:
+        """See `VllmEngine`."""
+        self.engine.set_routable(rank, active)
+
+    def ended(self, rank: int) -> None:
+        """See `VllmEngine`; nothing to forget where nothing was built."""
+        if self._engine is not None:
+            self._engine.ended(rank)
+
+
+class Together:
+    """Runs what several threads ask for within a short time as one call.
+
+    Args:
+        work: Does it for a list of ranks; those that failed and why. What it raises, every rank of the call gets.
+        gather_s: How long the first asker waits for others.
+    """
+
+    def __init__(self, work: Callable[[Sequence[int]], dict[int, str]], gather_s: float) -> None:
+        self._work, self._gather_s = work, gather_s
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[None]] = {}
+        self._turn = threading.Lock()
+
+    def run(self, rank: int) -> None:
+        """Returns once the call that this rank is part of has ended well for it.
+
+        Raises:
+            EngineError: It has not.
+        """
+        with self._lock:
+            first = not self._asked
+            answer = self._asked.setdefault(rank, Future())
+        if first:
+            threading.Event().wait(self._gather_s)
+            # One call at a time: who comes while it runs is gathered for the next.
+            with self._turn:
+                with self._lock:
+                    asked = dict(self._asked)
+                    self._asked.clear()
+                self._settle(asked)
+        answer.result()
+
+    def _settle(self, asked: dict[int, Future[None]]) -> None:
+        try:
+            failed = self._work(sorted(asked))
+        except BaseException as error:
+            for answer in asked.values():
+                answer.set_exception(error)
+            if not isinstance(error, EngineError):
+                raise
+            return
+        for rank, answer in asked.items():
+            if rank in failed:
+                answer.set_exception(EngineError(f"rank {rank}: {failed[rank]}"))
+            else:
+                answer.set_result(None)
+
+
+@contextmanager
+def engine_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise EngineError(f"{what}: {error}") from error

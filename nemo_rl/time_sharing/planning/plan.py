@@ -1,0 +1,176 @@
+"""What a plan says, what it is made from, and how each of its decisions reads in words.
+
+A plan is a set of intentions, not of timings: the executor carries each out as soon as the GPUs it needs are free.
+Every operation carries the reason for it, so that `explain` never has to guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl.time_sharing.log.ledger import Claim, Lease, PipelineState
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.protocol.types import Limits, Priority
+
+Reason = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a planner may look at. It must not change any of it."""
+
+    limits: Limits
+    pipelines: Mapping[str, PipelineState]
+    owner: Sequence[Lease | None]
+    claimed: Mapping[int, Claim]
+    quarantined: Set[int]
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> Snapshot:
+        return cls(state.limits, state.pipelines, state.owner, state.claimed, state.quarantined)
+
+
+class Grant(NamedTuple):
+    """All GPUs of a fixed cluster go to it once free; `passed` are the requests ahead of it that it overtakes
+    safely.
+    """
+
+    pipeline: str
+    cluster: str
+    request: int
+    priority: Priority
+    gpus: tuple[int, ...]
+    passed: tuple[str, ...]
+    because: Reason
+
+
+class PriorityChange(NamedTuple):
+    """A held cluster goes on under another priority."""
+
+    pipeline: str
+    cluster: str
+    request: int
+    priority: Priority
+    because: Reason
+
+
+class Shrink(NamedTuple):
+    """A generation rank drains and sleeps."""
+
+    pipeline: str
+    rank: int
+    because: Reason
+
+
+class Expand(NamedTuple):
+    """A generation rank takes its GPUs once free and wakes. A `floor` rank is safe from every request for the minimum
+    hold time.
+    """
+
+    pipeline: str
+    rank: int
+    gpus: tuple[int, ...]
+    floor: bool
+    because: Reason
+
+
+class Wait(NamedTuple):
+    """A request that cannot be served now, and why."""
+
+    pipeline: str
+    cluster: str
+    request: int
+    because: Reason
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before
+    rounding.
+    """
+
+    grants: list[Grant] = field(default_factory=list)
+    priority_changes: list[PriorityChange] = field(default_factory=list)
+    shrinks: list[Shrink] = field(default_factory=list)
+    expands: list[Expand] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    entitled: dict[str, float] = field(default_factory=dict)
+    wake_at: float | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not (self.grants or self.priority_changes or self.shrinks or self.expands)
+
+    def without(self, pipelines: Set[str]) -> Plan:
+        """The plan less all operations of these pipelines."""
+        return Plan(
+            [grant for grant in self.grants if grant.pipeline not in pipelines],
+            [change_priority for change_priority in self.priority_changes if change_priority.pipeline not in pipelines],
+            [shrink for shrink in self.shrinks if shrink.pipeline not in pipelines],
+            [expand for expand in self.expands if expand.pipeline not in pipelines],
+            self.waits,
+            self.entitled,
+            self.wake_at,
+        )
+
+    def look_again(self, at: float) -> None:
+        """Asks for another plan no later than `at`, when a hold or a slice ends."""
+        if self.wake_at is None or at < self.wake_at:
+            self.wake_at = at
+
+
+_REASONS = {
+    "free": "its GPUs are free and nobody earlier in the queue wants them",
+    "evicts": "generation ranks {0} on its GPUs can make way",
+    "backfill": "it will be done in {0:.1f} s, before the requests ahead of it can start",
+    "holds": "it already holds these GPUs",
+    "for_grant": "GPUs {0} go to {1} of {2}",
+    "leaving": "its pipeline is leaving",
+    "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
+    "spare": "the GPUs would be idle otherwise",
+    "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
+    "surplus": "{0} has more ranks than work left, {1} has not",
+    "unscheduled": "its pipeline has work and has had no rank for {0:.1f} s",
+    "turn": "{0} has had its turn on these GPUs, {1} has waited for {2:.1f} s",
+    "held": "GPU {0} is held by {1} until it releases",
+    "claimed": "GPU {0} goes to {1} next",
+    "reserved": "GPU {0} is reserved for {1}, which is ahead in the queue",
+    "outlasts": "GPUs of it are reserved for {0}, which is ahead in the queue and may start before this would end",
+    "quarantined": "GPU {0} is in quarantine",
+    "floor": "GPU {0} is in its guaranteed turn of {1}",
+    "unsafe": "{0} holds GPUs that this pipeline may want next, and may itself want these: it goes first",
+    "initialising": "{0} initialise now, as many as may at the same time",
+    "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
+}
+_ABOUT_TIME = ("backfill", "unscheduled", "turn")
+
+
+def reason_text(because: Reason, now: float = 0.0) -> str:
+    """A reason as an English clause; points in time are told as seconds from `now`."""
+    name, *values = because
+    if name in _ABOUT_TIME:
+        values[-1] = abs(now - float(str(values[-1])))
+    return _REASONS[str(name)].format(*(_gpus(value) if isinstance(value, tuple) else value for value in values))
+
+
+def explain(plan: Plan, now: float = 0.0) -> Iterator[str]:
+    """Why each GPU goes where it goes, one sentence per decision; `now` is when the plan was made."""
+    for g in plan.grants:
+        what = f"{g.cluster} (GPUs {_gpus(g.gpus)}) for {g.priority.name}"
+        yield f"{g.pipeline} gets {what}: {reason_text(g.because, now)}."
+    for r in plan.priority_changes:
+        yield f"{r.pipeline} goes on with {r.cluster} for {r.priority.name}: {reason_text(r.because, now)}."
+    for s in plan.shrinks:
+        yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason_text(s.because, now)}."
+    for e in plan.expands:
+        yield f"rank {e.rank} of {e.pipeline} wakes on GPUs {_gpus(e.gpus)}: {reason_text(e.because, now)}."
+    for w in plan.waits:
+        yield f"{w.pipeline} waits for {w.cluster}: {reason_text(w.because, now)}."
+
+
+def _gpus(gpus: tuple[int, ...]) -> str:
+    if len(gpus) > 4 and gpus[-1] - gpus[0] == len(gpus) - 1:
+        return f"{gpus[0]}-{gpus[-1]}"
+    return ", ".join(str(g) for g in gpus)

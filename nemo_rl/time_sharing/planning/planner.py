@@ -1,0 +1,206 @@
+"""Decides who gets which GPU next: `plan(snapshot, now) -> Plan`, a pure function.
+
+First the queue: requests for fixed clusters, and pipelines whose generation has no rank at all, in aged order. Each is
+served completely, with all its victims known, or not at all; one that cannot be served reserves its GPUs against those
+behind it. Then the rest is shared among generation (`apportionment`). Nothing here acts, waits or reads a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_rl.time_sharing.log.ledger import PipelineState, QueuedWant
+from nemo_rl.time_sharing.planning import apportionment
+from nemo_rl.time_sharing.planning.plan import Grant, Plan, PriorityChange, Reason, Snapshot, Wait
+from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREE, FREEING, PlanState, Reservation
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, RISING, Priority
+
+
+class QueueItem(NamedTuple):
+    """One place in the queue; `queued` is None for a pipeline that wants its first generation rank.
+
+    The key is arrival + priority x aging: requests age at equal pace, so the order of two never changes, and a request
+    is overtaken only by those that arrive within (its priority - theirs) x aging after it.
+    """
+
+    key: float
+    name: str
+    cluster: str
+    queued: QueuedWant | None
+
+
+@dataclass(slots=True)
+class _Obstacles:
+    """What keeps a fixed request from its GPUs now, and what it would evict."""
+
+    victims: set[tuple[str, int]] = field(default_factory=set)
+    because: Reason | None = None
+    free_at: float = 0.0
+    passed: dict[str, float] = field(default_factory=dict)
+
+    def block(self, because: Reason, free_at: float) -> None:
+        if self.because is None:
+            self.because = because
+        self.free_at = max(self.free_at, free_at)
+
+
+def plan(snapshot: Snapshot, now: float) -> Plan:
+    """The decisions for this moment.
+
+    Arguments: snapshot, which is not changed; now, seconds on the scheduler's clock. Planned releases come first, then
+    the queue, then generation.
+    """
+    plan_state = PlanState(snapshot, now)
+    if snapshot.limits.max_initialising:
+        plan_state.initialising = {
+            name for name, pipeline in snapshot.pipelines.items() if _initialises(snapshot, pipeline)
+        }
+    result = Plan()
+    for name, pipeline in snapshot.pipelines.items():
+        if pipeline.leaving and not pipeline.fenced:
+            for rank in pipeline.awake:
+                plan_state.shrink(result, name, rank, ("leaving",))
+    waiting = queue(snapshot)
+    for item in waiting:
+        if item.queued is not None and item.cluster not in snapshot.pipelines[item.name].held:
+            gpus = snapshot.pipelines[item.name].topology.clusters[item.cluster].gpus
+            plan_state.holds.wait(item.name, gpus, item.name)
+            unsafe_beside = plan_state.holds.closes_cycle(item.name, gpus)
+            if unsafe_beside is not None:
+                plan_state.holds.wait_for(item.name, unsafe_beside)
+    for item in waiting:
+        pipeline = snapshot.pipelines[item.name]
+        if item.queued is None:
+            apportionment.serve_unscheduled(plan_state, result, item.name, pipeline)
+        elif item.cluster in pipeline.held:
+            _change_priority(result, item, pipeline, item.queued)
+        else:
+            _serve(plan_state, result, item, pipeline, item.queued)
+    apportionment.share(plan_state, result)
+    return result
+
+
+def queue(snapshot: Snapshot) -> list[QueueItem]:
+    """Everyone who waits, first come by aged priority."""
+    aging = snapshot.limits.aging_s
+    items = []
+    for name, pipeline in snapshot.pipelines.items():
+        if pipeline.fenced or (pipeline.leaving and not pipeline.held):
+            continue
+        for cluster, queued in pipeline.wants.items():
+            if not _has_claim(snapshot, pipeline, cluster):
+                items.append(QueueItem(queued.since + aging * queued.want.priority, name, cluster, queued))
+        if pipeline.unscheduled_since is not None:
+            items.append(QueueItem(pipeline.unscheduled_since + aging * Priority.GENERATION, name, ACTOR_INFER, None))
+    items.sort(key=lambda item: (item.key, item.name, item.cluster))
+    return items
+
+
+def _has_claim(snapshot: Snapshot, pipeline: PipelineState, cluster: str) -> bool:
+    claim = snapshot.claimed.get(pipeline.topology.clusters[cluster].gpus[0])
+    return claim is not None and claim.key == (pipeline.topology.pipeline, cluster, -1)
+
+
+def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
+    want = queued.want
+    if want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+        result.waits.append(Wait(item.name, item.cluster, want.request, ("expanding",)))
+        return
+    result.priority_changes.append(PriorityChange(item.name, item.cluster, want.request, want.priority, ("holds",)))
+
+
+def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
+    """Grants a fixed request with its whole donor set, or reserves its GPUs and evicts nobody."""
+    want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
+    found = _obstacles(plan_state, item.name, pipeline, gpus)
+    unsafe_beside = plan_state.holds.closes_cycle(item.name, gpus) if found.because is None else None
+    if unsafe_beside is not None:
+        # Everything it may want is kept from newcomers, or each of them could be the next that it has to wait for.
+        found.block(("unsafe", unsafe_beside), float("inf"))
+        gpus = tuple(sorted(pipeline.topology.training_gpus))
+    if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:
+        _check_places(plan_state, item.name, pipeline, found)
+    if found.because is None and found.passed:
+        _check_backfill(plan_state, pipeline, want.priority, found)
+    if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+        plan_state.no_expand.add(item.name)
+        # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as
+        # they can.
+        for name, rank in sorted(found.victims):
+            if name == item.name and pipeline.awake[rank].phase in RISING:
+                plan_state.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
+        found.block(("expanding",), plan_state.now)
+    if found.because is not None:
+        result.waits.append(Wait(item.name, item.cluster, want.request, found.because))
+        plan_state.reserve(gpus, Reservation(f"{item.name}#{want.request}", item.name, found.free_at, queued))
+        return
+    for name, rank in sorted(found.victims):
+        plan_state.shrink(result, name, rank, ("for_grant", plan_state.ranks_of(name)[rank], item.cluster, item.name))
+    plan_state.claim_fixed(item.name, gpus)
+    plan_state.passings.update(found.passed.keys())
+    why: Reason = ("evicts", _names(found.victims)) if found.victims else ("free",)
+    if found.passed:
+        why = ("backfill", plan_state.now + (plan_state.estimate(pipeline, want.priority) or 0.0))
+    result.grants.append(Grant(item.name, item.cluster, want.request, want.priority, gpus, tuple(found.passed), why))
+
+
+def _obstacles(plan_state: PlanState, name: str, pipeline: PipelineState, gpus: tuple[int, ...]) -> _Obstacles:
+    found = _Obstacles(free_at=plan_state.now)
+    for gpu in gpus:
+        kind = plan_state.kind[gpu]
+        if kind == BLOCKED:
+            found.block(plan_state.why_blocked(gpu), plan_state.free_at(gpu))
+            continue
+        for reservation in plan_state.reserved.get(gpu, ()):
+            if reservation.name == name or plan_state.holds.waits_for(reservation.waiter, name):
+                continue
+            plan_state.holds.wait_for(name, reservation.waiter)
+            if plan_state.may_be_passed(reservation):
+                found.passed[reservation.label] = reservation.free_at
+            else:
+                found.block(("reserved", gpu, reservation.label), reservation.free_at)
+        if kind in (FREE, FREEING):
+            continue
+        lease = plan_state.owner[gpu]
+        if lease is None:
+            continue
+        awake = plan_state.pipelines[lease.pipeline].awake[lease.rank]
+        turn_ends = awake.since + plan_state.limits.min_hold_s
+        if awake.floor and lease.pipeline != name and plan_state.now < turn_ends:
+            found.block(("floor", gpu, lease.pipeline), turn_ends)
+        else:
+            found.victims.add((lease.pipeline, lease.rank))
+    return found
+
+
+def _initialises(snapshot: Snapshot, pipeline: PipelineState) -> bool:
+    held = any(held.priority is Priority.INITIALIZATION for held in pipeline.held.values())
+    return held or any(
+        q.want.priority is Priority.INITIALIZATION and _has_claim(snapshot, pipeline, cluster)
+        for cluster, q in pipeline.wants.items()
+    )
+
+
+def _check_places(plan_state: PlanState, name: str, pipeline: PipelineState, found: _Obstacles) -> None:
+    """No more than `max_initialising` at a time. Those who wait count for those behind them, or a later one could take
+    every place that comes free.
+    """
+    others = plan_state.initialising - {name}
+    if len(others) >= plan_state.limits.max_initialising and not pipeline.held:
+        found.block(("initialising", ", ".join(sorted(others))), float("inf"))
+        for other in others:
+            plan_state.holds.wait_for(name, other)
+    plan_state.initialising.add(name)
+
+
+def _check_backfill(plan_state: PlanState, pipeline: PipelineState, priority: Priority, found: _Obstacles) -> None:
+    """A later request may use reserved GPUs only when its known duration ends before the reservation can begin."""
+    seconds = plan_state.estimate(pipeline, priority)
+    first = min(found.passed, key=lambda label: found.passed[label])
+    if seconds is None or plan_state.now + seconds > found.passed[first]:
+        found.block(("outlasts", first), found.passed[first])
+
+
+def _names(victims: set[tuple[str, int]]) -> str:
+    return ", ".join(f"{name}/{rank}" for name, rank in sorted(victims))

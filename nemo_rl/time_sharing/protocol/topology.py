@@ -1,0 +1,353 @@
+"""Which rank means which GPUs: the pool, the registration rules, and the one rank -> GPUs table that scheduler and
+pipeline share.
+
+A pipeline that passes `register` can always be scheduled: its mappings lie in the pool, every rank is whole and inside
+its node, and some inference rank survives training. A mapping that is not sorted is refused, because the two sides
+would disagree about what a rank is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nemo_rl.config.errors import UserError
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    CLUSTER_NAMES,
+    FIXED_CLUSTERS,
+    REWARD,
+    ClusterSpec,
+    PipelineSpec,
+)
+from nemo_rl.time_sharing.protocol.wellformed import MAX_COUNT, is_whole, shown
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1000.0
+"""A pipeline that counts more than a thousand others is alone on the pool for all practical purposes; within these,
+weighted work stays finite."""
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_MAX_ID = 256
+
+
+class RegistrationError(UserError, ValueError):
+    """A pipeline cannot be registered as asked; `pipeline`, `cluster` and `gpu` say where, each None where it does not
+    apply.
+    """
+
+    def __init__(self, message: str, *, pipeline: str, cluster: str | None = None, gpu: int | None = None) -> None:
+        where = f"pipeline {pipeline!r}" + (f", cluster {cluster!r}" if cluster else "")
+        super().__init__(f"{where}: {message}")
+        self.pipeline, self.cluster, self.gpu = pipeline, cluster, gpu
+        self._message = message
+
+    def __reduce__(self) -> tuple[Callable[..., RegistrationError], tuple[object, ...]]:
+        # Actors raise these across processes, and an exception with keyword arguments does not pickle by itself.
+        return _rebuild_error, (type(self), self._message, self.pipeline, self.cluster, self.gpu)
+
+
+def _rebuild_error(
+    kind: type[RegistrationError], message: str, pipeline: str, cluster: str | None, gpu: int | None
+) -> RegistrationError:
+    return kind(message, pipeline=pipeline, cluster=cluster, gpu=gpu)
+
+
+class UnknownCluster(RegistrationError):
+    """The cluster name is not one that the scheduler knows."""
+
+
+class DuplicateGpu(RegistrationError):
+    """A mapping names a GPU twice."""
+
+
+class UnsortedMapping(RegistrationError):
+    """A mapping is not in ascending order."""
+
+
+class GpuOutsidePool(RegistrationError):
+    """A mapping names a GPU that the pool does not have."""
+
+
+class BadRankSize(RegistrationError):
+    """tp is not positive, does not divide the mapping, or a rank would not lie as it must inside its node."""
+
+
+class NoSurvivingRank(RegistrationError):
+    """Training touches every inference rank, so generation could never go on beside it."""
+
+
+class TrainingOutsideInference(RegistrationError):
+    """A training GPU is not an inference GPU."""
+
+
+class BadShare(RegistrationError):
+    """A weight, share, staleness or batch size is out of its range."""
+
+
+class StillRegistered(RegistrationError):
+    """An earlier incarnation of the pipeline is still being taken down; try again shortly."""
+
+
+class IncarnationUsed(RegistrationError):
+    """The pipeline has been registered under this incarnation, or a larger one, before; the message names the next free
+    one.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The GPUs of the cluster: `nodes` equal nodes; GPU g is local GPU g % gpus_per_node of node g // gpus_per_node."""
+
+    nodes: int
+    gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus_per_node < 1:
+            raise ValueError(f"pool: nodes={self.nodes} and gpus_per_node={self.gpus_per_node} must both be at least 1")
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def node_of(self, gpu: int) -> int:
+        return gpu // self.gpus_per_node
+
+
+class Topology:
+    """A registered pipeline with its tables worked out. Compare and log the `spec`; the rest follows from it."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        self.spec = spec
+        self.clusters: dict[str, ClusterSpec] = {cluster.name: cluster for cluster in spec.clusters}
+        infer = self.clusters[ACTOR_INFER]
+        self.tp = infer.tp_size
+        self.ranks: tuple[tuple[int, ...], ...] = tuple(
+            infer.gpus[i : i + self.tp] for i in range(0, len(infer.gpus), self.tp)
+        )
+
+    @property
+    def pipeline(self) -> str:
+        return self.spec.pipeline
+
+    @cached_property
+    def training_gpus(self) -> frozenset[int]:
+        return frozenset(g for name in FIXED_CLUSTERS if name in self.clusters for g in self.clusters[name].gpus)
+
+    @cached_property
+    def mapped_gpus(self) -> frozenset[int]:
+        return frozenset(g for cluster in self.spec.clusters for g in cluster.gpus)
+
+
+def cluster_id(pipeline: str, cluster: str) -> str:
+    """`<pipeline>_<cluster>`, as traces and actors name it."""
+    return f"{pipeline}_{cluster}"
+
+
+def split_cluster_id(identifier: str) -> tuple[str, str]:
+    """(pipeline, cluster) of a cluster id, by its known suffix: a pipeline name may itself contain underscores. Raises
+    ValueError otherwise.
+    """
+    for name in CLUSTER_NAMES:
+        if identifier.endswith(f"_{name}") and len(identifier) > len(name) + 1:
+            return identifier[: -len(name) - 1], name
+    raise ValueError(
+        f"{identifier!r} is not a cluster id: it must end in one of {', '.join('_' + n for n in CLUSTER_NAMES)}"
+    )
+
+
+def register(
+    pool: Pool,
+    pipeline: str,
+    namespace: str,
+    cluster_tp_configs: Mapping[str, int],
+    cluster_device_mappings: Mapping[str, Sequence[int]],
+    *,
+    weight: float = 1.0,
+    min_share: float = 0.0,
+    max_share: float = 1.0,
+    staleness: int = 1,
+    rank_batch: int = 1,
+    full_overlap: bool = False,
+) -> Topology:
+    """Checks everything a pipeline registers and returns its topology.
+
+    cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name,
+    ascending; `reward` must be empty. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share,
+    max_share: bounds on its part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0.
+    rank_batch: samples that one rank runs at once, a whole number from 1. full_overlap admits pipelines whose training
+    covers every inference rank (colocated turns, no generation beside training). Raises a RegistrationError that names
+    the pipeline, the cluster and the GPU.
+    """
+    _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
+    check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch)
+    clusters = []
+    for name in CLUSTER_NAMES:
+        if name not in cluster_device_mappings:
+            continue
+        mapping = _gpu_ids(pipeline, name, cluster_device_mappings[name])
+        if name == REWARD:
+            if mapping:
+                raise RegistrationError(
+                    "runs on the CPU; its device mapping must be empty", pipeline=pipeline, cluster=name, gpu=mapping[0]
+                )
+            continue
+        _check_mapping(pool, pipeline, name, cluster_tp_configs[name], mapping)
+        clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
+    spec = PipelineSpec(pipeline, namespace, tuple(clusters), weight, min_share, max_share, staleness, rank_batch)
+    topology = Topology(spec)
+    _check_overlap(topology, full_overlap)
+    return topology
+
+
+def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings: Mapping[str, Sequence[int]]) -> None:
+    if not isinstance(pipeline, str):
+        raise RegistrationError(f"id must be text, found {shown(pipeline)}", pipeline=shown(pipeline))
+    longest = len(pipeline) + 1 + max(len(n) for n in CLUSTER_NAMES)
+    if not _ID.fullmatch(pipeline) or longest > _MAX_ID:
+        raise RegistrationError(
+            f"id must match {_ID.pattern} and leave its cluster ids within {_MAX_ID} characters (now {longest})",
+            pipeline=pipeline,
+        )
+    if not isinstance(namespace, str) or not namespace:
+        raise RegistrationError(
+            "namespace is empty" if namespace == "" else f"namespace={shown(namespace)} must be text", pipeline=pipeline
+        )
+    for what, given in (("cluster_tp_configs", tps), ("cluster_device_mappings", mappings)):
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise RegistrationError(f"{what} must map cluster names to values, found {shown(given)}", pipeline=pipeline)
+    if tps.keys() != mappings.keys():
+        odd = ", ".join(sorted(tps.keys() ^ mappings.keys()))
+        raise RegistrationError(
+            f"cluster_tp_configs and cluster_device_mappings must name the same clusters; only one of them has {odd}",
+            pipeline=pipeline,
+        )
+    for name in mappings:
+        if name not in CLUSTER_NAMES:
+            raise UnknownCluster(
+                f"unknown; the clusters are {', '.join(CLUSTER_NAMES)}", pipeline=pipeline, cluster=name
+            )
+    if ACTOR_INFER not in mappings:
+        raise RegistrationError(
+            "is missing; it is the cluster that shares its GPUs", pipeline=pipeline, cluster=ACTOR_INFER
+        )
+
+
+def check_numbers(
+    pipeline: str, weight: float, min_share: float, max_share: float, staleness: int, rank_batch: int
+) -> None:
+    """Raises BadShare for numbers that no plan could be made with."""
+    for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadShare(f"{name}={shown(value)} must be a number", pipeline=pipeline)
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise BadShare(
+            f"weight={shown(weight)} must be positive, from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; it counts "
+            "relative to the weights of others",
+            pipeline=pipeline,
+        )
+    if not 0 <= min_share <= max_share <= 1 or max_share == 0:
+        raise BadShare(
+            f"min_share={shown(min_share)} and max_share={shown(max_share)} must satisfy 0 <= min_share <= "
+            "max_share <= 1 and 0 < max_share",
+            pipeline=pipeline,
+        )
+    for name, count, least in (("staleness", staleness, 0), ("rank_batch", rank_batch, 1)):
+        if not is_whole(count, least):
+            raise BadShare(
+                f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}",
+                pipeline=pipeline,
+            )
+
+
+def _gpu_ids(pipeline: str, name: str, mapping: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(mapping)
+    except TypeError as error:
+        raise RegistrationError(
+            f"its device mapping is {shown(mapping)}; expected a list of GPU ids", pipeline=pipeline, cluster=name
+        ) from error
+
+
+def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
+    if not mapping:
+        raise RegistrationError("its device mapping is empty", pipeline=pipeline, cluster=name)
+    for gpu in mapping:
+        if isinstance(gpu, bool) or not isinstance(gpu, int):
+            raise RegistrationError(
+                f"device mapping holds {shown(gpu)}; GPU ids are integers", pipeline=pipeline, cluster=name
+            )
+        if not 0 <= gpu < pool.size:
+            raise GpuOutsidePool(
+                f"GPU {gpu} is outside the pool of {pool.size} GPUs (0..{pool.size - 1})",
+                pipeline=pipeline,
+                cluster=name,
+                gpu=gpu,
+            )
+    seen: set[int] = set()
+    for before, gpu in zip((-1, *mapping), mapping, strict=False):
+        if gpu in seen:
+            raise DuplicateGpu(f"GPU {gpu} is named twice", pipeline=pipeline, cluster=name, gpu=gpu)
+        seen.add(gpu)
+        if gpu < before:
+            raise UnsortedMapping(
+                f"GPU {gpu} comes after {before}; give the mapping in ascending order: {sorted(mapping)}",
+                pipeline=pipeline,
+                cluster=name,
+                gpu=gpu,
+            )
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise BadRankSize(f"tp={shown(tp)} must be an integer of at least 1", pipeline=pipeline, cluster=name)
+    if len(mapping) % tp:
+        raise BadRankSize(
+            f"{len(mapping)} GPUs cannot be divided into ranks of tp={tp}", pipeline=pipeline, cluster=name
+        )
+    if tp > 1:
+        _check_rank_placement(pool, pipeline, name, tp, mapping)
+
+
+def _check_rank_placement(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
+    per_node = pool.gpus_per_node
+    if tp not in (1, 2, 4, 8) and tp % per_node:
+        raise BadRankSize(
+            f"tp={tp} must be 1, 2, 4, 8 or whole nodes of {per_node} GPUs", pipeline=pipeline, cluster=name
+        )
+    for start in range(0, len(mapping), tp):
+        rank = mapping[start : start + tp]
+        if rank[-1] - rank[0] != tp - 1:
+            raise BadRankSize(
+                f"rank {start // tp} on GPUs {rank} is not contiguous", pipeline=pipeline, cluster=name, gpu=rank[0]
+            )
+        spans_nodes = pool.node_of(rank[0]) != pool.node_of(rank[-1])
+        if spans_nodes and (tp % per_node or rank[0] % per_node):
+            raise BadRankSize(
+                f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs",
+                pipeline=pipeline,
+                cluster=name,
+                gpu=rank[0],
+            )
+
+
+def _check_overlap(topology: Topology, full_overlap: bool) -> None:
+    infer = frozenset(topology.clusters[ACTOR_INFER].gpus)
+    train = topology.clusters.get(ACTOR_TRAIN)
+    if train is None:
+        return
+    outside = sorted(set(train.gpus) - infer)
+    if outside:
+        raise TrainingOutsideInference(
+            f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs",
+            pipeline=topology.pipeline,
+            cluster=ACTOR_TRAIN,
+            gpu=outside[0],
+        )
+    if not full_overlap and all(set(rank) & set(train.gpus) for rank in topology.ranks):
+        raise NoSurvivingRank(
+            f"training on GPUs {train.gpus} touches each of the {len(topology.ranks)} inference ranks of "
+            f"tp={topology.tp}; "
+            f"at least one whole rank must stay awake: add inference GPUs, or train on fewer",
+            pipeline=topology.pipeline,
+            cluster=ACTOR_TRAIN,
+            gpu=train.gpus[0],
+        )

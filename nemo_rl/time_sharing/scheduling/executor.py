@@ -1,0 +1,435 @@
+"""Carries plans out: one state machine per generation rank and per claim, each step a command with a deadline.
+
+A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> publish -> route; a claim becomes a lease
+at the moment when the last of its GPUs is free. Steps of different pipelines wait for each other only through a GPU
+they hand over. Commands are repeated until answered, which is safe because they are idempotent; one that fails or
+expires costs a rank or its pipeline, never more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.ledger import Claim, PendingCommand, PipelineState
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.planning.plan import Plan
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, FALLING, Answer, Command, Outcome, Phase, Verb
+
+logger = logging.getLogger(__name__)
+
+_EPOCHS_PER_TERM = 1 << 32
+_RISE = {
+    Verb.WAKE: (Phase.SYNCING, Verb.SYNC),
+    Verb.SYNC: (Phase.READY, Verb.PUBLISH),
+    Verb.PUBLISH: (Phase.READY, Verb.ROUTE),
+}
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    command: Command
+    resend_at: float
+
+
+class Executor:
+    """Moves ranks and claims. `emit` writes an event and folds it into `state`; `send` hands a command to the network,
+    which may lose it.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        emit: Callable[[object], None],
+        send: Callable[[Command], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._state, self._emit, self._send, self._now = state, emit, send, now
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._of_rank: dict[tuple[str, int], str] = {}
+        self._commands = 0
+        self._next_due = 0.0
+
+    def start(self, plan: Plan) -> None:
+        """Begins everything a plan asks for."""
+        number = self._state.plan + 1
+        for change_priority in plan.priority_changes:
+            self._change_priority(change_priority.pipeline, change_priority.cluster)
+        for shrink in plan.shrinks:
+            self.begin_shrink(shrink.pipeline, shrink.rank)
+        for grant in plan.grants:
+            self._emit(ev.Claimed(number, grant.pipeline, grant.cluster, -1, grant.request, grant.gpus, grant.passed))
+            self._settle(self._state.claims[grant.pipeline, grant.cluster, -1])
+        for expand in plan.expands:
+            self._emit(
+                ev.Claimed(number, expand.pipeline, ACTOR_INFER, expand.rank, -1, expand.gpus, floor=expand.floor)
+            )
+            self._settle(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
+
+    def begin_shrink(self, name: str, rank: int) -> None:
+        """Sends a rank to sleep from whatever it is doing. A rising rank is turned round: the agent finishes its step
+        in hand first.
+        """
+        pipeline = self._state.pipelines[name]
+        awake = pipeline.awake[rank]
+        if awake.phase in FALLING:
+            return
+        wait_bound = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
+        self._end_command_of(name, rank, "superseded")
+        self._emit(ev.RankMoved(name, rank, Phase.DRAINING, awake.epoch))
+        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=awake.epoch, wait_bound=wait_bound)
+
+    def begin_cooling(self, name: str, rank: int) -> None:
+        """Sends a rank that cannot serve to sleep and leaves it alone for a while."""
+        if self._state.pipelines[name].awake[rank].phase not in FALLING:
+            self._emit(ev.RankCooling(name, rank, self._now() + self._state.limits.quarantine_s))
+            self.begin_shrink(name, rank)
+
+    def answer(self, answer: Answer) -> bool:
+        """Takes an answer. One to a command that has ended (superseded, expired, fenced), or of another incarnation,
+        changes nothing: False.
+        """
+        pending = self._state.commands.get(answer.command)
+        if pending is None or (pending.pipeline, pending.incarnation) != (answer.pipeline, answer.incarnation):
+            return False
+        self._end(pending, answer.outcome.value)
+        self._after(pending, answer.outcome, answer.version)
+        return True
+
+    def tick(self) -> float:
+        """Repeats commands without an answer and expires those past their deadline; returns when to look again."""
+        now = self._now()
+        due = now + self._state.limits.retry_s
+        for key in list(self._outgoing):
+            outgoing = self._outgoing.get(key)
+            pending = self._state.commands.get(key)
+            if outgoing is None or pending is None:
+                continue
+            if now >= pending.deadline:
+                self._end(pending, "expired")
+                self._after(pending, Outcome.FAILED, -1)
+            elif now >= outgoing.resend_at:
+                outgoing.resend_at = now + self._state.limits.retry_s
+                self._send(outgoing.command)
+            due = min(due, pending.deadline, outgoing.resend_at)
+        return due
+
+    def fence(self, name: str, reason: str, *, contested: tuple[int, ...] = ()) -> None:
+        """Cuts a pipeline off and has its processes ended; its GPUs come back when that is verified, and so do
+        `contested` ones that it occupies though the ledger has given them to others.
+        """
+        pipeline = self._state.pipelines[name]
+        for pending in [
+            c for c in self._state.commands.values() if (c.pipeline, c.incarnation) == (name, pipeline.incarnation)
+        ]:
+            self._end(pending, "fenced")
+        for claim in [c for c in self._state.claims.values() if c.pipeline == name]:
+            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "fenced"))
+        logger.warning("event=fenced pipeline=%s incarnation=%d reason=%s", name, pipeline.incarnation, reason)
+        self._emit(ev.Fenced(name, pipeline.incarnation, reason))
+        if contested:
+            until = self._now() + self._state.limits.quarantine_s
+            self._emit(
+                ev.GpusQuarantined(
+                    contested, name, pipeline.incarnation, -1, until, "it occupies what the log has given to others"
+                )
+            )
+        self._command(pipeline, Verb.REAP, wait_bound=self._state.limits.reap_s)
+
+    def end_unknown(self, name: str, incarnation: int) -> None:
+        """Ends a pipeline that holds GPUs and whose registration is lost."""
+        if not any((c.pipeline, c.incarnation) == (name, incarnation) for c in self._state.commands.values()):
+            self._raw_command(name, incarnation, Verb.REAP, -1, 0, "", (), self._state.limits.reap_s)
+
+    def retry_quarantined(self) -> None:
+        """Tries again to end what occupies quarantined GPUs whose time has come."""
+        now = self._now()
+        for quarantine in self._state.quarantines:
+            busy = any(
+                (c.verb, (c.pipeline, c.incarnation, c.rank)) == (Verb.REAP, quarantine.whose)
+                for c in self._state.commands.values()
+            )
+            if now >= quarantine.until and not busy:
+                self._raw_command(
+                    quarantine.pipeline,
+                    quarantine.incarnation,
+                    Verb.REAP,
+                    quarantine.rank,
+                    0,
+                    "",
+                    quarantine.gpus,
+                    self._state.limits.reap_s,
+                )
+
+    def resume(self) -> None:
+        """After a restart: takes up every command and claim that the log leaves open, with time anew for what the
+        restart has held up.
+        """
+        for pending in list(self._state.commands.values()):
+            command = self._rebuild(pending)
+            seconds = self._state.limits.deadline_of(command.verb)
+            self._emit(ev.CommandEnded(pending.command, "restarted"))
+            self._raw_command(
+                command.pipeline,
+                command.incarnation,
+                command.verb,
+                command.rank,
+                command.epoch,
+                command.cluster,
+                command.gpus,
+                seconds,
+            )
+        # The log may end between a phase and the command that belongs to it.
+        for name, pipeline in self._state.pipelines.items():
+            if pipeline.fenced:
+                if not any(
+                    (c.pipeline, c.incarnation) == (name, pipeline.incarnation) for c in self._state.commands.values()
+                ):
+                    self._command(pipeline, Verb.REAP, wait_bound=self._state.limits.reap_s)
+                continue
+            for rank, awake in list(pipeline.awake.items()):
+                if (name, rank) not in self._of_rank and awake.phase is not Phase.ACTIVE:
+                    self._resume_rank(pipeline, rank)
+
+    def settle_claims(self) -> None:
+        """Turns every claim whose GPUs are all free into a lease."""
+        for claim in list(self._state.claims.values()):
+            self._settle(claim)
+
+    def new_epoch(self) -> int:
+        """An epoch larger than any before, of this scheduler and of those whose log was lost."""
+        return max(self._state.epoch, self._state.term * _EPOCHS_PER_TERM) + 1
+
+    def _after(self, pending: PendingCommand, outcome: Outcome, version: int) -> None:
+        pipeline = self._state.pipelines.get(pending.pipeline)
+        verb = Verb(pending.verb)
+        if verb is Verb.REAP:
+            self._after_reap(pipeline, pending, outcome)
+        elif pipeline is None:
+            return
+        elif verb is Verb.GRANT:
+            self._after_grant(pipeline, pending, outcome)
+        elif pending.rank in pipeline.awake:
+            self._after_rank_step(pipeline, pending, verb, outcome, version)
+
+    def _after_grant(self, pipeline: PipelineState, pending: PendingCommand, outcome: Outcome) -> None:
+        if outcome is Outcome.DONE:
+            return
+        held = pipeline.held.get(pending.cluster)
+        if outcome is Outcome.REFUSED and held is not None and held.epoch == pending.epoch:
+            self._emit(ev.Released(pending.pipeline, pending.cluster, held.epoch, -1))
+            self.settle_claims_on(held.gpus)
+        elif outcome is not Outcome.REFUSED:
+            self.fence(
+                pending.pipeline,
+                f"it did not take its grant of {pending.cluster} within {self._state.limits.grant_s:g} s",
+            )
+
+    def _after_rank_step(
+        self, pipeline: PipelineState, pending: PendingCommand, verb: Verb, outcome: Outcome, version: int
+    ) -> None:
+        name, rank, epoch = pending.pipeline, pending.rank, pending.epoch
+        if outcome is Outcome.STALE:
+            self._emit(ev.RankMoved(name, rank, Phase.SYNCING, epoch))
+            self._command(pipeline, Verb.SYNC, rank=rank, epoch=epoch)
+        elif outcome is not Outcome.DONE:
+            self._rank_failed(pipeline, rank, verb)
+        elif verb is Verb.DRAIN:
+            self._emit(ev.RankMoved(name, rank, Phase.SLEEPING, epoch))
+            self._command(pipeline, Verb.SLEEP, rank=rank, epoch=epoch)
+        elif verb is Verb.SLEEP:
+            self._asleep(pipeline, rank, epoch)
+        elif verb is Verb.ROUTE:
+            self._emit(ev.RankMoved(name, rank, Phase.ACTIVE, epoch, version))
+        else:
+            phase, following = _RISE[verb]
+            if pipeline.awake[rank].phase is not phase or version >= 0:
+                self._emit(ev.RankMoved(name, rank, phase, epoch, version))
+            self._command(pipeline, following, rank=rank, epoch=epoch)
+
+    def _rank_failed(self, pipeline: PipelineState, rank: int, verb: Verb) -> None:
+        """A rank that cannot rise goes back to sleep and cools off; one that cannot fall has its processes ended."""
+        name, awake = pipeline.topology.pipeline, pipeline.awake[rank]
+        logger.warning("event=rank_failed pipeline=%s rank=%d step=%s epoch=%d", name, rank, verb.value, awake.epoch)
+        if verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH, Verb.ROUTE):
+            self.begin_cooling(name, rank)
+            return
+        self._emit(ev.RankMoved(name, rank, Phase.FAILED, awake.epoch))
+        self._command(pipeline, Verb.REAP, rank=rank, epoch=awake.epoch, wait_bound=self._state.limits.reap_s)
+
+    def _after_reap(self, pipeline: PipelineState | None, pending: PendingCommand, outcome: Outcome) -> None:
+        done = outcome is Outcome.DONE
+        whose = (pending.pipeline, pending.incarnation)
+        # The end of a whole pipeline is the end of each of its ranks.
+        ranks = {q.rank for q in self._state.quarantines} if done and pending.rank < 0 else {pending.rank}
+        quarantines = [q for q in self._state.quarantines if (q.pipeline, q.incarnation) == whose and q.rank in ranks]
+        for quarantined in quarantines:
+            if done:
+                self._emit(ev.GpusCleared(quarantined.gpus, *quarantined.whose))
+                self.settle_claims_on(quarantined.gpus)
+            else:
+                self._quarantine(quarantined.gpus, pending)
+        if pipeline is None or pipeline.incarnation != pending.incarnation:
+            return
+        if pending.rank >= 0:
+            failed = pipeline.awake.get(pending.rank)
+            if failed is not None and failed.phase is Phase.FAILED:
+                if not done and not quarantines:
+                    self._quarantine(pipeline.topology.ranks[pending.rank], pending)
+                self._asleep(pipeline, pending.rank, failed.epoch)
+            return
+        if not pipeline.fenced:
+            return
+        gpus = tuple(
+            sorted(
+                {g for held in pipeline.held.values() for g in held.gpus}
+                | {g for r in pipeline.awake for g in pipeline.topology.ranks[r]}
+            )
+        )
+        if not done and gpus:
+            self._quarantine(gpus, pending)
+        self._emit(ev.Unregistered(pending.pipeline, pipeline.incarnation, "reaped" if done else "could not be ended"))
+        self.settle_claims_on(gpus)
+
+    def _quarantine(self, gpus: tuple[int, ...], pending: PendingCommand) -> None:
+        until = self._now() + self._state.limits.quarantine_s
+        logger.error(
+            "event=quarantine gpus=%s pipeline=%s rank=%d until=%.1f", gpus, pending.pipeline, pending.rank, until
+        )
+        self._emit(
+            ev.GpusQuarantined(
+                gpus, pending.pipeline, pending.incarnation, pending.rank, until, "their processes could not be ended"
+            )
+        )
+
+    def _asleep(self, pipeline: PipelineState, rank: int, epoch: int) -> None:
+        self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.ASLEEP, epoch))
+        self.settle_claims_on(pipeline.topology.ranks[rank])
+
+    def settle_claims_on(self, gpus: Iterable[int]) -> None:
+        """Looks at the claims on GPUs that have just become free."""
+        for claim in {id(c): c for c in (self._state.claimed.get(g) for g in gpus) if c is not None}.values():
+            self._settle(claim)
+
+    def _settle(self, claim: Claim) -> None:
+        if not all(self._state.free(gpu) for gpu in claim.gpus) or self._state.recovering:
+            return
+        pipeline, epoch = self._state.pipelines[claim.pipeline], self.new_epoch()
+        if claim.rank >= 0:
+            self._emit(ev.RankMoved(claim.pipeline, claim.rank, Phase.WAKING, epoch, floor=claim.floor))
+            self._command(pipeline, Verb.WAKE, rank=claim.rank, epoch=epoch)
+            return
+        queued = pipeline.wants.get(claim.cluster)
+        if queued is None or queued.want.request != claim.request:
+            self._emit(ev.ClaimDropped(claim.pipeline, claim.cluster, -1, "withdrawn"))
+            return
+        want = queued.want
+        hold_until = self._now() + self._state.limits.max_hold_s
+        self._emit(
+            ev.Granted(
+                claim.pipeline, claim.cluster, epoch, claim.gpus, want.priority, want.step, want.request, hold_until
+            )
+        )
+        self._command(pipeline, Verb.GRANT, cluster=claim.cluster, epoch=epoch)
+
+    def _change_priority(self, name: str, cluster: str) -> None:
+        pipeline = self._state.pipelines[name]
+        held, want = pipeline.held[cluster], pipeline.wants[cluster].want
+        self._emit(ev.PriorityChanged(name, cluster, held.epoch, want.priority, want.step, want.request))
+        self._command(pipeline, Verb.GRANT, cluster=cluster, epoch=held.epoch)
+
+    def _command(
+        self,
+        pipeline: PipelineState,
+        verb: Verb,
+        *,
+        rank: int = -1,
+        epoch: int = 0,
+        cluster: str = "",
+        wait_bound: float | None = None,
+    ) -> None:
+        gpus = pipeline.topology.ranks[rank] if rank >= 0 else pipeline.held[cluster].gpus if cluster else ()
+        seconds = self._state.limits.deadline_of(verb) if wait_bound is None else wait_bound
+        self._raw_command(pipeline.topology.pipeline, pipeline.incarnation, verb, rank, epoch, cluster, gpus, seconds)
+
+    def _raw_command(
+        self,
+        name: str,
+        incarnation: int,
+        verb: Verb,
+        rank: int,
+        epoch: int,
+        cluster: str,
+        gpus: tuple[int, ...],
+        seconds: float,
+    ) -> None:
+        self._commands += 1
+        key, now = f"{self._state.term}.{self._commands}", self._now()
+        self._emit(ev.CommandSent(key, name, verb.value, rank, cluster, epoch, now + seconds, incarnation))
+        command = self._fill_in(Command(key, self._state.term, name, incarnation, verb, rank, epoch, cluster, gpus))
+        self._outgoing[key] = _Outgoing(command, now + self._state.limits.retry_s)
+        if rank >= 0:
+            self._of_rank[name, rank] = key
+        self._send(command)
+
+    def _fill_in(self, command: Command) -> Command:
+        """A GRANT says for what: taken from the ledger, so that a rebuilt one says the same."""
+        pipeline = self._state.pipelines.get(command.pipeline)
+        held = pipeline.held.get(command.cluster) if pipeline is not None else None
+        if command.verb is not Verb.GRANT or held is None:
+            return command
+        return Command(
+            command.command,
+            command.term,
+            command.pipeline,
+            command.incarnation,
+            command.verb,
+            command.rank,
+            command.epoch,
+            command.cluster,
+            held.gpus,
+            held.priority,
+            held.step,
+            held.request,
+        )
+
+    def _rebuild(self, pending: PendingCommand) -> Command:
+        pipeline = self._state.pipelines.get(pending.pipeline)
+        gpus = pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else ()
+        command = Command(
+            pending.command,
+            self._state.term,
+            pending.pipeline,
+            pending.incarnation,
+            Verb(pending.verb),
+            pending.rank,
+            pending.epoch,
+            pending.cluster,
+            gpus,
+        )
+        return self._fill_in(command)
+
+    def _resume_rank(self, pipeline: PipelineState, rank: int) -> None:
+        awake = pipeline.awake[rank]
+        verb = {
+            Phase.WAKING: Verb.WAKE,
+            Phase.SYNCING: Verb.SYNC,
+            Phase.READY: Verb.PUBLISH,
+            Phase.DRAINING: Verb.DRAIN,
+            Phase.SLEEPING: Verb.SLEEP,
+            Phase.FAILED: Verb.REAP,
+        }[awake.phase]
+        self._command(pipeline, verb, rank=rank, epoch=awake.epoch)
+
+    def _end_command_of(self, name: str, rank: int, outcome: str) -> None:
+        pending = self._state.commands.get(self._of_rank.get((name, rank), ""))
+        if pending is not None:
+            self._end(pending, outcome)
+
+    def _end(self, pending: PendingCommand, outcome: str) -> None:
+        self._emit(ev.CommandEnded(pending.command, outcome))
+        self._outgoing.pop(pending.command, None)
+        if self._of_rank.get((pending.pipeline, pending.rank)) == pending.command:
+            del self._of_rank[pending.pipeline, pending.rank]

@@ -1,0 +1,150 @@
+"""Squares the ledger with what a pipeline says it holds, once per pipeline after a scheduler restart.
+
+The log is exact up to where it ends; if its end was lost, agents hold or have given back things the ledger does not
+know. What an agent holds and nobody else does is adopted; what contradicts another holder costs the pipeline that says
+so, because a GPU is never on two ledgers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.ledger import PipelineState
+from nemo_rl.time_sharing.log.state import SchedulerState
+from nemo_rl.time_sharing.protocol.topology import BadShare, check_numbers
+from nemo_rl.time_sharing.protocol.types import FIXED_CLUSTERS, Phase, Status, Verb
+from nemo_rl.time_sharing.protocol.wellformed import cannot_be_requested
+from nemo_rl.time_sharing.scheduling.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+
+def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status) -> None:
+    """Adopts what `status` holds and the ledger misses, frees what the ledger holds and it does not; fences the
+    pipeline where that is impossible.
+    """
+    name, pipeline = status.pipeline, state.pipelines[status.pipeline]
+    granting = {c.cluster for c in state.commands.values() if c.pipeline == name and c.verb == Verb.GRANT}
+    for held in status.holds:
+        known = pipeline.held.get(held.cluster)
+        if (
+            held.cluster not in pipeline.topology.clusters
+            or held.cluster not in FIXED_CLUSTERS
+            or (known is not None and known.epoch >= held.epoch)
+        ):
+            continue
+        if known is not None:
+            emit(ev.Released(name, held.cluster, known.epoch, -1))
+        gpus = pipeline.topology.clusters[held.cluster].gpus
+        if not _clear(state, emit, gpus):
+            executor.fence(
+                name,
+                f"it holds {held.cluster} (epoch {held.epoch}), which the log has given to others",
+                contested=_unbooked(state, status),
+            )
+            return
+        emit(
+            ev.Granted(
+                name,
+                held.cluster,
+                held.epoch,
+                gpus,
+                held.priority,
+                -1,
+                pipeline.last_request,
+                state.time + state.limits.max_hold_s,
+            )
+        )
+    holds = {held.cluster for held in status.holds}
+    for cluster, known in list(pipeline.held.items()):
+        if cluster not in holds and cluster not in granting:
+            emit(ev.Released(name, cluster, known.epoch, -1))
+    _ranks(state, executor, emit, status, pipeline)
+
+
+def _unbooked(state: SchedulerState, status: Status) -> tuple[int, ...]:
+    """GPUs that a pipeline says it occupies and that are not its own by the ledger."""
+    topology = state.pipelines[status.pipeline].topology
+    said = {
+        gpu
+        for held in status.holds
+        if held.cluster in topology.clusters
+        for gpu in topology.clusters[held.cluster].gpus
+    }
+    said |= {gpu for rank, _ in status.awake if 0 <= rank < len(topology.ranks) for gpu in topology.ranks[rank]}
+    booked = {gpu for gpu in said if (lease := state.owner[gpu]) is not None and lease.pipeline == status.pipeline}
+    return tuple(sorted(said - booked))
+
+
+def _being_ended(state: SchedulerState, status: Status, rank: int) -> bool:
+    """Whether the ledger knows that the rank's processes are still there: they could not be ended so far, and it is
+    tried again.
+    """
+    return any(q.whose == (status.pipeline, status.incarnation, rank) for q in state.quarantines)
+
+
+def refuse_the_unplannable(state: SchedulerState, executor: Executor, emit: Callable[[object], None]) -> None:
+    """Fences pipelines with numbers that no plan can be made with and drops requests that can never be granted: a log
+    written before these were refused at the door may hold them, and every scheduler that reads it would fail on them
+    again.
+    """
+    for name, pipeline in list(state.pipelines.items()):
+        if pipeline.fenced:
+            continue
+        spec = pipeline.spec
+        try:
+            check_numbers(name, spec.weight, spec.min_share, spec.max_share, spec.staleness, spec.rank_batch)
+        except BadShare as problem:
+            logger.error("event=unplannable %s", problem)
+            executor.fence(name, str(problem))
+            continue
+        for cluster, queued in list(pipeline.wants.items()):
+            if wrong := cannot_be_requested(cluster, queued.want.priority, pipeline.topology.clusters):
+                logger.error("event=unplannable pipeline=%s reason=%s", name, wrong)
+                emit(ev.RequestDropped(name, cluster, queued.want.request, "refused"))
+
+
+def _ranks(
+    state: SchedulerState, executor: Executor, emit: Callable[[object], None], status: Status, pipeline: PipelineState
+) -> None:
+    name = status.pipeline
+    awake = dict(status.awake)
+    for rank, epoch in awake.items():
+        known = pipeline.awake.get(rank)
+        if (
+            not 0 <= rank < len(pipeline.topology.ranks)
+            or (known is not None and known.epoch >= epoch)
+            or _being_ended(state, status, rank)
+        ):
+            continue
+        if known is not None:
+            # The ledger knows an earlier lease of this rank: that has ended, and a later one begun, in the lost part of
+            # the log.
+            emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
+        if not _clear(state, emit, pipeline.topology.ranks[rank]):
+            reason = f"its rank {rank} (epoch {epoch}) is awake on GPUs which the log has given to others"
+            executor.fence(name, reason, contested=_unbooked(state, status))
+            return
+        emit(ev.RankMoved(name, rank, Phase.WAKING, epoch))
+        executor.begin_shrink(name, rank)
+    for rank, known in list(pipeline.awake.items()):
+        if known.phase is not Phase.ACTIVE:
+            continue
+        if rank not in awake:
+            emit(ev.RankMoved(name, rank, Phase.ASLEEP, known.epoch))
+        elif rank not in status.serving:
+            # It was told to drain in the part of the log that is lost; nobody would ever tell it to go on.
+            executor.begin_shrink(name, rank)
+
+
+def _clear(state: SchedulerState, emit: Callable[[object], None], gpus: tuple[int, ...]) -> bool:
+    """Whether nobody holds the GPUs; claims of others on them are dropped, since they were not yet leases."""
+    if not all(state.free(gpu) for gpu in gpus):
+        return False
+    for gpu in gpus:
+        claim = state.claimed.get(gpu)
+        if claim is not None:
+            emit(ev.ClaimDropped(claim.pipeline, claim.cluster, claim.rank, "already taken"))
+    return True

@@ -1,0 +1,484 @@
+"""The scheduler without its wires: takes registrations, statuses and answers, plans when something changed, and keeps
+leases alive or fences them.
+
+Every effect is an event in the log before it is a command on the wire, so a scheduler that is killed goes on from its
+log; what the log has lost is taken from the agents' own inventories. It owns no thread, no socket and no clock: callers
+pass readings and carry the commands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.log.ledger import PipelineState
+from nemo_rl.time_sharing.log.state import EXPIRED, SchedulerState, replay
+from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
+from nemo_rl.time_sharing.planning.validator import Validator, sound_part, validate
+from nemo_rl.time_sharing.protocol.topology import (
+    IncarnationUsed,
+    Pool,
+    RegistrationError,
+    StillRegistered,
+    Topology,
+    register,
+)
+from nemo_rl.time_sharing.protocol.types import Answer, Command, EndedRequest, Limits, Phase, Reply, Status
+from nemo_rl.time_sharing.protocol.wellformed import admissible, answer_problem, is_whole, shown, status_problem
+from nemo_rl.time_sharing.scheduling.executor import Executor
+from nemo_rl.time_sharing.scheduling.inventory import reconcile, refuse_the_unplannable
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.utils.record import Entry, Record
+
+logger = logging.getLogger(__name__)
+
+PlanRule = Callable[[Snapshot, float], Plan]
+_LOST_TERMS = 1000
+"""Room for the schedulers of which a log that has lost its end says nothing: agents would take a command of the same
+term and number for one they know."""
+_REPLAN = frozenset(
+    {
+        ev.Requested,
+        ev.RequestDropped,
+        ev.Released,
+        ev.ClaimDropped,
+        ev.Leaving,
+        ev.Fenced,
+        ev.Unregistered,
+        ev.GpusCleared,
+        ev.InventoryDone,
+    }
+)
+
+
+class Scheduler:
+    """Decides and keeps the ledger.
+
+    record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a
+    REAP to the daemon that ends processes. clock: steady time, advanced here only. notify: tells an agent at once that
+    it is dismissed (if that is lost, the reply to its next heartbeat says so). rule: the planner. validator: what a
+    plan must pass; what does not pass is left out, with all that the plan holds for the same pipeline.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        send: Callable[[Command], None],
+        clock: SteadyClock,
+        *,
+        notify: Callable[[Reply], None] = lambda reply: None,
+        rule: PlanRule = planner.plan,
+        validator: Validator = validate,
+        explains: bool = False,
+    ) -> None:
+        self.state = SchedulerState()
+        self.clock = clock
+        self._record, self._rule, self._validate = record, rule, validator
+        self._explains = explains
+        self._send_now, self._notify = send, notify
+        self._result_buffer: list[Command] = []
+        self._executor = Executor(self.state, self._emit, self._result_buffer.append, lambda: clock.now)
+        self._seen: dict[str, float] = {}
+        self._seqs: dict[str, int] = {}
+        self._answered: dict[str, int] = {}
+        self._inventoried: set[str] = set()
+        self._grace_until = float("-inf")
+        self._dirty = False
+        self._urgent = False
+        self._planned_at = float("-inf")
+        self._look_again: float | None = None
+        self._timers_due = 0.0
+
+    def open(self, pool: Pool, limits: Limits, reading: float, *, complete: bool = True) -> None:
+        """Begins a new log over a pool; not `complete` if there was one that is lost, so that somebody may hold GPUs
+        (see `recover`).
+        """
+        self.clock.advance(reading)
+        self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
+        if not complete:
+            self._grace_until = self.clock.now + limits.lease_s
+        self._restart(1 if complete else _LOST_TERMS, complete=complete)
+        self._flush()
+
+    def recover(self, entries: Iterable[Entry], reading: float, *, complete: bool = True) -> None:
+        """Goes on from a log: nothing is granted until each registered pipeline has said what it holds, or was fenced.
+
+        complete: the log ends where the last scheduler ended (true after the death of a process, since the log reaches
+        the operating system before any command leaves; see `log_end`). If it may have lost its end, nothing is granted
+        for one lease either: a pipeline whose registration was lost shows itself by a heartbeat and is ended; so too if
+        the scheduler before went on without the end and died before it had waited. Raises InconsistentLog when the log
+        contradicts itself.
+        """
+        self.clock.advance(reading)
+        self.state.__dict__.update(replay(entries).__dict__)
+        complete = complete and not self.state.unsure
+        self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
+        self._restart(self.state.term + (1 if complete else _LOST_TERMS), complete=complete)
+        for name in self.state.pipelines:
+            self._seen[name] = self.clock.now
+        self._executor.resume()
+        refuse_the_unplannable(self.state, self._executor, self._emit)
+        self._inventoried.update(name for name, p in self.state.pipelines.items() if p.fenced)
+        self._finish_inventory()
+        self._flush()
+
+    def register(
+        self,
+        pipeline: str,
+        namespace: str,
+        tps: Mapping[str, int],
+        mappings: Mapping[str, Sequence[int]],
+        reading: float,
+        *,
+        incarnation: int = 0,
+        weight: float = 1.0,
+        min_share: float = 0.0,
+        max_share: float = 1.0,
+        staleness: int = 1,
+        rank_batch: int = 1,
+        full_overlap: bool = False,
+    ) -> Topology:
+        """Registers and admits a pipeline; repeating the same registration changes nothing while it lasts. See
+        `topology.register` for the options.
+
+        incarnation: larger than any that this name was registered under before. Raises RegistrationError for a mistake
+        of the user, StillRegistered while an earlier incarnation is being taken down, IncarnationUsed for one that has
+        been.
+        """
+        self._advance(reading)
+        topology = register(
+            self.state.pool,
+            pipeline,
+            namespace,
+            tps,
+            mappings,
+            weight=weight,
+            min_share=min_share,
+            max_share=max_share,
+            staleness=staleness,
+            rank_batch=rank_batch,
+            full_overlap=full_overlap,
+        )
+        known = self.state.pipelines.get(pipeline)
+        if known is not None and (known.incarnation, known.spec, known.fenced) == (incarnation, topology.spec, False):
+            return known.topology
+        if known is not None:
+            if known.incarnation < incarnation and not known.fenced:
+                self._executor.fence(pipeline, f"incarnation {incarnation} takes its place")
+                self._flush()
+            raise StillRegistered(
+                f"incarnation {known.incarnation} is still registered; try again shortly, with a larger incarnation",
+                pipeline=pipeline,
+            )
+        self._check_incarnation(pipeline, incarnation)
+        spec = topology.spec
+        self._emit(
+            ev.Registered(
+                pipeline,
+                incarnation,
+                namespace,
+                spec.clusters,
+                spec.weight,
+                spec.min_share,
+                spec.max_share,
+                spec.staleness,
+                spec.rank_batch,
+            )
+        )
+        self._seen[pipeline] = self.clock.now
+        self._inventoried.add(pipeline)
+        # The caller builds on being registered, so a scheduler that is killed now must still know of it afterwards.
+        self._record.flush()
+        self._flush()
+        return topology
+
+    def _check_incarnation(self, pipeline: str, incarnation: int) -> None:
+        last = self.state.incarnations.get(pipeline, -1)
+        if not is_whole(incarnation) or incarnation <= last:
+            kind = IncarnationUsed if is_whole(incarnation) else RegistrationError
+            raise kind(
+                f"incarnation={shown(incarnation)} must be a whole number that was never used; the next free "
+                f"one is {last + 1}",
+                pipeline=pipeline,
+            )
+
+    def drain(self, pipeline: str, reading: float) -> None:
+        """Gives a pipeline nothing more, sends its ranks to sleep and lets it go once it holds nothing; as if it had
+        asked to leave itself.
+
+        One that is not registered, or is leaving or fenced already, is left alone.
+        """
+        self._advance(reading)
+        known = self.state.pipelines.get(pipeline)
+        if known is not None and not known.leaving and not known.fenced:
+            self._begin_leaving(pipeline)
+            self._settle_leaving(pipeline)
+            self._plan_if_due()
+        self._flush()
+
+    def unregister(self, pipeline: str, reading: float) -> None:
+        """Cuts a pipeline off and has its processes ended; one that is not registered, or is leaving or fenced already,
+        is left alone.
+        """
+        self._advance(reading)
+        known = self.state.pipelines.get(pipeline)
+        if known is not None and not known.leaving and not known.fenced:
+            self._executor.fence(pipeline, "it was unregistered")
+        self._flush()
+
+    def status(self, status: Status, reading: float) -> Reply:
+        """Takes what an agent says of itself; late and repeated statuses change nothing.
+
+        What makes no sense in it costs that pipeline alone: a bad demand or request is left out and the reply says so;
+        a status of the wrong shape is not taken and is no heartbeat.
+        """
+        self._advance(reading)
+        pipeline = self.state.pipelines.get(status.pipeline) if isinstance(status.pipeline, str) else None
+        occupies = self.state.recovering and not status_problem(status) and (status.holds or status.awake)
+        if occupies and (pipeline is None or pipeline.incarnation < status.incarnation):
+            # Its registration, or that of this incarnation, is in what the log has lost.
+            self._executor.end_unknown(status.pipeline, status.incarnation)
+            self._flush()
+        if pipeline is None or pipeline.fenced or pipeline.incarnation != status.incarnation:
+            return Reply(status.pipeline, status.incarnation, self.state.term, False)
+        status, ended, refused = admissible(status, pipeline.topology.clusters)
+        for reason in (*refused, *(request.reason for request in ended)):
+            logger.error("event=status_refused pipeline=%s reason=%s", status.pipeline, reason)
+        reply = Reply(
+            status.pipeline, status.incarnation, self.state.term, True, ended + self._expired(pipeline, status), refused
+        )
+        if status.seq <= self._seqs.get(status.pipeline, -1):
+            return reply
+        self._seqs[status.pipeline] = status.seq
+        self._seen[status.pipeline] = self.clock.now
+        if status.term > self.state.term:
+            self._restart(status.term + _LOST_TERMS, complete=False)
+        if status.pipeline not in self._inventoried:
+            # An inventory from before the last answer would undo what that answer has told.
+            if status.term < self.state.term or status.seq <= self._answered.get(status.pipeline, -1):
+                return reply
+            self._inventoried.add(status.pipeline)
+            reconcile(self.state, self._executor, self._emit, status)
+            self._finish_inventory()
+        if not pipeline.fenced and status.pipeline in self.state.pipelines:
+            self._take(pipeline, status)
+        self._plan_if_due()
+        self._flush()
+        return reply
+
+    def answer(self, answer: Answer, reading: float) -> None:
+        """Takes what became of a command."""
+        self._advance(reading)
+        if problem := answer_problem(answer):
+            logger.error("event=answer_refused reason=%s", problem)
+        elif self._executor.answer(answer):
+            if answer.pipeline in self.state.pipelines:
+                self._answered[answer.pipeline] = max(answer.seq, self._answered.get(answer.pipeline, -1))
+            self._settle_leaving(answer.pipeline)
+            self._plan_if_due()
+        self._flush()
+
+    def wanted(self, name: str) -> bool:
+        """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
+        held = {gpu for cluster in self.state.pipelines[name].held.values() for gpu in cluster.gpus}
+        for other, pipeline in self.state.pipelines.items():
+            if other == name or pipeline.fenced:
+                continue
+            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
+            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held
+            if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
+                return True
+        return False
+
+    def tick(self, reading: float) -> float:
+        """Does what is due by time alone; returns the steady time to call again at the latest."""
+        self._advance(reading)
+        now = self.clock.now
+        if now >= self._timers_due:
+            self._timers_due = min(self._executor.tick(), now + 1.0)
+            self._check_leases()
+            self._executor.retry_quarantined()
+        stale = now >= self._planned_at + self.state.limits.replan_s
+        if (self._look_again is not None and now >= self._look_again) or stale:
+            self._dirty = self._urgent = True
+        self._plan_if_due()
+        self._flush()
+        due = self._timers_due
+        if self._dirty:
+            due = min(due, self._planned_at + self.state.limits.plan_interval_s)
+        return due if self._look_again is None else min(due, self._look_again)
+
+    def hello(self) -> list[Reply]:
+        """What a restarted scheduler tells every registered agent, so that inventories come at once."""
+        return [
+            Reply(name, p.incarnation, self.state.term, True)
+            for name, p in self.state.pipelines.items()
+            if not p.fenced
+        ]
+
+    def _advance(self, reading: float) -> None:
+        jumped = self.clock.advance(reading)
+        if jumped:
+            logger.warning("event=clock_jumped seconds=%.3f", jumped)
+            self._emit(ev.ClockJumped(jumped))
+
+    def _emit(self, event: object) -> None:
+        self._record.emit(event)
+        self.state.apply(event, self.clock.now)
+        if type(event) in _REPLAN:
+            self._dirty = self._urgent = True
+            if isinstance(event, ev.Unregistered):
+                # Its next incarnation is a larger one, so whatever still comes of this one is told apart without these.
+                for notes in (self._seen, self._seqs, self._answered):
+                    notes.pop(event.pipeline, None)
+                self._inventoried.discard(event.pipeline)
+        elif isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE):
+            self._dirty = True
+            self._urgent = self._urgent or self._changes_much(event)
+
+    def _changes_much(self, event: ev.RankMoved) -> bool:
+        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or somebody waited
+        for this rank to be up: the training of its own pipeline, or a pipeline without any rank that may get this one.
+        """
+        pipeline = self.state.pipelines[event.pipeline]
+        gpus = pipeline.topology.ranks[event.rank]
+        if event.phase is Phase.ASLEEP:
+            return not all(gpu in self.state.claimed for gpu in gpus)
+        unscheduled = (p for p in self.state.pipelines.values() if p.unscheduled_since is not None and not p.held)
+        return bool(pipeline.wants) or any(not p.topology.mapped_gpus.isdisjoint(gpus) for p in unscheduled)
+
+    def _flush(self) -> None:
+        """The log reaches the operating system before any command leaves."""
+        if self._result_buffer:
+            self._record.flush()
+            result_buffer = list(self._result_buffer)
+            self._result_buffer.clear()
+            for command in result_buffer:
+                self._send_now(command)
+
+    def _restart(self, term: int, *, complete: bool) -> None:
+        self._emit(ev.SchedulerStarted(term, complete))
+        self._inventoried = {name for name, p in self.state.pipelines.items() if p.fenced}
+
+    def _finish_inventory(self) -> None:
+        if not self.state.recovering:
+            return
+        known = {name: pipeline.incarnation for name, pipeline in self.state.pipelines.items()}
+        unknown = any(command.incarnation > known.get(command.pipeline, -1) for command in self.state.commands.values())
+        if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
+            self._emit(ev.InventoryDone(self.state.term))
+            self._executor.settle_claims()
+            self._dirty = self._urgent = True
+
+    def _take(self, pipeline: PipelineState, status: Status) -> None:
+        name = status.pipeline
+        for back in status.given_back:
+            held = pipeline.held.get(back.cluster)
+            if held is not None and held.epoch <= back.epoch:
+                self._emit(ev.Released(name, back.cluster, held.epoch, back.version))
+                self._executor.settle_claims_on(held.gpus)
+        self._take_wants(pipeline, status)
+        demand = status.demand
+        if demand.seq > pipeline.demand.seq:
+            began = pipeline.demand.remaining == 0
+            self._emit(ev.DemandReported(name, demand.target, demand.done, demand.unit, demand.seq))
+            self._dirty = True
+            self._urgent = self._urgent or began
+        for rank in status.broken:
+            if rank in pipeline.awake:
+                self._executor.begin_cooling(name, rank)
+        if status.leaving and not pipeline.leaving:
+            self._begin_leaving(name)
+        self._settle_leaving(name)
+
+    def _begin_leaving(self, name: str) -> None:
+        self._emit(ev.Leaving(name))
+        for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
+            self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
+
+    def _take_wants(self, pipeline: PipelineState, status: Status) -> None:
+        name = status.pipeline
+        wanted = {want.cluster: want for want in status.wants}
+        for cluster, queued in list(pipeline.wants.items()):
+            if wanted.get(cluster) is None or wanted[cluster].request > queued.want.request:
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, "withdrawn"))
+                if (name, cluster, -1) in self.state.claims:
+                    self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))
+        for want in status.wants:
+            if want.request <= pipeline.last_request or want.cluster not in pipeline.topology.clusters:
+                continue
+            # One that is drained may still finish the step for which it holds GPUs.
+            if pipeline.leaving and not pipeline.held:
+                continue
+            self._emit(ev.Requested(name, want.cluster, want.priority, want.request, want.step))
+
+    def _settle_leaving(self, name: str) -> None:
+        pipeline = self.state.pipelines.get(name)
+        if pipeline is None or not pipeline.leaving or pipeline.fenced or pipeline.awake or pipeline.held:
+            return
+        if any(command.pipeline == name for command in self.state.commands.values()):
+            return
+        for cluster, queued in list(pipeline.wants.items()):
+            self._emit(ev.RequestDropped(name, cluster, queued.want.request, "leaving"))
+        self._emit(ev.Unregistered(name, pipeline.incarnation, "left"))
+        self._record.flush()
+        self._notify(Reply(name, pipeline.incarnation, self.state.term, False))
+
+    def _check_leases(self) -> None:
+        now, limits = self.clock.now, self.state.limits
+        for name, pipeline in list(self.state.pipelines.items()):
+            if pipeline.fenced:
+                continue
+            silent = now - self._seen.setdefault(name, now)
+            overdue = next((c for c, held in pipeline.held.items() if now > held.hold_until), None)
+            if silent > limits.lease_s:
+                self._executor.fence(name, f"no heartbeat for {silent:.1f} s (lease {limits.lease_s:g} s)")
+            elif overdue is not None:
+                self._executor.fence(name, f"it held {overdue} longer than max_hold_s={limits.max_hold_s:g}")
+            else:
+                self._expire_requests(name, pipeline)
+                continue
+            self._inventoried.add(name)
+            self._finish_inventory()
+
+    def _expire_requests(self, name: str, pipeline: PipelineState) -> None:
+        for cluster, queued in list(pipeline.wants.items()):
+            if (
+                self.clock.now > queued.since + self.state.limits.request_s
+                and (name, cluster, -1) not in self.state.claims
+            ):
+                self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
+
+    def _expired(self, pipeline: PipelineState, status: Status) -> tuple[EndedRequest, ...]:
+        reason = f"it waited longer than request_s={self.state.limits.request_s:g}; ask again under a new number"
+        return tuple(
+            EndedRequest(want.request, reason)
+            for want in status.wants
+            if pipeline.expired.get(want.cluster) == want.request
+        )
+
+    def _plan_if_due(self) -> None:
+        self._finish_inventory()
+        now = self.clock.now
+        rested = now >= self._planned_at + self.state.limits.plan_interval_s
+        if not self._dirty or self.state.recovering or not (self._urgent or rested):
+            return
+        self._dirty = self._urgent = False
+        self._planned_at, self._look_again = now, None
+        snapshot = Snapshot.of(self.state)
+        plan = self._rule(snapshot, now)
+        self._look_again = plan.wake_at
+        if plan.empty:
+            return
+        sound, problems = sound_part(snapshot, plan, self._validate)
+        if problems:
+            texts = tuple(dict.fromkeys(map(str, problems)))
+            logger.error("event=plan_rejected problems=%s", "; ".join(texts))
+            self._emit(ev.PlanRejected(texts))
+        if not sound.empty:
+            if self._explains:
+                self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(sound, now)), dict(sound.entitled)))
+            self._executor.start(sound)

@@ -1,0 +1,367 @@
+"""What a simulation is told: the pool, the jobs, what hand-overs cost, how the network behaves and what breaks.
+
+These are the schemas of the scenario YAML files, each key with its meaning (`scenario_page` makes
+docs/time_sharing_scenarios.md of them). Mappings are checked by the same rules as a real registration. Nothing is
+converted: text is no number and `true` is not 1. Times are in seconds, all virtual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
+from nemo_rl.time_sharing.simulation.scenario_limits import problems_of_limits
+from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
+
+Int = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Bool = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True)]
+Seconds = Annotated[float, Field(strict=True, ge=0.0, le=1e7, allow_inf_nan=False)]
+Probability = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0.0, le=1e4, allow_inf_nan=False)]
+
+_MOST_SAMPLES = 1_000_000
+
+
+def _key(
+    default: Any, meaning: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None
+) -> Any:
+    return Field(default, description=meaning, ge=ge, gt=gt, le=le)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolSection(_Section):
+    """The GPUs to share: equal nodes. GPU g is local GPU g % gpus_per_node of node g // gpus_per_node."""
+
+    nodes: Int = _key(1, "How many nodes.", ge=1, le=100_000)
+    gpus_per_node: Int = _key(8, "GPUs of each node.", ge=1, le=1024)
+
+
+class Tokens(_Section):
+    """How long completions are: log-normal, cut at `max`. Each prompt of a seed has the same length in every way of
+    running the jobs.
+    """
+
+    median: Number = _key(256, "Median length in tokens.", gt=0, le=1e7)
+    sigma: Number = _key(0.8, "Spread of the logarithm: 0 gives equal lengths, 1.2 a long tail.", ge=0, le=3)
+    max: Int = _key(8192, "Longest completion in tokens; at least the median.", ge=1, le=10**8)
+
+
+class Engine(_Section):
+    """One generation rank. With n requests running it gives each tokens_per_s / (1 + n / half_batch), so that its rate
+    saturates as n grows.
+    """
+
+    tokens_per_s: Number = _key(100.0, "Tokens a second of a request that runs alone.", gt=0, le=1e6)
+    half_batch: Number = _key(
+        64.0,
+        "So many requests at once halve the speed of each. A rank more is worth having per half_batch / 4 "
+        "samples left.",
+        gt=0,
+        le=1e6,
+    )
+    max_running: Int = _key(256, "Requests that a rank runs at once; further ones wait.", ge=1, le=1_000_000)
+
+
+class Costs(_Section):
+    """What hand-overs take, in seconds. The defaults are those of an H200 with a small model, weights of 1 GB synced
+    through the host.
+    """
+
+    start_s: Seconds = _key(5.0, "First wake of a rank: building its engine.")
+    drain_s: Seconds = _key(0.05, "Taking the requests off a rank.")
+    sleep_s: Seconds = _key(0.03, "Sending a rank to sleep: its memory is free afterwards.")
+    wake_s: Seconds = _key(0.2, "Waking a rank whose engine stands already.")
+    sync_s: Seconds = _key(0.3, "Loading the newest weights into a rank that wakes.")
+    refresh_s: Seconds = _key(0.3, "Loading new weights into a rank that generates on, after a training step.")
+    load_s: Seconds = _key(0.3, "Bringing the trainer back to its GPUs, before log-probs or training.")
+    cache_s: Seconds = _key(0.3, "Copying new weights to host memory after a training step.")
+    offload_s: Seconds = _key(0.2, "Taking the trainer off its GPUs.")
+    jitter: Number = _key(
+        0.1, "Each duration is multiplied by a log-normal factor of this spread; 0 for none.", ge=0, le=2
+    )
+
+
+class Network(_Section):
+    """Messages between scheduler and jobs. Reordering follows from the spread of the delays."""
+
+    delay_s: Seconds = _key(0.002, "Mean delay, exponentially distributed.")
+    loss: Probability = _key(0.0, "Part of the messages that is lost (0 to 1).")
+    duplicate: Probability = _key(0.0, "Part of the messages that arrives twice.")
+    slow: Probability = _key(0.0, "Part of the messages that takes longer, by up to slow_s.")
+    slow_s: Seconds = _key(1.0, "Longest extra delay of a slow message.")
+
+
+class Faults(_Section):
+    """What breaks, at random by the seed. Rates are per hour of the whole simulation, each strike hitting one job
+    picked at random. Running alone has none.
+    """
+
+    agent_crashes: Rate = _key(
+        0.0, "A job's processes die, per hour; they start again after restart_s and go on after the last trained step."
+    )
+    scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log after 1 to 6 s.")
+    partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
+    partition_s: Seconds = _key(
+        20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs."
+    )
+    stuck_shards: Rate = _key(
+        0.0, "A generation rank stands still, per hour, until it is put to sleep and started anew."
+    )
+    slow_shards: Rate = _key(0.0, "A generation rank falls to 5 % of its speed, per hour.")
+    clock_jumps: Rate = _key(0.0, "The scheduler's machine sets its clock (by -1 h, -1 s, 20 s or a day), per hour.")
+    operation_fails: Probability = _key(0.0, "Chance that a drain, sleep, wake, sync or refresh fails.")
+    operation_hangs: Probability = _key(0.0, "Chance that a drain, sleep, wake or sync never ends.")
+    reap_fails: Probability = _key(
+        0.0, "Chance that processes cannot be ended; their GPUs are quarantined and it is tried again."
+    )
+    restart_s: Seconds = _key(5.0, "How long a job's supervisor waits before it starts the job again.")
+    restarts: Int = _key(
+        20, "How often it does; a job that is ended once more is given up and counts as unfinished.", ge=0, le=1_000_000
+    )
+    until_s: Seconds = _key(1e7, "No crash, partition, stall, jump or failed operation after this time.")
+
+
+class Job(_Section):
+    """One RL job: where it runs, what a step is, when it comes and goes."""
+
+    name: Text = Field(description="Its name: letters, digits, `_`, `.` and `-`; each job has another.")
+    train: tuple[Int, ...] = Field(
+        description="GPUs it trains on, ascending; all of them in `infer`, and some whole rank of `infer` "
+        "not among them."
+    )
+    infer: tuple[Int, ...] = Field(description="GPUs it may generate on, ascending; rank r is the r-th `tp` of them.")
+    tp: Int = _key(1, "GPUs of one generation rank: 1, 2, 4, 8 or whole nodes.", ge=1)
+    weight: Number = _key(1.0, "Its claim on contended GPUs relative to other jobs.", gt=0)
+    min_share: Number = _key(
+        0.0, "Part of its GPUs (0 to 1) it is entitled to at least while it has samples to generate.", ge=0, le=1
+    )
+    max_share: Number = _key(1.0, "Part of its GPUs it is entitled to at most; free GPUs may go beyond it.", gt=0, le=1)
+    steps: Int = _key(10, "Training steps; the job has finished when all are trained.", ge=1, le=1_000_000)
+    groups: Int = _key(
+        8, "Prompt groups per step: a step trains when all samples of its groups are there.", ge=1, le=100_000
+    )
+    samples_per_group: Int = _key(8, "Completions of each prompt.", ge=1, le=100_000)
+    staleness: Int = _key(
+        1,
+        "How many steps generation may be ahead of training; 0 is on-policy: generation waits for the new weights.",
+        ge=0,
+        le=1_000_000,
+    )
+    train_s: Seconds = _key(10.0, "Seconds of one training step on the `train` GPUs.")
+    log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
+    init_s: Seconds = _key(2.0, "Seconds of the trainer's initialisation, whenever the job starts.")
+    tokens: Tokens = _key(Tokens(), "Completion lengths.")
+    engine: Engine = _key(Engine(), "How fast a rank generates.")
+    arrive_s: Seconds = _key(0.0, "When the job is started.")
+    leaves_s: Seconds | None = _key(
+        None, "When its user stops it, finished or not; null for never. Such a job has no slowdown."
+    )
+    full_overlap: Bool = _key(False, "Lets training cover every generation rank: nothing is generated beside training.")
+
+
+class Fleet(_Section):
+    """Many jobs of one kind, called by the fleet's name and a number: their mappings of `width` GPUs lie at even
+    distances round the pool.
+    """
+
+    count: Int = Field(description="How many jobs.", ge=1, le=10_000)
+    width: Int = Field(description="GPUs that each may generate on.", ge=1)
+    train_gpus: Int = Field(description="The first so many of them are trained on.", ge=1)
+    stride: Int = Field(
+        description="From the first GPU of one job to that of the next, beginning anew at the pool's end.", ge=1
+    )
+    first: Int = _key(0, "First GPU of the first job.", ge=0)
+    arrive_every_s: Seconds = _key(0.0, "Seconds between the arrivals of two jobs.")
+    job: dict[str, Any] = Field(
+        default_factory=dict, description="What else its jobs have: any key of a job but `name`, `train` and `infer`."
+    )
+
+
+class Scenario(_Section):
+    """Everything one simulation needs besides its seed."""
+
+    name: Text = _key("scenario", "Title of tables and reports.")
+    about: Text = _key("", "What the mix is to show.")
+    pool: PoolSection = _key(PoolSection(), "The GPUs.")
+    jobs: tuple[Job, ...] = _key(
+        (),
+        "The jobs; together with the fleets at least one. Where several arrive at once, one after the other "
+        "goes by this order.",
+    )
+    fleets: dict[str, Fleet] = Field(default_factory=dict, description="Many jobs of one kind, by name.")
+    costs: Costs = _key(Costs(), "What hand-overs take.")
+    network: Network = _key(Network(), "How messages travel.")
+    faults: Faults = _key(Faults(), "What breaks.")
+    limits: dict[str, Annotated[float, Field(strict=True)]] = Field(
+        default_factory=dict, description="The scheduler's bounds and delays."
+    )
+    horizon_s: Seconds = _key(
+        1e6, "The simulation ends here at the latest; jobs that are not done by then are unfinished.", gt=0
+    )
+
+    @property
+    def gpu_pool(self) -> Pool:
+        return Pool(self.pool.nodes, self.pool.gpus_per_node)
+
+    @property
+    def scheduler_limits(self) -> Limits:
+        return limits_from(self.limits)
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """Reads a scenario YAML file. Raises ScenarioError for a file that is missing, not YAML or not a scenario."""
+    return parse_scenario(read_mapping(Path(path)), where=str(path))
+
+
+def parse_scenario(given: object, *, where: str = "scenario") -> Scenario:
+    """A scenario from plain data. Raises ScenarioError with one line per mistake: path of the key, the value, and what
+    is allowed.
+    """
+    if not isinstance(given, dict):
+        raise ScenarioError(f"{where}: a scenario is a mapping of keys, this is a {type(given).__name__}")
+    expanded, places, problems = _unroll_fleets(given)
+    if not problems:
+        try:
+            scenario = Scenario.model_validate(expanded)
+        except ValidationError as error:
+            problems = in_words(error, Scenario, places)
+        else:
+            problems = list(dict.fromkeys(_problems(scenario, places)))
+            if not problems:
+                return scenario
+    raise ScenarioError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+_FLEET_GIVES = ("name", "train", "infer")
+
+
+def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], list[str]]:
+    """The scenario with its fleets as jobs, where in the file each job comes from, and mistakes of the fleets."""
+    jobs = given.get("jobs", [])
+    places = [f"jobs.{number}" for number in range(len(jobs))] if isinstance(jobs, (list, tuple)) else []
+    try:
+        pool = PoolSection.model_validate(given.get("pool", {}))
+        fleets = {name: Fleet.model_validate(raw) for name, raw in given.get("fleets", {}).items()}
+    except (ValidationError, AttributeError):
+        # Left as it is, so that the mistake is reported where the field itself is checked, with its path.
+        return given, places, []
+    if not fleets or not isinstance(jobs, (list, tuple)):
+        return given, places, []
+    size = pool.nodes * pool.gpus_per_node
+    problems: list[str] = []
+    made: list[object] = list(jobs)
+    for name, fleet in fleets.items():
+        if fleet.width > size:
+            problems.append(f"fleets.{name}.width: {fleet.width} GPUs do not fit the pool of {size} GPUs")
+        if fleet.train_gpus > fleet.width:
+            problems.append(
+                f"fleets.{name}.train_gpus: {fleet.train_gpus} is more than the fleet's width of {fleet.width} GPUs"
+            )
+        problems += [
+            f"fleets.{name}.job.{key}: each job of a fleet gets its own; leave it out"
+            for key in _FLEET_GIVES
+            if key in fleet.job
+        ]
+        if not problems:
+            made += [_fleet_job(name, fleet, number, size) for number in range(fleet.count)]
+            places += [f"fleets.{name}.job"] * fleet.count
+    return {**given, "jobs": made, "fleets": {}}, places, problems
+
+
+def _fleet_job(name: str, fleet: Fleet, number: int, pool_size: int) -> dict[str, Any]:
+    start = (fleet.first + number * fleet.stride) % pool_size
+    gpus = [(start + i) % pool_size for i in range(fleet.width)]
+    return {
+        "name": f"{name}{number}",
+        "train": tuple(sorted(gpus[: fleet.train_gpus])),
+        "infer": tuple(sorted(gpus)),
+        "arrive_s": number * fleet.arrive_every_s,
+        **fleet.job,
+    }
+
+
+def _problems(scenario: Scenario, places: list[str]) -> Iterator[str]:
+    """What no single key shows."""
+    yield from problems_of_limits(scenario.limits)
+    if not scenario.jobs:
+        yield "jobs: a scenario needs at least one job, or a fleet"
+    first: dict[str, str] = {}
+    wrong_fleets: set[str] = set()
+    for job, place in zip(scenario.jobs, places, strict=True):
+        if job.name in first:
+            yield (
+                f"{place}.name: two jobs are called {job.name!r}, the other is {first[job.name]}; each "
+                "needs a name of its own"
+            )
+        first.setdefault(job.name, place)
+        found = list(_problems_of_job(scenario, job))
+        if place.startswith("fleets."):
+            # The jobs of a fleet differ in their GPUs only: the first of them that is wrong speaks for all.
+            if place in wrong_fleets:
+                continue
+            if found:
+                wrong_fleets.add(place)
+        for key, message in found:
+            of_fleet = place.startswith("fleets.") and key in _FLEET_GIVES
+            yield (
+                f"{place.removesuffix('.job') if of_fleet else f'{place}.{key}'}: job {job.name!r}: "
+                f"{f'{key}: ' if of_fleet else ''}{message}"
+            )
+
+
+def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
+    if job.leaves_s is not None and job.leaves_s < job.arrive_s:
+        yield (
+            "leaves_s",
+            f"{job.leaves_s:g} s is before it arrives (arrive_s: {job.arrive_s:g}); give a later time, or "
+            "null for never",
+        )
+    if job.arrive_s >= scenario.horizon_s:
+        yield (
+            "arrive_s",
+            f"{job.arrive_s:g} s is not before the end of the simulation (horizon_s: {scenario.horizon_s:g})",
+        )
+    ahead = min(job.staleness + 1, job.steps)
+    if job.groups * job.samples_per_group * ahead > _MOST_SAMPLES:
+        counts = f"{job.groups} groups of {job.samples_per_group} samples, {ahead} steps at a time"
+        yield (
+            "groups",
+            f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer "
+            "groups, or less staleness",
+        )
+    if job.tokens.max < job.tokens.median:
+        yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
+    try:
+        register(
+            scenario.gpu_pool,
+            job.name,
+            job.name,
+            {ACTOR_TRAIN: 1, ACTOR_INFER: job.tp},
+            {ACTOR_TRAIN: job.train, ACTOR_INFER: job.infer},
+            weight=job.weight,
+            min_share=job.min_share,
+            max_share=job.max_share,
+            staleness=job.staleness,
+            full_overlap=job.full_overlap,
+        )
+    except RegistrationError as error:
+        yield _of_registration(error)
+
+
+def _of_registration(error: RegistrationError) -> tuple[str, str]:
+    """The key of the scenario that a refused registration is about, and why, in the scenario's words."""
+    where = f"pipeline {error.pipeline!r}" + (f", cluster {error.cluster!r}" if error.cluster else "")
+    message = str(error).removeprefix(f"{where}: ").replace(ACTOR_INFER, "infer").replace(ACTOR_TRAIN, "train")
+    named = message.partition("=")[0]
+    by_cluster = {ACTOR_TRAIN: "train", ACTOR_INFER: "infer"}.get(error.cluster or "", "name")
+    return named if named in Job.model_fields else by_cluster, message

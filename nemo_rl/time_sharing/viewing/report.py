@@ -1,0 +1,118 @@
+"""A record as one self-contained HTML page: GPUs over time coloured by pipeline and phase, demand and GPU curves,
+hand-over latencies, and the checker's word.
+
+The page holds its data as JSON and draws it on canvases with the script in `report_page`; it loads nothing from
+anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
+from nemo_rl.time_sharing.log.comparison import LEGEND
+from nemo_rl.time_sharing.viewing.handovers import percentile
+from nemo_rl.time_sharing.viewing.report_page import PAGE
+from nemo_rl.time_sharing.viewing.standings_table import COLUMNS
+from nemo_rl.time_sharing.viewing.timeline import Level, Timeline
+
+_MOST_POINTS = 3000
+_MOST_DECISIONS = 2000
+# A real run's clock counts from 1970, a simulation's from its start.
+_A_CLOCK = 1e8
+
+
+def write_report(timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str) -> None:
+    """Writes the page. `violations` is what `history.check.check` found in the same record."""
+    data = json.dumps(report_data(timeline, violations, title), separators=(",", ":")).replace("</", "<\\/")
+    page = PAGE.replace("/*TITLE*/", html.escape(f"{title}: time-sharing report"))
+    Path(path).write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
+
+
+def report_data(timeline: Timeline, violations: Sequence[Violation], title: str) -> dict[str, object]:
+    """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in
+    `pipelines`.
+    """
+    pipelines = timeline.pipelines
+    index = {name: number for number, name in enumerate(pipelines)}
+    gpu_seconds = [0.0] * len(pipelines)
+    held = 0.0
+    bars: list[list[float | int | str]] = []
+    # First, so that whoever has a GPU that is closed to one pipeline only is drawn over it.
+    for out in timeline.outages:
+        bars += [
+            [first, last, round(out.start, 3), round(out.end, 3), index.get(out.pipeline, 0), out.kind, out.label]
+            for first, last in _runs(out.gpus)
+        ]
+    for o in timeline.occupations:
+        gpu_seconds[index[o.pipeline]] += len(o.gpus) * (o.end - o.start)
+        if o.phase in ("held", "active"):
+            held += len(o.gpus) * (o.end - o.start)
+        runs = _runs(o.gpus)
+        bars += [
+            [first, last, round(o.start, 3), round(o.end, 3), index[o.pipeline], _kind(o.tag, o.phase), o.label]
+            for first, last in runs
+        ]
+    spans = sorted(handover.seconds for handover in timeline.handovers)
+    said = timeline.simulated
+    return {
+        "title": title,
+        "end": timeline.end,
+        "gpus": timeline.pool.size,
+        "perNode": timeline.pool.gpus_per_node,
+        "pipelines": pipelines,
+        "bars": bars,
+        "demand": _curves(timeline.demand, index),
+        "share": _curves(timeline.gpus, index),
+        "handovers": [round(span, 3) for span in spans],
+        "handoverP50": percentile(spans, 50),
+        "handoverP99": percentile(spans, 99),
+        "gpuSeconds": [round(s) for s in gpu_seconds],
+        "steps": [timeline.steps.get(name, 0) for name in pipelines],
+        "held": held / max(timeline.end * timeline.pool.size, 1e-9),
+        "busy": None if said is None else said.gpu_busy,
+        "about": "" if said is None else said.about,
+        "runs": "" if said is None else f"{said.runs} run{'' if said.runs == 1 else 's'} from seed {said.seed}",
+        "jobTable": [] if said is None else said.jobs,
+        "wayTable": [] if said is None else said.ways,
+        "notes": [] if said is None else said.notes,
+        "legend": LEGEND,
+        "invariants": INVARIANTS,
+        "violations": [str(v) for v in violations[:20]],
+        "faults": [[round(t, 3), text] for t, text in timeline.faults],
+        "decisions": [[round(t, 3), plan, text] for t, plan, text in timeline.decisions[-_MOST_DECISIONS:]],
+        "entitled": [round(timeline.entitled.get(name, 0.0), 2) for name in pipelines],
+        "began": timeline.origin if timeline.origin > _A_CLOCK else 0.0,
+        "live": False,
+        "checked": True,
+        "standings": [],
+        "columns": COLUMNS,
+    }
+
+
+def _kind(tag: str, phase: str) -> str:
+    if phase == "fenced":
+        return phase
+    if tag != "GEN":
+        return "init" if tag == "INIT" else "train"
+    return "generate" if phase == "active" else "handover"
+
+
+def _runs(gpus: tuple[int, ...]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for gpu in gpus:
+        if runs and runs[-1][1] == gpu - 1:
+            runs[-1] = (runs[-1][0], gpu)
+        else:
+            runs.append((gpu, gpu))
+    return runs
+
+
+def _curves(levels: Sequence[Level], index: dict[str, int]) -> list[list[list[float]]]:
+    curves: list[list[list[float]]] = [[] for _ in index]
+    for level in levels:
+        curves[index[level.pipeline]].append([round(level.time, 2), level.value])
+    return [curve[:: max(len(curve) // _MOST_POINTS, 1)] for curve in curves]

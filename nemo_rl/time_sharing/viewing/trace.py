@@ -1,0 +1,136 @@
+"""A timeline as a trace for ui.perfetto.dev: GPUs, queue, counters and markers.
+
+Written in the Chrome JSON trace format, which Perfetto opens as it is and which needs no library. Times are
+microseconds. One process holds a track per GPU (a slice per hold, its phases nested inside), one the queue with a row
+per waiting cluster under its priority.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nemo_rl.time_sharing.protocol.types import Priority
+from nemo_rl.time_sharing.viewing.timeline import Occupation, Timeline, build_timeline
+from nemo_rl.utils.record import Entry
+
+_SCHEDULER, _GPUS, _QUEUE = 1, 2, 3
+
+
+def write_trace(entries: Iterable[Entry], path: str | Path) -> int:
+    """Writes the trace of a record; returns the number of trace events."""
+    events = list(trace_events(build_timeline(entries)))
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
+    return len(events)
+
+
+def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
+    """The trace events, metadata first."""
+    yield from _names(timeline)
+    for time, active in timeline.active_gpus:
+        yield {"ph": "C", "pid": _SCHEDULER, "name": "active GPUs", "ts": _us(time), "args": {"GPUs": active}}
+    for time, text in timeline.marks:
+        kind = text.split(" ", 1)[0]
+        yield {
+            "ph": "i",
+            "s": "t",
+            "pid": _SCHEDULER,
+            "tid": {"enqueue": 1, "plan": 2, "release": 3}[kind],
+            "name": text,
+            "ts": _us(time),
+        }
+    for time, text in timeline.faults:
+        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": 4, "name": text, "ts": _us(time)}
+    yield from _gpu_slices(timeline)
+    yield from _queue_slices(timeline)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _name(pid: int, name: str, order: int) -> Iterator[dict[str, object]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}}
+
+
+def _track(pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
+    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, object]]:
+    yield from _name(_SCHEDULER, "scheduler", 0)
+    for tid, name in enumerate(("enqueue", "execution", "release", "faults"), start=1):
+        yield from _track(_SCHEDULER, tid, name)
+    yield from _name(_GPUS, "GPUs", 1)
+    per_node = timeline.pool.gpus_per_node
+    for gpu in range(timeline.pool.size):
+        yield from _track(_GPUS, gpu + 1, f"GPU {gpu} (node {gpu // per_node}, local {gpu % per_node})")
+    yield from _name(_QUEUE, "queue", 2)
+
+
+def _gpu_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
+    holds: dict[int, list[Occupation]] = {}
+    for occupation in timeline.occupations:
+        holds.setdefault(occupation.number, []).append(occupation)
+    for parts in holds.values():
+        first, last = parts[0], parts[-1]
+        whole = f"{first.tag} {first.label.split(' ', 1)[1].rsplit(' ' + first.phase, 1)[0]}"
+        for gpu in first.gpus:
+            yield _slice(gpu, whole, first.start, last.end, first)
+            if len(parts) > 1 or first.phase != "held":
+                for part in parts:
+                    yield _slice(gpu, part.phase if part.phase != "held" else part.label, part.start, part.end, part)
+
+
+def _slice(gpu: int, name: str, start: float, end: float, part: Occupation) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": _GPUS,
+        "tid": gpu + 1,
+        "name": name,
+        "cat": part.tag,
+        "ts": _us(start),
+        "dur": max(_us(end) - _us(start), 1),
+        "args": {**_about(part), "hold": part.number, "label": part.label},
+    }
+
+
+def _about(part: Occupation) -> dict[str, object]:
+    """What a slice is for: numbers that do not apply are left out."""
+    numbers = {
+        name: value for name, value in (("rank", part.rank), ("step", part.step), ("plan", part.plan)) if value >= 0
+    }
+    return {"pipeline": part.pipeline, "cluster": part.cluster, "kind": part.kind, **numbers}
+
+
+def _queue_slices(timeline: Timeline) -> Iterator[dict[str, object]]:
+    tags = [priority.tag for priority in Priority]
+    rows: dict[tuple[str, str, str], int] = {}
+    for wait in sorted(timeline.waits, key=lambda w: (tags.index(w.tag), w.pipeline, w.cluster)):
+        key = (wait.tag, wait.pipeline, wait.cluster)
+        if key not in rows:
+            rows[key] = 1000 * (tags.index(wait.tag) + 1) + len(rows)
+            yield from _track(_QUEUE, rows[key], f"{wait.tag} {wait.pipeline}/{wait.cluster}")
+        yield {
+            "ph": "X",
+            "pid": _QUEUE,
+            "tid": rows[key],
+            "name": f"{wait.tag} waits",
+            "ts": _us(wait.start),
+            "dur": max(_us(wait.end) - _us(wait.start), 1),
+            "args": {"pipeline": wait.pipeline, "cluster": wait.cluster},
+        }
+    for tag in tags:
+        # At one moment those who come count before those who go: a request that is served at once was in the queue, and
+        # nobody leaves before coming.
+        changes = sorted(
+            [(w.start, -1) for w in timeline.waits if w.tag == tag]
+            + [(w.end, 1) for w in timeline.waits if w.tag == tag]
+        )
+        depth = 0
+        for time, gone in changes:
+            depth -= gone
+            yield {"ph": "C", "pid": _QUEUE, "name": f"{tag} depth", "ts": _us(time), "args": {"waiting": depth}}
