@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -266,7 +266,7 @@ class StreamCollector:
             if not self._may_commit(key):
                 return
             # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.to_thread(self._store.write_pending, rollout.columns)
+            handle = await asyncio.wrap_future(self._writes.submit(self._store.write_pending, rollout.columns))
             self._commit(key, handle, rollout, version)
             break
         self._launch()

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -240,7 +240,7 @@ class TrajectoryCollector:
                 with self._changed:
                     self._changed.notify_all()
             # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.to_thread(self._store.write_pending, rollout.columns)
+            handle = await asyncio.wrap_future(self._writes.submit(self._store.write_pending, rollout.columns))
             self._commit(key, handle, rollout, version)
             return
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.resumable_request import OnPreempt
 from nemo_rl.models.generation.router import Router, RouterPolicy
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
 from nemo_rl.utils.record import Record
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class DetachedGenerator:
             dispatcher.unroute([shard for shard in range(len(self._workers)) if shard not in serving])
             dispatcher.route([shard for shard in serving if shard not in dispatcher.failed])
 
-        asyncio.run_coroutine_threadsafe(change(), loop).result(timeout=_FOLLOW_S)
+        wait_on_loop(change(), loop, _FOLLOW_S)
         self._serving |= serving
 
     def lost(self) -> dict[int, str]:
@@ -102,6 +102,10 @@ class DetachedGenerator:
         )
 
     def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the dispatcher's loop and waits."""
+        """Runs a coroutine on the dispatcher's loop and waits.
+
+        Raises:
+            GenerationError: It hangs.
+        """
         loop, _ = self._started()
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
+        return wait_on_loop(work, loop, LOOP_TIMEOUT_S)

@@ -25,6 +25,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
+    GenerationError,
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
@@ -33,7 +34,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
 from nemo_rl.models.generation.vllm.engine_args import engine_spec
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.shards import ElasticShards
@@ -47,6 +48,7 @@ _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _TRANSITION_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 600.0
 _STATS_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 30.0
 _PROFILE_TIMEOUT_S = 60.0
 
 
@@ -138,7 +140,8 @@ class VllmGeneration(GenerationInterface):
             self.group.workers,
             self.group.identities,
             self._dispatcher,
-            self.run_on_dispatch_loop,
+            # A move waits for the shard to leave and then for its results.
+            lambda work: self.run_on_dispatch_loop(work, 3 * _TRANSITION_TIMEOUT_S),
             timeout_s=_TRANSITION_TIMEOUT_S,
             start=self.start_shard,
             built=not lent,
@@ -202,11 +205,14 @@ class VllmGeneration(GenerationInterface):
         future = asyncio.run_coroutine_threadsafe(self._dispatcher.run(request, self._request_timeout_s), self._loop)
         return await asyncio.wrap_future(future)
 
-    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
         """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per
         request.
+
+        Raises:
+            GenerationError: It has not ended after `timeout_s`.
         """
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return wait_on_loop(work, self._loop, timeout_s)
 
     def start_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the dispatcher's own loop."""
@@ -391,7 +397,8 @@ class VllmGeneration(GenerationInterface):
     def shutdown(self) -> bool:
         """Ends every engine and the dispatcher's thread."""
         if self._thread.is_alive():
-            self.run_on_dispatch_loop(self._dispatcher.close())
+            with contextlib.suppress(GenerationError):
+                self.run_on_dispatch_loop(self._dispatcher.close(), _CLOSE_TIMEOUT_S)
         clean = self.group.shutdown(cleanup_method="shutdown")
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
