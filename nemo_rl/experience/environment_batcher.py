@@ -9,7 +9,9 @@ name.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.registry import section_of
 
 _GATHER_S = 0.01
+_CALLS = 32
 
 
 @dataclass(frozen=True)

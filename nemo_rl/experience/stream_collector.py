@@ -29,6 +29,7 @@ from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.experience.trajectory_collector import (
+    STORE_WRITES,
     CollectorError,
     GroupRollouts,
     cancel_all,
@@ -131,6 +132,7 @@ class StreamCollector:
         self._prompts, self._rollouts, self._store, self._plan, self._start = prompts, rollouts, store, plan, start
         self._generations, self._policy, self._stall, self._record = generations, failures, stall, record
         self.queue = queue
+        self._writes = ThreadPoolExecutor(STORE_WRITES, thread_name_prefix="store-write")
         self._changed = threading.Condition()
         self._restored: list[SavedBatch] = []
         self._befores: dict[int, Position] = {}
@@ -467,6 +469,7 @@ class StreamCollector:
             self._start(cancel_all(tasks)).result(timeout=_LAUNCH_S)
         if self._watch is not None:
             self._watch.cancel()
+        self._writes.shutdown(wait=False)
         for key in sorted(self._prompt_of):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
 

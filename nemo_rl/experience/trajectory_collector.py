@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 5.0)
 _CANCEL_S = 60.0
+STORE_WRITES = 8
 
 Admitted = tuple[GroupKey, BatchedDataDict[Any]]
 """A prompt group and its samples' prompts."""
@@ -122,6 +123,7 @@ class TrajectoryCollector:
         self._limits = limits
         self._record = record
         self.buffer = ReplayBuffer(limits.max_age)
+        self._writes = ThreadPoolExecutor(STORE_WRITES, thread_name_prefix="store-write")
         self._changed = threading.Condition()
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
@@ -419,6 +421,7 @@ class TrajectoryCollector:
             self._changed.notify_all()
         if running:
             self._start(cancel_all(running)).result(timeout=_CANCEL_S)
+        self._writes.shutdown(wait=False)
         for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
 

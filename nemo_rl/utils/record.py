@@ -16,7 +16,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +50,14 @@ class RecordDamaged(RecordError):
     @property
     def intact(self) -> int:
         return self.line - 1
+
+
+class RecordUnwritable(RecordError, OSError):
+    """Lines cannot be written: what happens would be lost, so the run ends."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+        super().__init__(f"{path} cannot be written: {reason}; free some and start again: the lines before are intact")
 
 
 class RecordTooNew(RecordError):
@@ -170,39 +177,37 @@ class RecordWriter:
     def _write(self, source: str, clock: Callable[[], float], event: object) -> None:
         with self._lock:
             line = encode_entry(Entry(self._next, clock(), source, event))
-            with self._written():
+            try:
                 self._file.write(line)
                 self._next += 1
                 now = time.monotonic()
                 if now - self._last_flush >= self._flush_interval_s:
                     self._file.flush()
                     self._last_flush = now
-
-    @contextmanager
-    def _written(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
-            raise RecordError(
-                f"{self.path} cannot be written: {reason}; free some and start again: what is written is intact"
-            ) from error
+            except OSError as error:
+                raise RecordUnwritable(self.path, error) from error
 
     def flush(self, *, durable: bool = False) -> None:
         """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
         the machine).
         """
-        with self._lock, self._written():
-            self._file.flush()
-            self._last_flush = time.monotonic()
-            if durable:
-                os.fsync(self._file.fileno())
+        with self._lock:
+            try:
+                self._file.flush()
+                self._last_flush = time.monotonic()
+                if durable:
+                    os.fsync(self._file.fileno())
+            except OSError as error:
+                raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None and self._file.tell() >= self._archive_bytes:
                 move_to_archive(self.path)
 
     def close(self) -> None:
-        with self._lock, self._written():
-            self._file.close()
+        with self._lock:
+            try:
+                self._file.close()
+            except OSError as error:
+                raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None:
                 move_to_archive(self.path)
 

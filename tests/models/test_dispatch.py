@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -18,7 +19,7 @@ from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher, wait_on_loop
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
@@ -350,3 +351,15 @@ def test_in_any_unrest_every_request_is_answered_once_and_whole(seed: int) -> No
         await fleet.dispatcher.close()
 
     in_loop(story())
+
+
+def test_work_that_hangs_on_the_dispatchers_loop_is_given_up_by_name() -> None:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def hangs() -> None:
+        await asyncio.sleep(60.0)
+
+    with pytest.raises(GenerationError, match=r"did not finish .*hangs within 0 s"):
+        wait_on_loop(hangs(), loop, 0.2)
+    loop.call_soon_threadsafe(loop.stop)

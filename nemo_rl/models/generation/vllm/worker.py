@@ -24,6 +24,7 @@ from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStat
 from nemo_rl.models.generation.vllm.forked import forked_engine
 from nemo_rl.models.generation.vllm.parent_watchdog import OWNER_VARIABLE
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure, ResultBuffer, failure_of
+from nemo_rl.models.generation.vllm.socket_folder import make_socket_folder, remove_socket_folder
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
 
 T = TypeVar("T")
@@ -68,6 +69,8 @@ class VllmGenerationWorker:
     def _set_environment(self) -> None:
         os.environ.update(self._spec.env)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
+        if "VLLM_RPC_BASE_PATH" not in os.environ:
+            os.environ["VLLM_RPC_BASE_PATH"] = str(make_socket_folder())
 
     async def start(self) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device).
@@ -478,3 +481,4 @@ class VllmGenerationWorker:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+        remove_socket_folder()
