@@ -119,7 +119,7 @@ class World:
             timeout=TimeoutChecker(None),
             progress=SimpleNamespace(
                 phase=lambda name: None,
-                validated=lambda value, name: None,
+                validated=lambda value, name, step: None,
                 step_done=lambda *a, **k: None,
             ),
             reward_watch=RewardWatch(),

@@ -84,6 +84,7 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
             resume.check_unfinished(config.grpo.max_num_steps, "grpo.max_num_steps")
         here = accelerator_here(config.cluster.device)
         check_profile(here)
+        check_data_plane(config.data_plane)
     with ExitStack() as undo:
         ray_start = RayStart(lambda: placement.connect(config))
         undo.callback(ray_start.end, placement.disconnect)

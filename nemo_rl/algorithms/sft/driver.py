@@ -109,7 +109,7 @@ def validate(run: SFTRun) -> dict[str, float]:
         run.state.step,
         prefix="timing/validation",
     )
-    run.progress.validated(run.state.val_metrics["val_loss"], name="val_loss")
+    run.progress.validated(run.state.val_metrics["val_loss"], name="val_loss", step=run.state.step)
     return run.state.val_metrics
 
 
