@@ -24,8 +24,7 @@ def make_socket_folder() -> Path:
     """The folder of this process, made if it is not there."""
     for folder in _held:
         return folder
-    for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _remove_if_abandoned(other)
+    remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     _held[folder] = os.open(folder, os.O_RDONLY)
     fcntl.flock(_held[folder], fcntl.LOCK_EX)
@@ -38,6 +37,12 @@ def remove_socket_folder() -> None:
         folder, descriptor = _held.popitem()
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
+
+
+def remove_abandoned() -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_if_abandoned(folder)
 
 
 def _remove_if_abandoned(folder: Path) -> None:

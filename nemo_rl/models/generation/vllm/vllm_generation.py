@@ -38,6 +38,7 @@ from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, 
 from nemo_rl.models.generation.vllm.engine_args import engine_spec
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.shards import ElasticShards
+from nemo_rl.models.generation.vllm.socket_folder import remove_abandoned
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record import Record
 
@@ -400,6 +401,7 @@ class VllmGeneration(GenerationInterface):
             with contextlib.suppress(GenerationError):
                 self.run_on_dispatch_loop(self._dispatcher.close(), _CLOSE_TIMEOUT_S)
         clean = self.group.shutdown(cleanup_method="shutdown")
+        remove_abandoned()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10.0)
