@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), TEST_SESSIONS (0: one; on larger machines as many as there are pairs of cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TEST_SESSIONS (0: one; on larger machines as many as there are pairs of cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu
@@ -10,11 +10,12 @@ READY := $(VENV)/.installed
 READY_DEV := $(VENV)/.installed-dev
 RESULTS := results/arithmetic
 TEST_SESSIONS ?= 0
+MINUTES ?= 60
 
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: soak mooncake-libs help install demo test test-fast lint format docs clean
+.PHONY: soak chaos mooncake-libs help install demo test test-fast lint format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +68,10 @@ test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the in
 
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
+
+chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with parts of it killed for MINUTES (60)
+	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
+	$(BIN)/python tools/chaos.py --minutes $(MINUTES) --folder results/chaos
 
 lint: $(READY_DEV) ## ruff, formatting, types, and the order of packages
 	$(BIN)/ruff check --quiet .

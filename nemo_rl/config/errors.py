@@ -37,6 +37,19 @@ def in_one_line(error: BaseException) -> str | None:
     return None
 
 
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error, or one that it follows from, was a full disk; also where a worker or a library passed it on as
+    text.
+    """
+    known: BaseException | None = error
+    while known is not None:
+        full = isinstance(known, OSError) and known.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or "no space left on device" in str(known).lower() or "disk quota exceeded" in str(known).lower():
+            return True
+        known = known.__cause__ or known.__context__
+    return False
+
+
 @dataclass(frozen=True)
 class NotBuilt:
     """A key of NeMo-RL's whose value asks for a part that this package does not have.

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from nemo_rl.distributed.processes import LastWords
 from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.environments.verifiers import Verdict
 
@@ -33,6 +34,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     task: int | None
     give_up_at: float
+    last_words: LastWords
     ready: bool = False
 
     @property
@@ -87,8 +89,10 @@ class VerifierPool:
         command = [sys.executable, "-m", "nemo_rl.environments.verifier_process", self._verifier]
         # The process must find this package wherever this one found it, installed or not.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        worker = _Worker(process, None, time.monotonic() + _START_UP_S)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
+        worker = _Worker(process, None, time.monotonic() + _START_UP_S, LastWords(process))
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
 
@@ -119,7 +123,7 @@ class VerifierPool:
         late = time.monotonic() >= worker.give_up_at and not self._selector_has(worker)
         line = b"" if late else worker.replies.readline()
         if not line:
-            self._lost(worker, verdicts)
+            self._lost(worker, verdicts, late=late)
             return
         reply = json.loads(line)
         if not worker.ready:
@@ -130,13 +134,11 @@ class VerifierPool:
             verdicts[worker.task] = Verdict(float(reply["reward"]), reply["answer"])
             worker.task = None
 
-    def _lost(self, worker: _Worker, verdicts: list[Verdict | None]) -> None:
+    def _lost(self, worker: _Worker, verdicts: list[Verdict | None], *, late: bool) -> None:
+        how = f"was not ready after {_START_UP_S:g} s" if late else f"ended {worker.last_words.of_ended()}"
         self._end(worker)
         if not worker.ready:
-            raise EnvironmentFailure(
-                f"a verifier process ended, or was not ready after {_START_UP_S:g} s, with exit code "
-                f"{worker.process.returncode}"
-            )
+            raise EnvironmentFailure(f"a process that verifies by {self._verifier} {how}")
         if worker.task is not None:
             self.timeouts += 1
             logger.warning(

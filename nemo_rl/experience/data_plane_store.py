@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,17 @@ from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.remote import call, start_actor, stop_actor
-from nemo_rl.experience.rollout_actor import ActorSources, Purpose, RemoteRollouts, RolloutActor, write_rollout
+from nemo_rl.experience.rollout_actor import (
+    ActorSources,
+    GenerationElsewhere,
+    Purpose,
+    RemoteRollouts,
+    RolloutActor,
+    ShardOwner,
+    write_rollout,
+)
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.stage import TokenStage
+from nemo_rl.experience.stage import TokenStage, Unwritten
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 
@@ -50,9 +58,16 @@ class DataPlaneStore:
         self._owned: dict[str, dict[str, None]] = {}
         self._runner: Any = None
         self._rollouts: Any = None
+        self._unwritten = Unwritten()
 
     def rollouts(
-        self, train: RolloutSource, val: RolloutSource | None, events: MemoryRecord, record: Record
+        self,
+        train: RolloutSource,
+        val: RolloutSource | None,
+        events: MemoryRecord,
+        record: Record,
+        generation: GenerationElsewhere | None = None,
+        owner: ShardOwner | None = None,
     ) -> tuple[RolloutSource, RolloutSource | None]:
         """The same sources in an actor of this store, which writes what they give.
 
@@ -61,14 +76,16 @@ class DataPlaneStore:
             val: Validation rollouts, or None.
             events: The record that both write to.
             record: The run's, which takes these events over.
+            generation: What both generate with; None where rollouts are replayed.
+            owner: Owns the shards of that generation.
         """
         by_purpose: dict[Purpose, RolloutSource] = {"train": train}
         if val is not None:
             by_purpose["val"] = val
-        self._rollouts = start_actor(RolloutActor, ActorSources(by_purpose, events), self._client, self._multiple)
-        return RemoteRollouts(self._rollouts, "train", record), RemoteRollouts(
-            self._rollouts, "val", record
-        ) if val is not None else None
+        sources = ActorSources(by_purpose, events, generation)
+        self._rollouts = start_actor(RolloutActor, sources, self._client, self._multiple)
+        training = RemoteRollouts(self._rollouts, "train", record, owner)
+        return training, RemoteRollouts(self._rollouts, "val", record, owner) if val is not None else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -145,7 +162,10 @@ class DataPlaneStore:
         self._check(handle, stage.reads)
         if self._runner is None:
             self._runner = start_actor(StageRunner, self._client, self._pad_values)
-        rows = call(self._runner.apply.remote(handle, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
+        rows: dict[str, torch.Tensor] = {}
+        with self._unwritten.tolerated(stage.name) if stage.detached else nullcontext():
+            ref = self._runner.apply.remote(handle, stage)
+            rows = call(ref, what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
         handle.fields = handle.with_fields(stage.writes).fields
         return rows
 

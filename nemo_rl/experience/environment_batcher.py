@@ -9,7 +9,9 @@ name.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.registry import section_of
 
 _GATHER_S = 0.01
+_CALLS = 32
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class StepOutcome:
     answer: str | None = None
 
 
+@cache
+def _calls_of(environment: str) -> ThreadPoolExecutor:
+    """The threads that wait for an environment: one that hangs holds up neither others nor the store."""
+    return ThreadPoolExecutor(_CALLS, thread_name_prefix=f"environment-{environment}")
+
+
 class EnvironmentBatcher:
     """Batches steps of one environment; lives on one event loop."""
 
@@ -84,8 +93,16 @@ class EnvironmentBatcher:
         self._waiting = []
         logs, metadata = [plain_messages(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
         environment = self._environment
-        call = asyncio.to_thread(
-            step_environment, environment.handle, logs, metadata, timeout_s=environment.timeout_s, name=environment.name
+        call = asyncio.get_running_loop().run_in_executor(
+            _calls_of(environment.name),
+            partial(
+                step_environment,
+                environment.handle,
+                logs,
+                metadata,
+                timeout_s=environment.timeout_s,
+                name=environment.name,
+            ),
         )
         (result,) = await asyncio.gather(call, return_exceptions=True)
         for row, (_, _, answer) in enumerate(batch):

@@ -53,12 +53,13 @@ class BufferedGroup:
 
     @property
     def oldest(self) -> int:
-        """Oldest version among its tokens."""
-        return int(self.rows["weight_version"].min())
+        """Oldest version among its tokens; -1 where no sample has a token, since their prompts left no room."""
+        versions_G = self.rows["weight_version"]
+        with_tokens_N = versions_G[versions_G >= 0]
+        return int(with_tokens_N.min()) if len(with_tokens_N) else -1
 
     def is_stale(self, max_age: int) -> bool:
         """Whether it is older than its step allows."""
-        # A group without a token (its prompts left no room) has no version.
         return 0 <= self.oldest < self.key.target - max_age
 
 

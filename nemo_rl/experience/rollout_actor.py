@@ -6,9 +6,9 @@ the driver. Knows no algorithm. Invariant: a generation batch is one write, unde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -19,6 +19,31 @@ from nemo_rl.experience.remote import call
 from nemo_rl.experience.rollout_source import Rollout, RolloutSource
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.utils.record import MemoryRecord, Record
+
+
+class GenerationElsewhere(Protocol):
+    """Generation whose shards another process owns."""
+
+    def follow(self, serving: Mapping[int, Any]) -> None:
+        """Only these shards take requests from now on."""
+        ...
+
+    def lost(self) -> dict[int, str]:
+        """The shards that were found dead here, and why."""
+        ...
+
+
+class ShardOwner(Protocol):
+    """Who owns the shards."""
+
+    def serving(self) -> Mapping[int, Any]:
+        """The shards that take requests."""
+        ...
+
+    def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
+        """These shards take no request any more."""
+        ...
+
 
 Purpose = Literal["train", "val"]
 # Every request and every environment step has a deadline of its own; this one only ends a run whose actor hangs.
@@ -32,10 +57,12 @@ class ActorSources:
     Attributes:
         by_purpose: The purpose is the partition.
         events: The record that the sources write to; pickled with them, so that it stays theirs.
+        generation: What the sources generate with; None where rollouts are replayed.
     """
 
     by_purpose: Mapping[Purpose, RolloutSource]
     events: MemoryRecord
+    generation: GenerationElsewhere | None = None
 
 
 class RolloutActor:
@@ -50,16 +77,27 @@ class RolloutActor:
     def __init__(self, sources: ActorSources, client: DataPlaneClient, multiple: int) -> None:
         self._sources = dict(sources.by_purpose)
         self._events = sources.events
+        self._generation = sources.generation
         self._client = client
         self._multiple = multiple
 
-    def rollout_to_tq(self, purpose: Purpose, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
-        """Rolls a numbered batch out; `tokens` of the result is a meta."""
+    def rollout_to_tq(
+        self,
+        purpose: Purpose,
+        batch: BatchedDataDict[Any],
+        plan: RolloutPlan,
+        attempt: int,
+        serving: Mapping[int, Any] | None = None,
+    ) -> Rollout:
+        """Rolls a numbered batch out on the shards that serve; `tokens` of the result is a meta."""
+        if self._generation is not None and serving is not None:
+            self._generation.follow(serving)
         rollout = self._sources[purpose].roll_out(batch, plan, attempt)
         meta = write_rollout(self._client, rollout.columns, purpose, self._multiple)
-        events = tuple(entry.event for entry in self._events.entries)
+        events = tuple(self._events.entries)
         self._events.entries.clear()
-        return Rollout(RolloutColumns(meta, rollout.columns.rows), rollout.metrics, events)
+        lost = self._generation.lost() if self._generation is not None else {}
+        return Rollout(RolloutColumns(meta, rollout.columns.rows), rollout.metrics, events, lost)
 
     def close(self) -> None:
         """Lets go of the data plane."""
@@ -94,19 +132,26 @@ class RemoteRollouts:
         actor: The actor.
         purpose: Which of its sources.
         record: Takes the events of the rollouts.
+        owner: Owns the shards that the actor uses, and hears which of them died there.
     """
 
-    def __init__(self, actor: Any, purpose: Purpose, record: Record) -> None:
+    def __init__(self, actor: Any, purpose: Purpose, record: Record, owner: ShardOwner | None = None) -> None:
         self._actor = actor
         self._purpose = purpose
         self._record = record
+        self._owner = owner
 
     def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`."""
-        ref = self._actor.rollout_to_tq.remote(self._purpose, batch, plan, attempt)
+        serving = self._owner.serving() if self._owner is not None else None
+        ref = self._actor.rollout_to_tq.remote(self._purpose, batch, plan, attempt, serving)
         rollout: Rollout = call(
             ref, what=f"rollout actor ({self._purpose}, step {plan.step})", timeout_s=_ROLLOUT_TIMEOUT_S
         )
-        for event in rollout.events:
-            self._record.emit(event)
+        for entry in rollout.events:
+            self._record.bind(entry.source, clock=lambda entry=entry: entry.time).emit(entry.event)
+        if self._owner is not None:
+            for shard, reason in rollout.lost_shards.items():
+                if serving is not None and shard in serving:
+                    self._owner.quarantine([shard], reason)
         return rollout

@@ -7,7 +7,8 @@ very tensors that were recorded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, rollout_columns
 from nemo_rl.experience.rollout_metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory
+from nemo_rl.utils.record import Entry
 
 
 class RecordingError(UserError, FileNotFoundError):
@@ -26,13 +28,14 @@ class RecordingError(UserError, FileNotFoundError):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Columns of a generation batch, its rollout metrics, and events for the run record where it was made in another
-    process.
+    """Columns of a generation batch and its rollout metrics; where it was made in another process, also entries for the
+    run record, and the shards that were found dead there.
     """
 
     columns: RolloutColumns
     metrics: dict[str, Any]
-    events: tuple[Any, ...] = ()
+    events: tuple[Entry, ...] = ()
+    lost_shards: Mapping[int, str] = field(default_factory=dict)
 
 
 class RolloutSource(Protocol):

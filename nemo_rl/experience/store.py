@@ -18,7 +18,7 @@ import torch
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
-from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.experience.stage import StageOutput, TokenStage, Unwritten
 
 Handle = TypeVar("Handle")
 _DETACHED_TIMEOUT_S = 300.0
@@ -119,7 +119,8 @@ class InProcessStore:
         self._pad_values = pad_values(pad_token_id)
         self._multiple = multiple
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="detached-stage")
-        self._detached: Future[StageOutput] | None = None
+        self._detached: tuple[str, Future[StageOutput]] | None = None
+        self._unwritten = Unwritten()
 
     def step(self) -> AbstractContextManager[None]:
         """Rows go when nobody holds their batch any more."""
@@ -177,7 +178,7 @@ class InProcessStore:
         if stage.detached:
             self._wait_for_detached()
             # The thread keeps its own hold of the columns, which `clear` takes out of the handle.
-            self._detached = self._pool.submit(stage, self.read(handle, stage.reads))
+            self._detached = stage.name, self._pool.submit(stage, self.read(handle, stage.reads))
             return {}
         output = stage(handle)
         handle.update(output.columns)
@@ -186,7 +187,9 @@ class InProcessStore:
     def _wait_for_detached(self) -> None:
         pending, self._detached = self._detached, None
         if pending is not None:
-            pending.result(timeout=_DETACHED_TIMEOUT_S)
+            name, output = pending
+            with self._unwritten.tolerated(name):
+                output.result(timeout=_DETACHED_TIMEOUT_S)
 
     def select(self, handle: BatchedDataDict[Any], rows: Sequence[int]) -> BatchedDataDict[Any]:
         """Some of the rows."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from nemo_rl.experience.rollouts import RolloutPlan, number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.experience.trajectory_collector import (
+    STORE_WRITES,
     CollectorError,
     GroupRollouts,
     cancel_all,
@@ -131,6 +132,7 @@ class StreamCollector:
         self._prompts, self._rollouts, self._store, self._plan, self._start = prompts, rollouts, store, plan, start
         self._generations, self._policy, self._stall, self._record = generations, failures, stall, record
         self.queue = queue
+        self._writes = ThreadPoolExecutor(STORE_WRITES, thread_name_prefix="store-write")
         self._changed = threading.Condition()
         self._restored: list[SavedBatch] = []
         self._befores: dict[int, Position] = {}
@@ -266,7 +268,7 @@ class StreamCollector:
             if not self._may_commit(key):
                 return
             # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.to_thread(self._store.write_pending, rollout.columns)
+            handle = await asyncio.wrap_future(self._writes.submit(self._store.write_pending, rollout.columns))
             self._commit(key, handle, rollout, version)
             break
         self._launch()
@@ -467,6 +469,7 @@ class StreamCollector:
             self._start(cancel_all(tasks)).result(timeout=_LAUNCH_S)
         if self._watch is not None:
             self._watch.cancel()
+        self._writes.shutdown(wait=False)
         for key in sorted(self._prompt_of):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
 

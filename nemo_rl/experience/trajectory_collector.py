@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 5.0)
 _CANCEL_S = 60.0
+STORE_WRITES = 8
 
 Admitted = tuple[GroupKey, BatchedDataDict[Any]]
 """A prompt group and its samples' prompts."""
@@ -122,6 +123,7 @@ class TrajectoryCollector:
         self._limits = limits
         self._record = record
         self.buffer = ReplayBuffer(limits.max_age)
+        self._writes = ThreadPoolExecutor(STORE_WRITES, thread_name_prefix="store-write")
         self._changed = threading.Condition()
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
@@ -240,7 +242,7 @@ class TrajectoryCollector:
                 with self._changed:
                     self._changed.notify_all()
             # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.to_thread(self._store.write_pending, rollout.columns)
+            handle = await asyncio.wrap_future(self._writes.submit(self._store.write_pending, rollout.columns))
             self._commit(key, handle, rollout, version)
             return
 
@@ -419,6 +421,7 @@ class TrajectoryCollector:
             self._changed.notify_all()
         if running:
             self._start(cancel_all(running)).result(timeout=_CANCEL_S)
+        self._writes.shutdown(wait=False)
         for key in sorted(self._untrained):
             self._record.emit(GroupDropped(group_name(key), "end_of_run"))
 

@@ -8,6 +8,7 @@ the last complete one stays usable.
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, disk_is_full
 from nemo_rl.lazy import names_of
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 INFO_FILE = "training_info.json"
 STATUS_FILE = "latest_checkpoint_status.json"
 FINALIZE_DEADLINE_S = 1800.0
+_TRIES = 3
+_SCARCE_BYTES = 16 << 20
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -60,6 +63,50 @@ class CheckpointManager:
         self._deadline_s = deadline_s
         self._executor: ThreadPoolExecutor | None = None
         self._pending: tuple[Path, Future[None]] | None = None
+        self._failures: list[CheckpointError] = []
+
+    @property
+    def owes(self) -> bool:
+        """Whether the last checkpoint failed, so that the next step writes one."""
+        return bool(self._failures)
+
+    def look(self) -> None:
+        """Notices at once when the checkpoint in the background is done or has failed; waits for nothing. A failure is
+        one line, and the next step tries again.
+
+        Raises:
+            CheckpointError: It was the third in a row.
+        """
+        if self._pending is not None and self._pending[1].done():
+            with self.trying():
+                self.finalize_pending()
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """A checkpoint that fails inside is one line, and is owed: the next step tries again.
+
+        Raises:
+            CheckpointError: It was the third in a row.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            self._failures.append(error)
+            if len(self._failures) >= _TRIES:
+                raise
+            logger.error(
+                "checkpoint=failed attempt=%d of=%d; the next step tries again: %s", len(self._failures), _TRIES, error
+            )
+
+    def settle(self) -> None:
+        """Waits for the checkpoint in the background at the end of a run.
+
+        Raises:
+            CheckpointError: It failed, or an earlier one failed and none came after it.
+        """
+        self.finalize_pending()
+        if self._failures:
+            raise self._failures[-1]
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
         """Begin a checkpoint: create `tmp_step_N` with its info and configuration. Finishes a pending one first and
@@ -99,11 +146,14 @@ class CheckpointManager:
         """Turns the failure of a write below into an error that names the directory, and removes the unfinished `path`.
 
         Raises:
-            CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be written.
+            CheckpointError: an `OSError` happened inside, such as a full disk or a directory that may not be written,
+                or a worker said that the disk is full.
         """
         try:
             yield
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            if not isinstance(error, OSError) and not self._says_full(error):
+                raise
             shutil.rmtree(path, ignore_errors=True)
             raise self._unwritable(path, error) from error
 
@@ -138,10 +188,13 @@ class CheckpointManager:
             )
         self._pending = None
         failure = future.exception()
+        if failure is None:
+            self._failures = []
+            return
         if isinstance(failure, CheckpointError):
             raise failure
-        if failure is not None:
-            raise CheckpointError(f"writing {path} failed: {failure}{self._last_good()}") from failure
+        said = str(failure).partition("\n")[0]
+        raise CheckpointError(f"writing {path} failed: {said}{self._last_good()}") from failure
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
         """Make a written checkpoint visible as `step_N`, record it as the latest and remove those that are not kept.
@@ -159,11 +212,14 @@ class CheckpointManager:
                 "init_tmp_checkpoint"
             )
         step = int(match[1])
+        with self.writing(tmp_path):
+            _sync_tree(tmp_path)
         final, old = self.root / f"step_{step}", self.root / f"old_step_{step}"
         try:
             if final.exists():
                 final.rename(old)
             tmp_path.rename(final)
+            _sync(self.root)
             shutil.rmtree(old, ignore_errors=True)
             _write_json(
                 self.root / STATUS_FILE,
@@ -291,12 +347,24 @@ class CheckpointManager:
                 old.rename(final)
                 logger.warning("checkpoint_recovered path=%s: a write that replaced it did not finish", final)
 
-    def _unwritable(self, path: Path, error: OSError) -> CheckpointError:
+    def _unwritable(self, path: Path, error: BaseException) -> CheckpointError:
+        if self._says_full(error):
+            reason = "no space left on its disk"
+        else:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
         return CheckpointError(
-            f"checkpointing.checkpoint_dir={self.root}: cannot write {path.name} "
-            f"({error.strerror or error}); free space or choose a directory that can be "
-            f"written{self._last_good()}"
+            f"checkpointing.checkpoint_dir={self.root}: cannot write {path.name} ({reason}); free space or choose a "
+            f"directory that can be written{self._last_good()}"
         )
+
+    def _says_full(self, error: BaseException) -> bool:
+        """Whether the disk is full; torch reports that without the reason, so that the disk itself is asked."""
+        if disk_is_full(error):
+            return True
+        try:
+            return shutil.disk_usage(self.root).free < _SCARCE_BYTES
+        except OSError:
+            return False
 
     def _last_good(self) -> str:
         good = saved_steps(self.root)
@@ -320,6 +388,20 @@ def model_directory(source: str) -> str:
     steps = saved_steps(root)
     weights = (root / f"step_{max(steps)}" if steps else root) / "policy" / "weights"
     return str(weights) if weights.is_dir() else source
+
+
+def _sync_tree(folder: Path) -> None:
+    """Waits until a directory and all below it have reached the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,13 +11,14 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, disk_is_full
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class MetricsFile:
 
         Raises:
             ValueError: a metric has the name of one of the line's own fields.
+            MetricsLost: the line cannot be written.
         """
         taken = [name for name in _RESERVED if name in metrics]
         if taken:
@@ -50,12 +52,34 @@ class MetricsFile:
             "prefix": prefix,
             **{name: _finite(value) for name, value in metrics.items()},
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with _written(self.path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            MetricsLost: what was not written yet cannot be written.
+        """
+        with _written(self.path):
+            self._file.close()
+
+
+class MetricsLost(UserError, OSError):
+    """Metrics cannot be written. A run without them would go on in the dark, so it ends."""
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+        raise MetricsLost(
+            f"{path} cannot be written: {reason}; free some and start the command again: the run goes on from its "
+            "last checkpoint"
+        ) from error
 
 
 @dataclass

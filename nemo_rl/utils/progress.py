@@ -52,6 +52,7 @@ class RunProgress:
         self._validated: float | None = None
         self._validation_name = "accuracy"
         self._gpu_memory: float | None = None
+        self._below: dict[int, str] = {}
         self._rewards: deque[float] = deque(maxlen=40)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_RECENT_STEPS)
         self._durations: deque[float] = deque(maxlen=10)
@@ -85,11 +86,21 @@ class RunProgress:
         """What the run is doing now, such as `generation`; shown on a terminal only."""
         self._phase = name
 
-    def validated(self, value: float, name: str = "accuracy") -> None:
-        """The newest validation result."""
+    def validated(self, value: float, name: str = "accuracy", *, step: int | None = None) -> None:
+        """The newest validation result.
+
+        Args:
+            value: what was measured.
+            name: of the measure.
+            step: whose weights were validated, the newest finished step by default; the line comes below that step's.
+        """
         self._validated, self._validation_name = value, name
         if self._live is None:
-            self.say(f"validation {name}={value:.3f}")
+            line = f"validation {name}={value:.3f}"
+            if step is None or step <= self._step:
+                self.say(line)
+            else:
+                self._below[step] = line
 
     def gpu_memory(self, gigabytes: float) -> None:
         """Memory in use on the fullest GPU."""
@@ -136,7 +147,8 @@ class RunProgress:
             format_duration(left),
         )
         self._rows.append(row)
-        due = now - self._line_at >= _QUIET_S or step >= self.total_steps
+        below = self._below.pop(step, None)
+        due = now - self._line_at >= _QUIET_S or step >= self.total_steps or below is not None
         if self._live is None and due:
             self._line_at = now
             rewarded = "" if reward is None else f"reward={shown} "
@@ -145,6 +157,8 @@ class RunProgress:
             pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}"
             held_out = "val_reward" if self._validation_name == "reward" else self._validation_name
             self.say(f"step {step}/{self.total_steps} {rewarded}{held_out}={row[2]} loss={row[3]} {pace}{more}")
+            if below is not None:
+                self.say(below)
 
     def seconds_left(self) -> float:
         """Time until the last step, at the median pace of the last ten; 0 before the first."""

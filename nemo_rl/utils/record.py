@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, disk_is_full
 from nemo_rl.utils.record_archive import archive_of, lines_of, mend_archive, move_to_archive
 from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, plain, shape_of
 
@@ -50,6 +50,14 @@ class RecordDamaged(RecordError):
     @property
     def intact(self) -> int:
         return self.line - 1
+
+
+class RecordUnwritable(RecordError, OSError):
+    """Lines cannot be written: what happens would be lost, so the run ends."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+        super().__init__(f"{path} cannot be written: {reason}; free some and start again: the lines before are intact")
 
 
 class RecordTooNew(RecordError):
@@ -169,28 +177,37 @@ class RecordWriter:
     def _write(self, source: str, clock: Callable[[], float], event: object) -> None:
         with self._lock:
             line = encode_entry(Entry(self._next, clock(), source, event))
-            self._file.write(line)
-            self._next += 1
-            now = time.monotonic()
-            if now - self._last_flush >= self._flush_interval_s:
-                self._file.flush()
-                self._last_flush = now
+            try:
+                self._file.write(line)
+                self._next += 1
+                now = time.monotonic()
+                if now - self._last_flush >= self._flush_interval_s:
+                    self._file.flush()
+                    self._last_flush = now
+            except OSError as error:
+                raise RecordUnwritable(self.path, error) from error
 
     def flush(self, *, durable: bool = False) -> None:
         """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
         the machine).
         """
         with self._lock:
-            self._file.flush()
-            self._last_flush = time.monotonic()
-            if durable:
-                os.fsync(self._file.fileno())
+            try:
+                self._file.flush()
+                self._last_flush = time.monotonic()
+                if durable:
+                    os.fsync(self._file.fileno())
+            except OSError as error:
+                raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None and self._file.tell() >= self._archive_bytes:
                 move_to_archive(self.path)
 
     def close(self) -> None:
         with self._lock:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None:
                 move_to_archive(self.path)
 

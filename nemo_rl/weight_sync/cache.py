@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,7 +134,11 @@ class CacheBuilder:
                 f"the weight cache needs 2 x {nbytes >> 20} MiB of host memory, more than "
                 f"{_MEMORY_SHARE:.0%} of the {available >> 20} MiB that are available"
             )
-        self._buffers = [HostStaging(max(1, nbytes), self._device) for _ in range(2)]
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for _ in range(2):
+                self._buffers.append(HostStaging(max(1, nbytes), self._device))
+            undo.pop_all()
         self._capacity = nbytes
 
     def close(self) -> None:

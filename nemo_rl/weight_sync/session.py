@@ -14,9 +14,9 @@ import statistics
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from nemo_rl.utils.record_events import SyncFinished
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
@@ -26,6 +26,7 @@ from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
 from nemo_rl.weight_sync.transports.base import TransportError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class SyncTimeoutError(TransportError):
@@ -241,9 +242,9 @@ class SyncSession:
             # A source that cannot begin is found out before any target is touched; but sender and receivers of a group
             # meet in its rendezvous, where neither may wait for the other to return first.
             if spec.nccl is None:
-                opened.result(timeout=self._left())
+                self._result(opened, "the sources to begin")
             self._targets.begin(session, routes, self._left())
-            opened.result(timeout=self._left())
+            self._result(opened, "the sources to begin")
 
     def _transfer(self, spec: SendSpec, sources: Sequence[str]) -> str:
         """Moves every window; the digest of their checksums."""
@@ -251,7 +252,7 @@ class SyncSession:
         with ThreadPoolExecutor(2) as pool:
             exported: Future[list[dict[str, Any] | None]] = pool.submit(self._source.export_window, 0, self._left())
             for index, buckets in enumerate(spec.windows):
-                published = exported.result(timeout=self._left())
+                published = self._result(exported, f"window {index} to be packed")
                 if index + 1 < len(spec.windows):
                     # Double buffering needs window i-1 loaded before i+1 is packed over it; `receive_window` below
                     # waits for that.
@@ -269,10 +270,19 @@ class SyncSession:
                     {"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left()
                 )
                 if sent is not None:
-                    sent.result(timeout=self._left())
+                    self._result(sent, f"window {index} to be sent")
                     if index + 1 < len(spec.windows):
                         exported = pool.submit(self._source.export_window, index + 1, self._left())
         return hashlib.blake2b("".join(sums).encode(), digest_size=8).hexdigest() if sums else ""
+
+    def _result(self, future: Future[T], what: str) -> T:
+        done, _ = wait([future], timeout=self._left())
+        if not done:
+            raise SyncTimeoutError(
+                f"session {self.session_id} for version {self.version} waited for {what} until "
+                f"weight_sync.timeout_s={self._options.timeout_s:.0f} had passed"
+            )
+        return future.result()
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,14 +112,14 @@ class World:
             train_loader=loader,
             val_loader=None,
             logger=SimpleNamespace(log_metrics=self.log_metrics, log_dir=tmp_path, samples_dir=tmp_path),
-            checkpointer=SimpleNamespace(finalize_pending=lambda: None),
+            checkpointer=SimpleNamespace(settle=lambda: None, look=lambda: None, trying=nullcontext, owes=False),
             state=state or GRPOState(),
             record=MemoryRecord(),
             timer=Timer(),
             timeout=TimeoutChecker(None),
             progress=SimpleNamespace(
                 phase=lambda name: None,
-                validated=lambda value, name: None,
+                validated=lambda value, name, step: None,
                 step_done=lambda *a, **k: None,
             ),
             reward_watch=RewardWatch(),
@@ -132,6 +133,10 @@ class World:
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str, **_: Any) -> None:
         if prefix == "train":
             self.logged.append(metrics)
+
+    # refitter
+    def close(self) -> None:
+        """No shard is lost here."""
 
     # generation
     def start_on_dispatch_loop(self, work: Any) -> Any:

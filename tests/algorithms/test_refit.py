@@ -10,6 +10,9 @@ import pytest
 from nemo_rl.algorithms.grpo import refit
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.config import WeightSyncConfig
+from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
+from nemo_rl.models.generation.vllm.repair import ShardRepair
+from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import SyncFinished, SyncStarted, VersionPublished
 from nemo_rl.weight_sync.session import SyncReport
@@ -23,6 +26,7 @@ class Both:
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         self.happened: list[str] = []
+        self.culprits: dict[int, str] = {}
         self.weights_resident = True
         self.staged: bool | None = None
         self._free = free_bytes
@@ -38,6 +42,9 @@ class Both:
     def get_model_update_receiver(self, *, recompute_kv: bool) -> Both:
         self.happened.append(f"targets recompute={recompute_kv}")
         return self
+
+    def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
+        self.happened.append(f"quarantine {dp_ranks} {reason}")
 
     def staging_fits(self, nbytes: int) -> bool:
         return self.fits
@@ -75,7 +82,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
             def run(self) -> SyncReport:
                 both.happened.append(f"send {self._version}")
                 if failing:
-                    raise RuntimeError("planted")
+                    raise failing.pop() if isinstance(failing[-1], Exception) else RuntimeError("planted")
                 both.weights_resident = True
                 return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
@@ -159,6 +166,64 @@ def test_after_a_failed_session_also_the_old_version_is_sent_anew(parts: Any) ->
         "done",
     ]
     assert sum(isinstance(entry.event, SyncStarted) for entry in record.entries) == 3
+
+
+def test_a_shard_that_dies_in_the_session_is_left_out_and_the_others_get_the_version(parts: Any) -> None:
+    refitter, both, _, failing = parts()
+    both.culprits = {1: "it died"}
+    failing.append(WorkerDiedError("shard 1 died"))
+    refitter.bring_to(0)
+    assert both.happened == ["send 0", "quarantine [1] it died", "send 0"] and refitter.version == 0
+    # When all fail it is no shard's fault, and none is taken from the run for it.
+    both.culprits = {0: "no answer", 1: "no answer"}
+    failing.append(WorkerDiedError("no answer"))
+    with pytest.raises(WorkerDiedError):
+        refitter.bring_to(1)
+    assert both.happened[-1] == "send 1" and refitter.version is None
+
+
+class Engines:
+    """Shards by the number of starts that fail before one succeeds."""
+
+    def __init__(self, *failures: int) -> None:
+        self.failures = list(failures)
+        self.lost = set(range(len(failures)))
+        self.ended: list[int] = []
+        self.shards = self
+
+    def having(self, *states: ShardState) -> list[int]:
+        return sorted(self.lost) if ShardState.FAILED in states else []
+
+    def rebuilt(self, shard: int) -> None:
+        self.lost.discard(shard)
+
+    def on_failure(self, tell: Any) -> None:
+        self.tell = tell
+
+    def end_shard(self, shard: int) -> None:
+        self.ended.append(shard)
+
+    def start_shard(self, shard: int) -> None:
+        self.failures[shard] -= 1
+        if self.failures[shard] >= 0:
+            raise WorkerError(f"shard {shard} cannot start\nwith more below")
+
+
+def test_a_lost_shard_is_built_anew_and_given_up_when_it_never_starts(caplog: pytest.LogCaptureFixture) -> None:
+    engines = Engines(0, 1, 99)
+    repair = ShardRepair(engines)
+    engines.tell(0, "it died")
+    assert engines.ended == [0]
+    backs = []
+    while repair.lost():
+        repair.begin()
+        repair.begin()
+        repair.finish(10.0)
+        backs.append(repair.take_back())
+    assert backs == [[0], [1], []] and engines.lost == {2} and engines.failures[2] == 96
+    said = [entry.getMessage() for entry in caplog.records if "given_up=true" in entry.getMessage()]
+    assert said == ["shard=2 rebuild=failed attempt=3 of=3 given_up=true reason=shard 2 cannot start"]
+    repair.close()
 
 
 def test_the_last_refit_is_measured(parts: Any) -> None:

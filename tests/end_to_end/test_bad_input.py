@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms import launch
-from nemo_rl.algorithms.grpo import command
+from nemo_rl.algorithms.grpo import assembly, command
 from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import CheckpointingConfig, ConfigError
+from nemo_rl.data_plane.adapters import mooncake
+from nemo_rl.data_plane.errors import MooncakeUnavailableError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.distributed.ray_runtime import RayStartError
 from nemo_rl.distributed.worker_calls import WorkerError
@@ -152,6 +154,18 @@ def test_what_is_not_there_is_found_before_ray_starts(
     lines = [line for line in message.splitlines() if line.strip() and "examples" not in line]
     assert len(lines) <= 4, message
     assert "Traceback" not in message
+
+
+def test_mooncake_without_its_libraries_is_told_before_ray_begins_to_start(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise MooncakeUnavailableError("planted: libibverbs.so.1 is missing")
+
+    monkeypatch.setattr(mooncake, "load_mooncake", missing)
+    monkeypatch.setattr(assembly, "RayStart", lambda connect: pytest.fail("Ray begins to start"))
+    code, message = run("data_plane.enabled=true", "data_plane.backend=mooncake_cpu")
+    assert code == launch.EXIT_FAILED and "libibverbs.so.1 is missing" in message
 
 
 def test_a_tracker_that_is_not_installed_is_found_before_ray_starts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.metrics_file import read_metrics
+from nemo_rl.utils.record import read_record
+from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted
 from tests.data_plane.conftest import require_mooncake
 from tests.models.engines import wait_until_gone
 
@@ -243,3 +246,9 @@ def test_a_run_on_the_data_plane_wherever_its_engines_are_trains_the_same(
     assert_equal_weights(command.weights(2), whole.weights(2))
     assert {step: metrics for step, metrics in whole.metrics().items() if step <= 2} == command.metrics()
     assert not command.left()
+    # Requests that another process sends are in the record too, each with its end.
+    entries = list(read_record(next(command.folder.glob("logs/exp_*/record.jsonl"))))
+    begun = [e.event.request_id for e in entries if isinstance(e.event, RequestSubmitted) and e.source == "generation"]
+    ended = [e.event.request_id for e in entries if isinstance(e.event, RequestFinished) and e.source == "generation"]
+    assert sorted(begun) == sorted(ended) and len(begun) >= 2 * 16
+    assert check(entries) == []

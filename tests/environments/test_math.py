@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_jaccard_environment import CodeJaccardEnvironment
-from nemo_rl.environments.errors import UnknownEnvironment
+from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
 from nemo_rl.environments.registry import environment_class, environment_settings, register_env, section_of
 from nemo_rl.environments.utils import chunk_list_to_workers
@@ -213,3 +215,14 @@ def test_built_in_environments_have_their_defaults_without_a_mapping() -> None:
 def test_work_is_shared_out_without_empty_shares() -> None:
     assert chunk_list_to_workers([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
     assert chunk_list_to_workers([1], 4) == [[1]] and chunk_list_to_workers([], 3) == []
+
+
+def test_a_verifier_that_cannot_start_says_why_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError('planted: no antlr')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = VerifierPool("hf_math_verify", 1, deadline_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFailure, match="ended with exit code 1: ImportError: planted: no antlr") as failure:
+        pool.verify([("1", "1")])
+    assert time.monotonic() - began < 20 and "Traceback" in str(failure.value)
+    pool.shutdown()

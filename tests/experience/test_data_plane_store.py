@@ -5,6 +5,7 @@ hold.
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
 from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
 from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
@@ -169,7 +171,7 @@ def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: Store
         rollout = RolloutActor(ActorSources({"train": source}, events), client, 8).rollout_to_tq(
             "train", BatchedDataDict(), None, 0
         )  # type: ignore[arg-type]
-        assert [type(event) for event in rollout.events] == [StepBegun] and not events.entries
+        assert [type(entry.event) for entry in rollout.events] == [StepBegun] and not events.entries
         store = DataPlaneStore(client, 0, 8)
         handle = store.write(rollout.columns.tokens)
         rows = store.apply(handle, STAGE)
@@ -181,3 +183,15 @@ def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: Store
 
 def _rows(lengths: torch.Tensor) -> BatchedDataDict[Any]:
     return BatchedDataDict(prompt_number=torch.arange(len(lengths)) // 8, total_lengths=lengths)
+
+
+def test_samples_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = InProcessStore(0)
+    handle = store.write(BatchedDataDict(content=["one", "two"], input_lengths=torch.tensor([1, 1])))
+    for step in range(3):
+        path = tmp_path / f"train_data_step{step}.jsonl"
+        path.symlink_to("/dev/full")
+        store.apply(handle, sample_log_stage(path, {"content": "content"}))
+    store.close()
+    (line,) = [entry.getMessage() for entry in caplog.records]
+    assert "no space left on the disk" in line and "the run goes on" in line

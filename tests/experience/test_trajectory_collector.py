@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.experience import environment_batcher
 from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.experience.prompts import EpochPrompts, Position
 from nemo_rl.experience.replay_buffer import BufferedGroup, BufferProtocolError, GroupKey, ReplayBuffer, StaleGroupError
 from nemo_rl.experience.rollout_source import Rollout
@@ -351,3 +354,36 @@ def test_a_group_older_than_the_bound_is_never_trained() -> None:
     buffer.add(group(4, 0, 2))
     with pytest.raises(StaleGroupError, match="has tokens of version 2; at most 1 versions of age"):
         buffer.take(4, 0)
+
+
+def test_a_sample_without_tokens_does_not_hide_how_old_its_group_is() -> None:
+    def group(*versions: int) -> BufferedGroup:
+        return BufferedGroup(GroupKey(5, 0, 0), None, BatchedDataDict(weight_version=torch.tensor(versions)))
+
+    assert group(-1, 3, 4).is_stale(1) and group(-1, 3, 4).oldest == 3
+    assert not group(-1, 4).is_stale(1)
+    assert not group(-1, -1).is_stale(1)
+
+
+def test_environments_that_hang_hold_up_no_other_thread_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one another: each has threads of its own."""
+    released = threading.Event()
+
+    def call(handle: Any, logs: Any, metadata: Any, *, timeout_s: float, name: str) -> Any:
+        if name == "hangs":
+            assert released.wait(60.0)
+        raise EnvironmentFailure("planted")
+
+    monkeypatch.setattr(environment_batcher, "step_environment", call)
+
+    async def story() -> None:
+        hung = [EnvironmentBatcher(EnvironmentHandle("hangs", None)).step([], {}) for _ in range(40)]
+        waiting = asyncio.gather(*hung, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10.0) == "free"
+        with pytest.raises(EnvironmentFailure):
+            await asyncio.wait_for(EnvironmentBatcher(EnvironmentHandle("works", None)).step([], {}), 10.0)
+        released.set()
+        await waiting
+
+    asyncio.run(story())

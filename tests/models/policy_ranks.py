@@ -306,9 +306,12 @@ def empty_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
     before, rates = worker.weight_checksums(), worker.backend.rates()
     data["sample_mask"] = torch.zeros(ROWS)
     result = _train(worker, data, loss)
+    worker.begin_train_step(loss)
+    worker.train_microbatches(data)
+    split = worker.finish_train_step()
     return {
         "unchanged": before == worker.weight_checksums() and rates == worker.backend.rates(),
-        "skipped": result["skipped_steps"],
+        "skipped": result["skipped_steps"] + split["skipped_steps"],
         "grad_norm": result["grad_norm"],
         "loss": result["loss"],
         "open": worker.step.is_open,

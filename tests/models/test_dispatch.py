@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,7 +18,8 @@ from ray.exceptions import RayActorError
 from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
 from nemo_rl.models.generation.router import Router
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
+from nemo_rl.models.generation.vllm.dispatch import Dispatcher, wait_on_loop
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
@@ -216,6 +218,32 @@ def test_a_shard_that_dies_or_hangs_is_quarantined_and_its_requests_go_on() -> N
     in_loop(story())
 
 
+def test_the_owner_of_shards_that_another_process_uses_hears_who_died_and_says_who_came_back() -> None:
+    shards: list[Any] = [Shard(0), Shard(1)]
+    record = MemoryRecord()
+    serving = {shard.number: ServingShard(1, shard) for shard in shards}
+    generator = DetachedGenerator(serving, ["shard 0", "shard 1"], "round_robin", 60.0, record=record)
+
+    async def run(*names: str) -> set[int]:
+        results = await asyncio.gather(*(generator.generate_one(request(name)) for name in names))
+        assert all(whole(result) for result in results)
+        return {result.shard for result in results}
+
+    generator.follow(serving)
+    assert in_loop(run("a", "b")) == {0, 1}
+    shards[1].dead = True
+    assert in_loop(run("c", "d")) == {0}
+    assert list(generator.lost()) == [1]
+    # The owner leaves a shard out, and brings one back with a new engine: not before is it used.
+    generator.follow({0: serving[0]})
+    assert in_loop(run("e", "f")) == {0}
+    generator.follow({1: ServingShard(2, Shard(1))})
+    assert in_loop(run("g", "h")) == {1} and generator.lost() == {}
+    submitted = [entry.event.request_id for entry in record.entries if isinstance(entry.event, RequestSubmitted)]
+    finished = [entry.event for entry in record.entries if isinstance(entry.event, RequestFinished)]
+    assert {name.partition("+")[0] for name in submitted} == set("abcdefgh") and len(finished) == len(submitted)
+
+
 def test_when_no_shard_is_left_everybody_hears_of_it_at_once() -> None:
     async def story() -> None:
         fleet = Fleet(1)
@@ -323,3 +351,15 @@ def test_in_any_unrest_every_request_is_answered_once_and_whole(seed: int) -> No
         await fleet.dispatcher.close()
 
     in_loop(story())
+
+
+def test_work_that_hangs_on_the_dispatchers_loop_is_given_up_by_name() -> None:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def hangs() -> None:
+        await asyncio.sleep(60.0)
+
+    with pytest.raises(GenerationError, match=r"did not finish .*hangs within 0 s"):
+        wait_on_loop(hangs(), loop, 0.2)
+    loop.call_soon_threadsafe(loop.stop)

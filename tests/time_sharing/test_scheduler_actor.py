@@ -14,6 +14,7 @@ import ray
 from nemo_rl.time_sharing.agents import actors
 from nemo_rl.time_sharing.agents.actors import SchedulerActor, start_scheduler
 from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Reply
 
 
 def test_a_scheduler_whose_timer_fails_ends_and_says_why(
@@ -37,6 +38,47 @@ def test_a_scheduler_whose_timer_fails_ends_and_says_why(
     actor.stop()
     assert codes == [1]
     assert "reason=timer_failed" in caplog.text and "No space left on device" in caplog.text
+
+
+def test_an_unforeseen_error_of_one_tick_costs_that_tick_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = SchedulerActor(str(tmp_path), 1, 2)
+    tick, outcomes, gone_on = actor._core.tick, iter([KeyError("planted"), KeyError("planted")]), threading.Event()
+
+    def sometimes(now: float) -> float:
+        error = next(outcomes, None)
+        if error is not None:
+            raise error
+        gone_on.set()
+        return tick(now)
+
+    monkeypatch.setattr(actors.os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
+    monkeypatch.setattr(actor._core, "tick", sometimes)
+    assert gone_on.wait(30.0)
+    actor.stop()
+    assert "in_a_row=2" in caplog.text
+
+
+def test_a_message_that_ray_is_slow_to_deliver_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, begun = threading.Event(), threading.Event()
+
+    def tell(*message: Any) -> None:
+        begun.set()
+        assert slow.wait(60.0)
+        raise ConnectionError("planted")
+
+    monkeypatch.setattr(actors, "_tell_agent", tell)
+    actor = SchedulerActor(str(tmp_path), 1, 2)
+    actor._notify(Reply("p", 1, 1, True))
+    assert begun.wait(30.0)
+    assert actor.describe()["pipelines"] == {}
+    slow.set()
+    actor._messages.submit(int).result(timeout=30.0)
+    actor.stop()
+    assert "message_to_p=failed reason=ConnectionError: planted" in caplog.text
 
 
 class Remote:

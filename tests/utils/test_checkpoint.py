@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_a_failed_writer_is_raised_later_and_leaves_the_last_good_one(tmp_path: 
         raise OSError(28, "No space left on device")
 
     checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(2, {}), wait_fn=full_disk)
-    with pytest.raises(CheckpointError, match=r"checkpointing.checkpoint_dir=.*No space left.*step_1 is intact"):
+    with pytest.raises(CheckpointError, match=r"checkpointing.checkpoint_dir=.*no space left.*step_1 is intact"):
         checkpoints.init_tmp_checkpoint(3, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_checkpoint_status.json", "step_1"]
     save(checkpoints, 3)
@@ -182,6 +183,56 @@ def test_a_failed_writer_is_raised_later_and_leaves_the_last_good_one(tmp_path: 
     checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(4, {}), wait_fn=lost_worker)
     with pytest.raises(CheckpointError, match="rank 3 is gone"):
         checkpoints.shutdown()
+
+
+def test_a_failed_checkpoint_is_noticed_at_the_next_step_and_written_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writers are workers: what they raise arrives with a remote traceback."""
+    full = [True]
+
+    def write() -> None:
+        if full[0]:
+            raise RuntimeError("rank 0 raised OSError: [Errno 28] No space left on device\nTraceback\n  many\n  lines")
+
+    def step(number: int, due: bool) -> None:
+        checkpoints.look()
+        if due or checkpoints.owes:
+            with checkpoints.trying():
+                checkpoints.begin_finalization(checkpoints.init_tmp_checkpoint(number, {}), wait_fn=write)
+                wait([checkpoints._pending[1]])
+
+    checkpoints = manager(tmp_path)
+    step(1, due=True)
+    step(2, due=False)
+    (line,) = [entry.getMessage() for entry in caplog.records]
+    assert "checkpoint=failed attempt=1 of=3; the next step tries again" in line and "\n" not in line
+    assert f"{tmp_path}: cannot write tmp_step_1 (no space left on its disk)" in line
+    full[0] = False
+    step(3, due=False)
+    step(4, due=False)
+    assert steps(tmp_path) == [3] and not checkpoints.owes
+    checkpoints.settle()
+    # One that is owed at the end fails the run, and so do three in a row before.
+    full[0] = True
+    step(5, due=True)
+    step(6, due=False)
+    with pytest.raises(CheckpointError, match="no space left on its disk.*step_3 is intact"):
+        checkpoints.settle()
+    with pytest.raises(CheckpointError, match="no space left"):
+        for number in (7, 8, 9):
+            step(number, due=False)
+
+
+def test_what_is_visible_has_reached_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, reached = manager(tmp_path), set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: reached.add(os.readlink(f"/proc/self/fd/{descriptor}")))
+    path = checkpoints.init_tmp_checkpoint(1, {})
+    (path / "policy" / "weights").mkdir(parents=True)
+    (path / "policy" / "weights" / "model.safetensors").write_bytes(b"x")
+    files = {str(file) for file in [path, *path.rglob("*")]}
+    checkpoints.finalize_checkpoint(path)
+    assert len(files) >= 4 and files | {str(tmp_path)} <= reached
 
 
 def test_a_writer_that_hangs_passes_its_deadline(tmp_path: Path) -> None:

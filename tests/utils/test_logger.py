@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.log_backends import BackendMissing
 from nemo_rl.utils.logger import Logger, flatten_dict, get_next_experiment_dir, print_message_log_samples
-from nemo_rl.utils.metrics_file import NoMetrics, read_metrics
+from nemo_rl.utils.metrics_file import MetricsLost, NoMetrics, read_metrics
 
 
 def log_two_steps(logger: Logger) -> None:
@@ -144,3 +144,10 @@ def test_samples_shown_span_best_to_worst(capsys: pytest.CaptureFixture[str]) ->
     assert "question 2" not in shown
     with pytest.raises(ValueError, match="5 conversations but 1 rewards"):
         print_message_log_samples(logs, [0.0])
+
+
+def test_metrics_that_cannot_be_written_end_the_run_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    logger = Logger({"log_dir": str(tmp_path)})
+    with pytest.raises(MetricsLost, match=rf"{tmp_path}/metrics.jsonl cannot be written: no space left on the disk"):
+        logger.log_metrics({"loss": 1.0}, 1, "train")

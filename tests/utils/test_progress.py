@@ -36,6 +36,27 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     ]
 
 
+def test_a_validation_is_told_below_the_step_that_it_belongs_to() -> None:
+    out, clock = io.StringIO(), Clock()
+    with RunProgress(5, console=Console(file=out, width=40), clock=clock) as progress:
+        progress.validated(0.1, step=0)
+        for step in (1, 2, 3):
+            clock.now += 2.0
+            if step == 2:
+                progress.validated(0.5, step=step)
+            progress.step_done(step, loss=0.0, tokens=0)
+        progress.validated(0.7, step=3)
+    told = [line.split("/")[0] for line in out.getvalue().splitlines()]
+    # The step of a validation is told, however quick the steps are.
+    assert told == [
+        "validation accuracy=0.100",
+        "step 1",
+        "step 2",
+        "validation accuracy=0.500",
+        "validation accuracy=0.700",
+    ]
+
+
 def test_without_a_terminal_quick_steps_are_not_all_told() -> None:
     out = io.StringIO()
     run(Console(file=out, width=40), steps=5, seconds=4.0)

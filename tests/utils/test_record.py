@@ -281,3 +281,10 @@ def test_a_move_that_was_cut_off_loses_and_repeats_nothing(tmp_path_factory: pyt
     entries = list(read_record(path))
     assert [entry.event for entry in entries][:-2] == expected
     assert [entry.seq for entry in entries] == list(range(len(expected) + 2))
+
+
+def test_a_record_that_cannot_be_written_says_so_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(RecordError, match=rf"{path} cannot be written: no space left on the disk"):
+        RecordWriter(path, source="driver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheError, Cac
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
 from nemo_rl.weight_sync.session import SyncOptions, SyncSession, pause_quantiles
+from nemo_rl.weight_sync.transports import host
+from nemo_rl.weight_sync.transports.base import TransportError
 from tests.weight_sync.models import DictModel, Engines, weights
 
 CPU = torch.device("cpu")
@@ -196,3 +199,29 @@ def test_pauses_are_told_as_quantiles() -> None:
     assert pause_quantiles([]) == pause_quantiles([0.0]) == {}
     assert pause_quantiles([0.5]) == {"pause_s/p50": 0.5, "pause_s/p99": 0.5}
     assert pause_quantiles([0.1 * n for n in range(1, 102)])["pause_s/p50"] == pytest.approx(5.1)
+
+
+@pytest.mark.parametrize("fails_in", ["the second buffer", "pinning"])
+def test_a_cache_that_cannot_be_allocated_leaves_no_shared_memory(
+    fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def segments() -> set[str]:
+        return set(glob.glob(f"/dev/shm/nemo_rl-{os.getpid()}-*"))
+
+    before, descriptors = segments(), len(os.listdir("/proc/self/fd"))
+    made = []
+
+    def refuse(tensor_B: torch.Tensor, device: torch.device) -> None:
+        made.append(1)
+        if fails_in == "pinning" or len(made) == 2:
+            raise TransportError("planted: CUDA refused")
+
+    monkeypatch.setattr(host, "_pin", refuse)
+    builder = CacheBuilder(1 << 20, torch.device("cpu"))
+    with pytest.raises(TransportError, match="planted"):
+        builder.build(0, [TensorMeta("w", (8,), "float32")], [("w", torch.ones(8))], served=None)
+    assert segments() == before and len(os.listdir("/proc/self/fd")) == descriptors
+    monkeypatch.undo()
+    assert builder.build(1, [TensorMeta("w", (8,), "float32")], [("w", torch.ones(8))], served=None).version == 1
+    builder.close()
+    assert segments() == before

@@ -270,3 +270,10 @@ def test_segments_of_killed_senders_are_removed_and_those_of_living_ones_kept(mo
 def test_a_staging_buffer_that_shared_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(TransportError, match="/dev/shm has .* MiB free, .* lower weight_sync.bucket_bytes"):
         HostStaging(1 << 50, CPU)
+
+
+def test_a_source_that_hangs_is_named_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engines = Trainer(weights()), Engines(DictModel())
+    monkeypatch.setattr(trainer, "begin", lambda spec, timeout_s: time.sleep(1.0))
+    with pytest.raises(SyncTimeoutError, match=r"waited for the sources to begin until weight_sync.timeout_s=0"):
+        sync(trainer, engines, version=3, options=SyncOptions(bucket_bytes=4096, timeout_s=0.3))

@@ -84,6 +84,7 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
             resume.check_unfinished(config.grpo.max_num_steps, "grpo.max_num_steps")
         here = accelerator_here(config.cluster.device)
         check_profile(here)
+        check_data_plane(config.data_plane)
     with ExitStack() as undo:
         ray_start = RayStart(lambda: placement.connect(config))
         undo.callback(ray_start.end, placement.disconnect)
@@ -218,7 +219,7 @@ def _build(
         built = Built(config, policy, generation, ready.state.step, record, timer, progress, slept)
         control = placement.control_plane(built)
     store, train_source, val_source = _store_and_sources(
-        config, tokenizer, policy, generation, ready.datasets, actors, record, undo
+        config, tokenizer, policy, generation, ready.datasets, actors, record, placement.record_prefix, undo
     )
     slots = [cluster.world_size() for cluster in clusters.distinct()]
     return GRPORun(
@@ -277,6 +278,7 @@ def _store_and_sources(
     datasets: TaskDatasets,
     actors: dict[str, Any],
     record: Record,
+    record_prefix: str,
     undo: ExitStack,
 ) -> tuple[ExperienceStore[Any], RolloutSource, RolloutSource | None]:
     multiple = config.policy.make_sequence_length_divisible_by
@@ -291,10 +293,10 @@ def _store_and_sources(
         # written group by group.
         return plane, *_sources(config, tokenizer, generation, datasets, actors, record)
     # Others happen in an actor, which reaches the engines on its own and hands its events over.
-    events = MemoryRecord()
-    reached = generation.for_other_process() if generation is not None else None
+    events = MemoryRecord(source=f"{record_prefix}driver")
+    reached = generation.for_other_process(events.bind("generation")) if generation is not None else None
     train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events)
-    return plane, *plane.rollouts(train_source, val_source, events, record)
+    return plane, *plane.rollouts(train_source, val_source, events, record, reached, generation)
 
 
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:

@@ -125,7 +125,9 @@ class OwnAccelerators:
             self._refitter.bring_to(version, self._timer, recompute_kv=recompute_kv)
 
     def stop(self) -> None:
-        """The devices stay the run's."""
+        """No lost shard is built any more; the devices stay the run's."""
+        if self._refitter is not None:
+            self._refitter.close()
 
     def metrics(self) -> Mapping[str, float]:
         """See `Refitter.metrics`."""

@@ -69,7 +69,7 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
         source.stop()
         run.control.stop()
     source.clear()
-    run.checkpointer.finalize_pending()
+    run.checkpointer.settle()
 
 
 def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedStep | None:
@@ -124,7 +124,9 @@ def _idle(run: GRPORun, source: ExperienceSource, what: str) -> AbstractContextM
 def _save_if_due(run: GRPORun, source: ExperienceSource, done: CompletedStep, *, is_last: bool) -> None:
     done.timed_out = run.timeout.check_save()
     cfg, stops_early = run.config.checkpointing, done.stops_early
-    if should_save(run.state.step, cfg, is_last=is_last, early_stop=stops_early, timeout=done.timed_out):
+    run.checkpointer.look()
+    due = should_save(run.state.step, cfg, is_last=is_last, early_stop=stops_early, timeout=done.timed_out)
+    if due or run.checkpointer.owes:
         save_step(run, source, done)
 
 

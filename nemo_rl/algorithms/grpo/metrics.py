@@ -7,6 +7,7 @@ into microbatches, since losses normalise by global counts; the logged step is t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.loss.normalization import is_extremum
 from nemo_rl.models.policy.interfaces import TrainResult
+
+logger = logging.getLogger(__name__)
 
 _AVERAGED = frozenset(
     {"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length"}
@@ -182,6 +185,12 @@ def step_metrics(run: GRPORun, experience: Experience[Any], result: TrainResult)
     metrics["loss"] = float(result["loss"].mean())
     metrics["grad_norm"] = result["grad_norm"]
     metrics |= {key: result[key] for key in ("lr", "wd") if key in result}
+    if result.get("skipped_steps"):
+        metrics["skipped_steps"] = float(result["skipped_steps"])
+        logger.warning(
+            "step=%d optimizer=skipped reason=no_trained_token: weights, optimizer and schedule stay as they were",
+            run.state.step + 1,
+        )
     return metrics
 
 

@@ -20,6 +20,7 @@ from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import Record
@@ -156,6 +157,7 @@ class OwnPlacement:
                 cuda=self._cuda,
                 record=built.record.bind("refit"),
                 slept=built.slept,
+                repair=ShardRepair(built.generation),
             )
         return OwnAccelerators(refitter, built.timer, built.progress.phase)
 

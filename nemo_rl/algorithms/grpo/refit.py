@@ -2,8 +2,9 @@
 
 Compares versions instead of keeping flags: generation that already has the wanted version is left alone, so validation
 and the next step share one refit. Colocated, it wakes the engine's weights, sends, moves training out of the way where
-memory requires it, and wakes the KV cache. Knows policy and generation by the session's protocols. Invariant: after
-`bring_to` generation serves exactly that version.
+memory requires it, and wakes the KV cache. A shard that dies on the way is left out; one that was built anew meanwhile
+joins. Knows policy and generation by the session's protocols. Invariant: after `bring_to` every shard that takes
+requests serves exactly that version.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from nemo_rl.config import WeightSyncConfig
+from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import SyncStarted, VersionPublished
 from nemo_rl.utils.timer import Timer
@@ -22,6 +25,7 @@ from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, fi
 logger = logging.getLogger(__name__)
 
 _MEMORY_MARGIN = 1.1
+_REBUILD_S = 660.0
 
 
 class Refitter:
@@ -35,6 +39,7 @@ class Refitter:
         cuda: Whether slots are GPUs.
         record: Run record.
         slept: What the shards said when generation was put to sleep before it ever served; nothing where it is awake.
+        repair: Builds lost shards anew; without it they stay away.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Refitter:
         cuda: bool,
         record: Record,
         slept: Sequence[Mapping[str, int]] = (),
+        repair: ShardRepair | None = None,
     ) -> None:
         self._policy = policy
         self._generation = generation
@@ -54,6 +60,7 @@ class Refitter:
         self._colocated = colocated
         self._cuda = cuda
         self._record = record
+        self._repair = repair
         self._released_bytes = _most_released(slept)
         self._asleep = bool(slept)
         self.version: int | None = None
@@ -71,28 +78,68 @@ class Refitter:
                 forgotten.
 
         Raises:
-            WorkerError: A worker failed.
+            WorkerError: A worker of the policy failed, or no shard is left.
             TransportError: The weights could not be sent within the deadline.
         """
         current = self.version == version and self._generation.weights_resident
         if current and not self._asleep:
             return
-        offload = self._colocated and self._must_offload()
+        rebuilt = self._take_back()
+        offload = self._colocated and (self._must_offload() or (bool(rebuilt) and self._cuda))
         if offload:
             self._policy.offload_before_refit()
         if self._asleep:
             self._generation.prepare_for_generation(tags=["weights"])
-        if not current:
-            self._sync(version, timer, recompute_kv)
+        if not current or rebuilt:
+            self._sync_living(version, timer, recompute_kv)
         if offload:
             self._policy.offload_after_refit()
         if self._asleep:
             self._generation.prepare_for_generation(tags=["kv_cache"])
+        if rebuilt:
+            self._generation.activate_healthy(rebuilt)
+        if self._repair is not None and not self._colocated:
+            self._repair.begin()
         self._asleep = False
         self.version = version
 
-    def _sync(self, version: int, timer: Timer | None, recompute_kv: bool) -> None:
-        targets = self._generation.get_model_update_receiver(recompute_kv=recompute_kv)
+    def _take_back(self) -> list[int]:
+        """The shards that were built anew; they take part in this refit.
+
+        Engines of their own are built beside the run, and join when they stand. Colocated ones need the device, so that
+        the run waits for them.
+        """
+        if self._repair is None:
+            return []
+        if not self._colocated:
+            return self._repair.take_back()
+        if not self._repair.lost():
+            return []
+        if self._cuda:
+            # An engine takes its share of the memory that is free while it starts.
+            self._policy.offload_after_refit()
+        self._repair.begin()
+        self._repair.finish(_REBUILD_S)
+        back = self._repair.take_back()
+        if back and self._asleep:
+            self._generation.sleep(back)
+        if self._cuda:
+            self._policy.prepare_for_lp_inference()
+        return back
+
+    def _sync_living(self, version: int, timer: Timer | None, recompute_kv: bool) -> None:
+        """Syncs all shards; those that fail are quarantined and the others synced again, as long as some are left."""
+        while True:
+            targets = self._generation.get_model_update_receiver(recompute_kv=recompute_kv)
+            try:
+                return self._sync(targets, version, timer)
+            except WorkerError:
+                if not targets.culprits or len(targets.culprits) == len(targets.shards):
+                    raise
+                for shard, reason in targets.culprits.items():
+                    self._generation.quarantine([shard], reason)
+
+    def _sync(self, targets: Any, version: int, timer: Timer | None) -> None:
         # Engines of their own serve on while the windows arrive, where both copies of the weights fit.
         staged = not self._colocated and targets.staging_fits(sum(meta.nbytes for meta in self._policy.tensor_metas()))
         session = SyncSession(self._policy, targets, version=version, options=self._options, staged=staged)
@@ -118,6 +165,11 @@ class Refitter:
             return
         self._released_bytes = _most_released(self._generation.sleep())
         self._asleep = True
+
+    def close(self) -> None:
+        """Builds no more shards."""
+        if self._repair is not None:
+            self._repair.close()
 
     def _must_offload(self) -> bool:
         # Training state may stay where it is when the engine's memory fits beside it: moving it costs seconds per step.

@@ -44,14 +44,15 @@ class CompletedStep:
 
 
 def save_step(run: GRPORun, source: ExperienceSource, done: CompletedStep) -> None:
-    """Snapshots the run after a completed step; files are finished in the background.
+    """Snapshots the run after a completed step; files are finished in the background. One that cannot be written is
+    tried again after the next step.
 
     Raises:
-        CheckpointError: The directory cannot be written, or the previous checkpoint failed.
+        CheckpointError: It was the third in a row that failed.
     """
-    with run.timer.time("checkpointing"):
+    with run.timer.time("checkpointing"), run.checkpointer.trying():
         save_checkpoint(run, done.metrics, done.val_metrics, loader=source.loader(), also=source.saved())
-    done.saved = True
+        done.saved = True
 
 
 def save_checkpoint(

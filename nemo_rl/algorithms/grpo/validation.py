@@ -85,7 +85,7 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         {"total_validation_time": run.timer.reduce("total_validation_time", "sum")}, step, prefix="timing/validation"
     )
     graded = bool(((done.rewards != 0) & (done.rewards != 1)).any())
-    run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy")
+    run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy", step=step)
     if done.texts:
         rewards, rows = done.rewards.tolist(), min(len(done.texts), _TABLE_ROWS)
         table = {"sample": done.texts[:rows], "reward": rewards[:rows], "task": done.tasks[:rows]}

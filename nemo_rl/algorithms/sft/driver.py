@@ -40,15 +40,17 @@ def sft_train(run: SFTRun) -> None:
                 val_metrics = validate(run) if _validation_due(run) else None
                 run.timeout.mark_iteration()
                 timed_out = run.timeout.check_save()
-                if should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out):
-                    with run.timer.time("checkpointing"):
+                run.checkpointer.look()
+                due = should_save(run.state.step, run.config.checkpointing, is_last=_finished(run), timeout=timed_out)
+                if due or run.checkpointer.owes:
+                    with run.timer.time("checkpointing"), run.checkpointer.trying():
                         _save(run, metrics, val_metrics)
             run.placement.step_done(run)
             _log_step(run, batch, metrics)
             if timed_out:
                 logger.info("run=ended step=%d reason=checkpoint_must_save_by", run.state.step)
                 break
-    run.checkpointer.finalize_pending()
+    run.checkpointer.settle()
     if run.config.checkpointing.enabled:
         name_latest(run.checkpointer)
 
@@ -107,7 +109,7 @@ def validate(run: SFTRun) -> dict[str, float]:
         run.state.step,
         prefix="timing/validation",
     )
-    run.progress.validated(run.state.val_metrics["val_loss"], name="val_loss")
+    run.progress.validated(run.state.val_metrics["val_loss"], name="val_loss", step=run.state.step)
     return run.state.val_metrics
 
 

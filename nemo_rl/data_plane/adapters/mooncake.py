@@ -26,6 +26,7 @@ import psutil
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.errors import DataPlaneError, MooncakeUnavailableError
+from nemo_rl.distributed.processes import LastWords
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,8 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
         start_new_session=True,
     )
     undo.callback(_end, process)
-    _wait_until_serving(process, host, (rpc, metadata))
+    last_words = LastWords(process, lambda line: logger.debug("mooncake_master: %s", line))
+    _wait_until_serving(process, last_words, host, (rpc, metadata))
     segment, buffer = segment_sizes(cfg, psutil.virtual_memory().total)
     logger.info(
         "mooncake=started pid=%d rpc=%s:%d segment_bytes=%d buffer_bytes=%d per process",
@@ -249,15 +251,14 @@ def _free_ports(host: str, count: int) -> list[int]:
             each.close()
 
 
-def _wait_until_serving(process: subprocess.Popen[bytes], host: str, ports: tuple[int, ...]) -> None:
+def _wait_until_serving(
+    process: subprocess.Popen[bytes], last_words: LastWords, host: str, ports: tuple[int, ...]
+) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     for port in ports:
         while True:
             if process.poll() is not None:
-                said = process.stderr.read().decode(errors="replace")[-1500:] if process.stderr else ""
-                raise MooncakeUnavailableError(
-                    f"mooncake_master ended at once with exit code {process.returncode}: {said.strip()}; {_HINT}"
-                )
+                raise MooncakeUnavailableError(f"mooncake_master ended at once {last_words.of_ended()}\n{_HINT}")
             try:
                 with socket.create_connection((host, port), timeout=1.0):
                     break
@@ -268,16 +269,6 @@ def _wait_until_serving(process: subprocess.Popen[bytes], host: str, ports: tupl
                         f"{_START_TIMEOUT_S:.0f} s"
                     ) from None
                 time.sleep(0.05)
-    if process.stderr is not None:
-        # A full pipe would stop the master.
-        import threading
-
-        threading.Thread(target=_drain, args=(process.stderr,), name="mooncake-master-log", daemon=True).start()
-
-
-def _drain(stream: Any) -> None:
-    for line in stream:
-        logger.debug("mooncake_master: %s", line.decode(errors="replace").rstrip())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

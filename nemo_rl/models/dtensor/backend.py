@@ -384,7 +384,8 @@ class DTensorBackend:
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
         """See `Backend`."""
-        self.writer.wait()
+        # Whoever asks for a new snapshot knows what became of the one before.
+        self.writer.drop()
         if self._adapter is not None:
             self.writer.save_adapter(self.scorer, weights_path, self._adapter)
         else:

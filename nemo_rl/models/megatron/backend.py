@@ -460,7 +460,8 @@ class MegatronBackend:
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
         """See `Backend`."""
-        self.writer.wait()
+        # Whoever asks for a new snapshot knows what became of the one before.
+        self.writer.drop()
         self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
         if optimizer_path is not None and self.optimizer is not None:
             self.writer.save_optimizer(self._state(), self.schedule, self._trained, optimizer_path)

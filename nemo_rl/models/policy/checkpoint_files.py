@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -35,8 +35,17 @@ class BackgroundWriter:
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
         for future in done:
+            if future.exception() is not None:
+                self.drop()
             future.result()
         return not self._pending
+
+    def drop(self) -> None:
+        """Forgets what is left of a snapshot that failed, here or on another rank; what is being written ends first."""
+        for future in self._pending:
+            future.cancel()
+        wait(self._pending)
+        self._pending = []
 
     def wait(self) -> None:
         """Waits until everything is on disk.

@@ -29,7 +29,7 @@ from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, Topo
 from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Outcome, Reply, Status, Verb
 from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
-from nemo_rl.utils.record import Record
+from nemo_rl.utils.record import Record, RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ CONTROL_NAMESPACE = "nemo_rl_time_sharing"
 SCHEDULER_NAME = "scheduler"
 _START_S = 120.0
 _STOP_S = 30.0
+_TICK_S = 0.05
+_TICK_FAILURES = 5
 
 
 class SchedulerInUse(UserError, RuntimeError):
@@ -85,6 +87,8 @@ class SchedulerActor:
         self._reaper = Reaper(Path(log_dir) / "scheduler.left")
         self._reaping: set[str] = set()
         self._reapers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="reaper")
+        # One thread, so that an agent hears messages in their order.
+        self._messages = ThreadPoolExecutor(max_workers=1, thread_name_prefix="messages")
         self._stopped = threading.Event()
         self._core = Scheduler(self._record, self._send, self._clock, notify=self._notify, explains=True)
         with self._serving() as core:
@@ -173,6 +177,7 @@ class SchedulerActor:
             self._stopped.set()
         self._timer.join(timeout=_STOP_S)
         self._reapers.shutdown(wait=True, cancel_futures=True)
+        self._messages.shutdown(wait=False)
         with self._lock:
             self._record.finish()
 
@@ -186,19 +191,30 @@ class SchedulerActor:
             yield self._core
 
     def _tick(self) -> None:
-        pause = 0.05
-        try:
-            while not self._stopped.wait(pause):
-                with self._lock:
-                    if not self._stopped.is_set():
-                        pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
-                        if self._record.due:
-                            self._record.begin_segment(saved(self._core.state))
-        # Without its timer the scheduler answers but keeps no deadline: Ray starts it anew, and it goes on from its
-        # log.
-        except BaseException:
-            logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
-            os._exit(1)
+        pause, failures = _TICK_S, 0
+        while not self._stopped.wait(pause):
+            try:
+                pause, failures = self._tick_once(), 0
+            except Exception as error:
+                failures, pause = failures + 1, _TICK_S * 2**failures
+                logger.error("scheduler=timer_failed in_a_row=%d of=%d", failures, _TICK_FAILURES, exc_info=True)
+                if failures < _TICK_FAILURES and not isinstance(error, (OSError, RecordError)):
+                    continue
+                # Without its timer the scheduler answers but keeps no deadline, and what is not in the log has not
+                # happened: Ray starts it anew, and it goes on from its log.
+                logger.critical("scheduler=ended reason=timer_failed log_dir=%s", self._log_dir, exc_info=True)
+                os._exit(1)
+                return
+
+    def _tick_once(self) -> float:
+        """Does what is due; seconds until the next time."""
+        with self._lock:
+            if self._stopped.is_set():
+                return _TICK_S
+            pause = min(max(self._core.tick(time.time()) - self._clock.now, 0.01), 0.25)
+            if self._record.due:
+                self._record.begin_segment(saved(self._core.state))
+            return pause
 
     def _send(self, command: Command) -> None:
         if command.verb is Verb.REAP:
@@ -206,12 +222,18 @@ class SchedulerActor:
             # processes are gone.
             if command.command not in self._reaping:
                 self._reaping.add(command.command)
-                self._reapers.submit(self._reap, command)
+                _watched(self._reapers.submit(self._reap, command), f"reap of {command.pipeline}")
         else:
-            _tell_agent(command.pipeline, command.incarnation, "command", command)
+            self._tell(command.pipeline, command.incarnation, "command", command)
 
     def _notify(self, reply: Reply) -> None:
-        _tell_agent(reply.pipeline, reply.incarnation, "heard", reply)
+        self._tell(reply.pipeline, reply.incarnation, "heard", reply)
+
+    def _tell(self, pipeline: str, incarnation: int, method: str, message: object) -> None:
+        """Sends a message. Looking an agent up may take Ray a while: the lock is not held for it."""
+        if not self._stopped.is_set():
+            sent = self._messages.submit(_tell_agent, pipeline, incarnation, method, message)
+            _watched(sent, f"message to {pipeline}")
 
     def _reap(self, command: Command) -> None:
         """Ends the processes of a pipeline, or of one rank, and says when they are gone."""
@@ -222,7 +244,7 @@ class SchedulerActor:
         finally:
             self._reaping.discard(command.command)
         if gone and only_rank:
-            _tell_agent(command.pipeline, command.incarnation, "rank_ended", command.rank)
+            self._tell(command.pipeline, command.incarnation, "rank_ended", command.rank)
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -255,6 +277,16 @@ class SchedulerActor:
         if command.rank < 0:
             for cluster, held in pipeline.held.items():
                 record.emit(MemoryFreed(cluster, held.gpus))
+
+
+def _watched(work: Future[Any], what: str) -> None:
+    """An error of work that nobody waits for is one line: whoever asked for it asks again."""
+
+    def look(done: Future[Any]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("%s=failed reason=%s: %s", what.replace(" ", "_"), type(error).__name__, error)
+
+    work.add_done_callback(look)
 
 
 def _tell_agent(pipeline: str, incarnation: int, method: str, message: object) -> None:

@@ -29,6 +29,7 @@ from nemo_rl.time_sharing.protocol.types import Command, Reply
 
 logger = logging.getLogger(__name__)
 
+_TAIL_BYTES = 4096
 _LEAVE_S = 300.0
 _KILLED_S = 30.0
 
@@ -92,7 +93,11 @@ class CommandPipeline(LentPipeline):
             self._end(0.0)
         client.release(_LEAVE_S)
         if code:
-            raise CommandFailed(f"{self._job.name}: {config.command[0]} ended with exit code {code}; see {self._log()}")
+            said = _last_line(self._log())
+            raise CommandFailed(
+                f"{self._job.name}: {config.command[0]} ended with exit code {code}{f': {said}' if said else ''}; see "
+                f"{self._log()}"
+            )
         return Outcome("done", steps=self._starts, waited_s=waited_s)
 
     def _log(self) -> Path:
@@ -158,3 +163,11 @@ class CommandPipeline(LentPipeline):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(wait_bound_s)
             kill_and_wait([one for one in everybody if one.is_running()], _KILLED_S)
+
+
+def _last_line(log: Path) -> str:
+    """The last line with text in it that a command wrote; most errors say there what they are."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")

@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -51,21 +52,23 @@ class HostStaging(Staging):
             )
         # Stays open: the lock on it is what tells a living sender's segment from a dead one's.
         self._descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        try:
-            # A hole that finds no memory when it is written to ends the process.
-            os.posix_fallocate(self._descriptor, 0, nbytes)
-        except OSError as error:
-            os.unlink(self.path)
-            os.close(self._descriptor)
-            raise TransportError(
-                f"{SHARED_MEMORY_DIR} cannot hold {nbytes >> 20} MiB more: {error.strerror}; lower "
-                "weight_sync.bucket_bytes"
-            ) from error
-        self._map = mmap.mmap(self._descriptor, nbytes)
-        self._device = device
-        self.buffer_B = torch.frombuffer(self._map, dtype=torch.uint8)
-        _pin(self.buffer_B, device)
+        with ExitStack() as undo:
+            undo.callback(os.close, self._descriptor)
+            undo.callback(os.unlink, self.path)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                # A hole that finds no memory when it is written to ends the process.
+                os.posix_fallocate(self._descriptor, 0, nbytes)
+                self._map = mmap.mmap(self._descriptor, nbytes)
+            except OSError as error:
+                raise TransportError(
+                    f"{SHARED_MEMORY_DIR} cannot hold {nbytes >> 20} MiB more: {error.strerror}; lower "
+                    "weight_sync.bucket_bytes"
+                ) from error
+            self._device = device
+            self.buffer_B = torch.frombuffer(self._map, dtype=torch.uint8)
+            _pin(self.buffer_B, device)
+            undo.pop_all()
 
     def publish(self, nbytes: int) -> dict[str, Any]:
         """Path and size of the segment; on a GPU, after the copies into it have finished."""

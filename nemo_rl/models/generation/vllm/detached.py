@@ -1,41 +1,63 @@
 """Generation requests from another process than the one that owns the engines.
 
-Holds what a dispatcher needs (the shards' actors and their names) and starts one at its first request. It sees no
-changes of the active set, so it serves runs whose shards all stay awake while they generate. Invariant: pickling one
-never starts anything.
+Holds what a dispatcher needs (the shards' actors and their names) and starts one at its first request. Before a batch
+of rollouts it is told which shards serve, and afterwards it says which of them it lost: the owner hears of a shard that
+died here, and a shard that was built anew is used here too. Invariant: pickling one never starts anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
+from nemo_rl.models.generation.resumable_request import OnPreempt
 from nemo_rl.models.generation.router import Router, RouterPolicy
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
+from nemo_rl.utils.record import Record
 
 T = TypeVar("T")
+
+_FOLLOW_S = 60.0
+
+
+class ServingShard(NamedTuple):
+    """A shard that takes requests: how often its engine was started, and its actor."""
+
+    started: int
+    worker: Any
 
 
 class DetachedGenerator:
     """Continues prompts on shards that another process started.
 
     Args:
-        workers: Generation actors, one per shard.
+        serving: Generation actors by shard.
         names: Their names, for messages.
         policy: How shards are chosen.
         request_timeout_s: Deadline of one request.
+        on_preempt: What a request keeps whose shard dies.
+        record: Takes what becomes of requests; pickled with this, so that it stays its owner's.
     """
 
     def __init__(
-        self, workers: Sequence[Any], names: Sequence[str], policy: RouterPolicy, request_timeout_s: float
+        self,
+        serving: Mapping[int, ServingShard],
+        names: Sequence[str],
+        policy: RouterPolicy,
+        request_timeout_s: float,
+        on_preempt: OnPreempt = "continue",
+        record: Record | None = None,
     ) -> None:
-        self._workers = list(workers)
+        self._serving = dict(serving)
+        self._workers: list[Any] = [serving[shard].worker if shard in serving else None for shard in range(len(names))]
         self._names = list(names)
         self._policy = policy
         self._request_timeout_s = request_timeout_s
+        self._on_preempt: OnPreempt = on_preempt
+        self._record = record
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatcher: Dispatcher | None = None
 
@@ -46,8 +68,31 @@ class DetachedGenerator:
         if self._loop is None or self._dispatcher is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="generation-dispatch", daemon=True).start()
-            self._dispatcher = Dispatcher(self._workers, Router(len(self._workers), self._policy), self._names)
+            router = Router(len(self._workers), self._policy)
+            router.set_active(self._serving)
+            self._dispatcher = Dispatcher(
+                self._workers, router, self._names, on_preempt=self._on_preempt, record=self._record
+            )
         return self._loop, self._dispatcher
+
+    def follow(self, serving: Mapping[int, ServingShard]) -> None:
+        """Only these shards take requests from now on; one that was started anew is used again."""
+        loop, dispatcher = self._started()
+        anew = [shard for shard, now in serving.items() if self._serving.get(shard, (0,))[0] != now.started]
+
+        async def change() -> None:
+            for shard in anew:
+                self._workers[shard] = serving[shard].worker
+                dispatcher.revive(shard)
+            dispatcher.unroute([shard for shard in range(len(self._workers)) if shard not in serving])
+            dispatcher.route([shard for shard in serving if shard not in dispatcher.failed])
+
+        wait_on_loop(change(), loop, _FOLLOW_S)
+        self._serving |= serving
+
+    def lost(self) -> dict[int, str]:
+        """The shards that were found dead here, and why."""
+        return dict(self._dispatcher.failed) if self._dispatcher is not None else {}
 
     async def generate_one(self, request: GenerationRequest) -> GenerationResult:
         """Continues one prompt; may be awaited on any event loop."""
@@ -57,6 +102,10 @@ class DetachedGenerator:
         )
 
     def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the dispatcher's loop and waits."""
+        """Runs a coroutine on the dispatcher's loop and waits.
+
+        Raises:
+            GenerationError: It hangs.
+        """
         loop, _ = self._started()
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
+        return wait_on_loop(work, loop, LOOP_TIMEOUT_S)

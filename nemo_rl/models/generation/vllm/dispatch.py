@@ -12,9 +12,10 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -34,8 +35,12 @@ from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, Shard
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _POLL_S = 20.0
 _HANG_S = 120.0
+# Every request has a deadline of its own; this one only ends a wait for rollouts whose loop hangs.
+LOOP_TIMEOUT_S = 6 * 3600.0
 
 
 @dataclass
@@ -265,8 +270,9 @@ class Dispatcher:
 
     # -- shards come and go -------------------------------------------------------------------------------------------
 
-    def route(self, shards: Sequence[int], versions: Sequence[int]) -> int:
-        """Shards take requests from now on; the router's generation number.
+    def route(self, shards: Sequence[int], versions: Sequence[int] | None = None) -> int:
+        """Shards take requests from now on; the router's generation number. Without their versions the record says
+        nothing of it: their owner routed them.
 
         Raises:
             ShardStateError: A shard is quarantined.
@@ -278,13 +284,14 @@ class Dispatcher:
             )
         new = [
             (shard, version)
-            for shard, version in zip(shards, versions, strict=True)
+            for shard, version in zip(shards, versions if versions is not None else [None] * len(shards), strict=True)
             if shard not in self._router.active
         ]
         with self._booking:
             generation = self._router.set_active(self._router.active | set(shards))
         for shard, version in new:
-            self.record.emit(ShardRouted(shard, generation, version))
+            if version is not None:
+                self.record.emit(ShardRouted(shard, generation, version))
         if self._router.active:
             self._routed.set()
         return generation
@@ -361,6 +368,24 @@ class Dispatcher:
                 pending.answer.set_exception(
                     GenerationError(f"generation was shut down while request {request_id} ran")
                 )
+
+
+def wait_on_loop(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
+    """Runs a coroutine on a dispatcher's loop, from another thread, and waits.
+
+    Raises:
+        GenerationError: It has not ended after `timeout_s`, and was cancelled.
+    """
+    name = getattr(work, "__qualname__", type(work).__name__)
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    done, _ = wait([future], timeout=timeout_s)
+    if not done:
+        future.cancel()
+        raise GenerationError(
+            f"the loop that dispatches requests did not finish {name} within {timeout_s:.0f} s: it is blocked, or what "
+            "it waits for hangs"
+        )
+    return future.result()
 
 
 async def _answer(ref: Any) -> Any:

@@ -21,10 +21,15 @@ class RequestFailure:
     engine_dead: bool = False
 
 
+def is_engine_death(error: BaseException | None) -> bool:
+    """Whether an error of a request or call says that the engine's own process is gone."""
+    return error is not None and (type(error).__name__ == "EngineDeadError" or "root cause" in str(error))
+
+
 def failure_of(request_id: str, error: BaseException) -> RequestFailure:
     """The error as text; where it only says that the engine is gone, also what the engine itself said."""
     text = f"{type(error).__name__}: {error}"
-    if type(error).__name__ != "EngineDeadError" and "root cause" not in text:
+    if not is_engine_death(error):
         return RequestFailure(request_id, text)
     said = last_errors()
     more = (

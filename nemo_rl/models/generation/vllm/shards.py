@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
-from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
+from nemo_rl.distributed.worker_calls import (
+    WorkerDiedError,
+    WorkerError,
+    WorkerIdentity,
+    WorkerTimeoutError,
+    wait_for_workers,
+)
 from nemo_rl.models.generation.errors import ShardStateError, WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.result_buffer import is_engine_death
 from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
 
 logger = logging.getLogger(__name__)
@@ -80,7 +88,7 @@ class ElasticShards:
         return [shard for shard in self._state if shard not in self._dispatcher.failed]
 
     def call(self, shards: Sequence[int], method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Calls a method of these shards' workers; a shard that is gone or gives no answer is quarantined.
+        """Calls a method of these shards' workers.
 
         Raises:
             WorkerError: A worker raised, died or hung.
@@ -92,6 +100,35 @@ class ElasticShards:
             what=f"generation.{method}",
             timeout_s=timeout_s or self._timeout_s,
         )
+
+    def call_healthy(self, method: str, shards: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
+        """Calls a method of the shards, all by default, that are not quarantined; one whose engine is gone, or that
+        gives no answer, is quarantined, and the answers of the others are all there is.
+
+        Raises:
+            WorkerError: A living worker raised, or none is left.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        called = [shard for shard in self.healthy() if shards is None or shard in shards]
+        refs = {shard: getattr(self._workers[shard], method).remote(**kwargs) for shard in called}
+        answers: dict[int, Any] = {}
+        lost: WorkerError | None = None
+        raised: WorkerError | None = None
+        for shard, ref in refs.items():
+            who, left = [self._identities[shard]], max(1.0, deadline - time.monotonic())
+            try:
+                answers[shard] = wait_for_workers([ref], who, what=f"generation.{method}", timeout_s=left)[0]
+            except WorkerError as error:
+                if is_lost(error):
+                    lost = error
+                    self.quarantine([shard], first_line(error))
+                else:
+                    raised = raised or error
+        if raised is not None:
+            raise raised
+        if lost is not None and not self.healthy():
+            raise lost
+        return answers
 
     def _check(self, shards: Iterable[int]) -> list[int]:
         wanted = sorted(set(shards))
@@ -115,6 +152,15 @@ class ElasticShards:
         """The processes of a shard were ended from outside; it sleeps until it is built anew."""
         self._unbuilt.add(shard)
         self._state[shard] = ShardState.ASLEEP
+
+    def rebuilt(self, shard: int) -> None:
+        """A quarantined shard has a new engine: awake, without weights, not routed."""
+
+        async def revive() -> None:
+            self._dispatcher.revive(shard)
+
+        self._state[shard] = ShardState.INACTIVE
+        self._on_loop(revive())
 
     def build(self, shards: Iterable[int]) -> None:
         """Starts the engines of shards that have none, or whose engine failed: awake afterwards, without weights, not
@@ -286,3 +332,13 @@ class ElasticShards:
 
 async def _answer(ref: Any) -> Any:
     return await ref
+
+
+def is_lost(error: WorkerError) -> bool:
+    """Whether a worker's failure says that its shard is gone: its process or engine died, or it does not answer."""
+    return isinstance(error, (WorkerDiedError, WorkerTimeoutError)) or is_engine_death(error.__cause__)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a line of the log."""
+    return str(error).partition("\n")[0]

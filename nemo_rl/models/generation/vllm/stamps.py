@@ -49,15 +49,16 @@ class VersionStamps:
             version: Of the weights that are loaded now.
             kv_recomputed: Whether running requests compute their keys and values anew.
         """
+        # Requests that begin while this waits belong to the new version, whose weights are loaded.
+        self.version, before = version, dict(self._running)
         drawn = {} if self.labelled_by_engine else await self._drawn()
-        for request_id, running in self._running.items():
+        for request_id, running in before.items():
             running.starts.append((version, drawn.get(request_id, 0)))
             # Part of the prompt may be computed although no token is drawn yet.
             if not kv_recomputed:
                 running.mixed.add(version)
         if self.labelled_by_engine:
             await self._engine.update_weight_version(str(version))
-        self.version = version
 
     async def _drawn(self) -> dict[str, int]:
         # Outputs of the last step before the pause may still be on their way through the output handler.

@@ -13,7 +13,7 @@ import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
 from nemo_rl.models.generation.errors import ShardStateError
-from nemo_rl.models.generation.vllm.shards import ElasticShards
+from nemo_rl.models.generation.vllm.shards import ElasticShards, first_line, is_lost
 
 _ANSWER_S = 30.0
 _CULPRITS_S = 5.0
@@ -126,9 +126,12 @@ class ShardTargets:
                 for shard, ref, who in zip(self.shards, refs, self._identities, strict=True)
                 if ref in ended
             }
-            self.culprits = {
-                shard: str(failure).splitlines()[0] for shard, failure in failures.items() if failure is not None
-            }
+            lost = {shard: failure for shard, failure in failures.items() if failure is not None and is_lost(failure)}
+            if lost:
+                # The others may wait for the dead one, in a collective for example: it alone is to blame.
+                self.culprits = {shard: first_line(failure) for shard, failure in lost.items()}
+                raise
+            self.culprits = {shard: first_line(failure) for shard, failure in failures.items() if failure is not None}
             self.culprits |= {
                 shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended
             }

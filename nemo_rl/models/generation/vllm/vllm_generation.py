@@ -25,6 +25,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
+    GenerationError,
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
@@ -32,11 +33,12 @@ from nemo_rl.models.generation.interfaces import (
     results_to_batch,
 )
 from nemo_rl.models.generation.router import Router
-from nemo_rl.models.generation.vllm.detached import DetachedGenerator
-from nemo_rl.models.generation.vllm.dispatch import Dispatcher
+from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
+from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
 from nemo_rl.models.generation.vllm.engine_args import engine_spec
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.shards import ElasticShards
+from nemo_rl.models.generation.vllm.socket_folder import remove_abandoned
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record import Record
 
@@ -45,8 +47,9 @@ T = TypeVar("T")
 
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _TRANSITION_TIMEOUT_S = 180.0
-_START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 600.0
 _STATS_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 30.0
 _PROFILE_TIMEOUT_S = 60.0
 
 
@@ -122,6 +125,7 @@ class VllmGeneration(GenerationInterface):
         if lent:
             self.group.run_all_workers_single_data("prepare")
         self._workers: list[list[dict[str, Any]]] = [[] for _ in shards]
+        self._started = [0] * len(shards)
         self.router = Router(len(shards), policy.generation.router)
         if lent:
             self.router.set_active(())
@@ -137,9 +141,10 @@ class VllmGeneration(GenerationInterface):
             self.group.workers,
             self.group.identities,
             self._dispatcher,
-            self.run_on_dispatch_loop,
+            # A move waits for the shard to leave and then for its results.
+            lambda work: self.run_on_dispatch_loop(work, 3 * _TRANSITION_TIMEOUT_S),
             timeout_s=_TRANSITION_TIMEOUT_S,
-            start=self._start_shard,
+            start=self.start_shard,
             built=not lent,
         )
         self.weights_resident = True
@@ -155,13 +160,23 @@ class VllmGeneration(GenerationInterface):
             for shard, answer in enumerate(self.group.get_all_worker_results(starting)):
                 self._workers[shard] = answer
 
-    def _start_shard(self, shard: int) -> None:
+    def start_shard(self, shard: int) -> None:
+        """Starts the engine of a shard, in the place of one that was there before, and returns once it is up.
+
+        Raises:
+            WorkerError: It did not start.
+        """
         if shard in self._unused:
             self._unused.discard(shard)
         else:
             self.group.start_worker(shard)
-        answer = self.shards.call([shard], "start", timeout_s=_START_TIMEOUT_S)[0]
+        answer = self.shards.call([shard], "start", timeout_s=START_TIMEOUT_S)[0]
         self._workers[shard] = answer
+        self._started[shard] += 1
+
+    def end_shard(self, shard: int) -> None:
+        """Ends the processes of a shard, which must be quarantined; its engine notices that its actor is gone."""
+        ray.kill(self.group.workers[shard])
 
     def on_failure(self, tell: Callable[[int, str], None]) -> None:
         """Has `tell` called with every shard that is quarantined from now on, and why; it must not block."""
@@ -191,20 +206,35 @@ class VllmGeneration(GenerationInterface):
         future = asyncio.run_coroutine_threadsafe(self._dispatcher.run(request, self._request_timeout_s), self._loop)
         return await asyncio.wrap_future(future)
 
-    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
         """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per
         request.
+
+        Raises:
+            GenerationError: It has not ended after `timeout_s`.
         """
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return wait_on_loop(work, self._loop, timeout_s)
 
     def start_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the dispatcher's own loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def for_other_process(self) -> DetachedGenerator:
-        """What another process needs to send requests to these shards; it can be pickled."""
+    def serving(self) -> dict[int, ServingShard]:
+        """The shards that take requests, for another process that sends some."""
+        return {
+            shard: ServingShard(self._started[shard], self.group.workers[shard]) for shard in sorted(self.router.active)
+        }
+
+    def for_other_process(self, record: Record) -> DetachedGenerator:
+        """What another process needs to send requests to these shards; it can be pickled.
+
+        Args:
+            record: Takes what becomes of the requests there.
+        """
         names = [str(identity) for identity in self.group.identities]
-        return DetachedGenerator(self.group.workers, names, self.cfg.router, self._request_timeout_s)
+        return DetachedGenerator(
+            self.serving(), names, self.cfg.router, self._request_timeout_s, self.cfg.on_preempt, record
+        )
 
     def _requests(self, data: BatchedDataDict[Any], greedy: bool) -> list[GenerationRequest]:
         sampling = self.default_sampling(greedy=greedy)
@@ -253,7 +283,7 @@ class VllmGeneration(GenerationInterface):
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Makes weights and KV cache (or one of them) resident on every shard that is not quarantined."""
-        self.shards.call(self.shards.healthy(), "wake_up", tags=list(tags or ("weights", "kv_cache")))
+        self.shards.call_healthy("wake_up", tags=list(tags or ("weights", "kv_cache")))
         return True
 
     def finish_generation(self, release_gpu: bool = True) -> bool:
@@ -264,16 +294,18 @@ class VllmGeneration(GenerationInterface):
             self.invalidate_kv_cache()
         return True
 
-    def sleep(self) -> list[dict[str, int]]:
-        """Sleeps every shard, none of which may run requests; bytes in use before and after, per shard."""
-        report = self.shards.call(self.shards.healthy(), "sleep")
+    def sleep(self, dp_ranks: Sequence[int] | None = None) -> list[dict[str, int]]:
+        """Sleeps shards, all that are not quarantined by default, none of which may run requests; bytes in use before
+        and after, per shard.
+        """
+        report = list(self.shards.call_healthy("sleep", dp_ranks).values())
         if self.cfg.vllm_cfg.sleep_level == 2:
             self.weights_resident = False
         return report
 
     def invalidate_kv_cache(self) -> None:
         """Forgets cached prefixes on every shard."""
-        self.shards.call(self.shards.healthy(), "reset_prefix_cache")
+        self.shards.call_healthy("reset_prefix_cache")
 
     def engine_metrics(self) -> dict[str, float]:
         """The `generation_metrics/` of the time since they were last asked for; empty where
@@ -332,6 +364,10 @@ class VllmGeneration(GenerationInterface):
         """Shards take requests again; the router's generation number."""
         return self.shards.activate(dp_ranks)
 
+    def activate_healthy(self, dp_ranks: Sequence[int]) -> int:
+        """Those of the shards that are not quarantined take requests again; the router's generation number."""
+        return self.shards.activate(self.shards.call_healthy("accept", dp_ranks))
+
     def get_model_update_receiver(
         self, dp_ranks: Sequence[int] | None = None, *, recompute_kv: bool = True
     ) -> ShardTargets:
@@ -362,8 +398,10 @@ class VllmGeneration(GenerationInterface):
     def shutdown(self) -> bool:
         """Ends every engine and the dispatcher's thread."""
         if self._thread.is_alive():
-            self.run_on_dispatch_loop(self._dispatcher.close())
+            with contextlib.suppress(GenerationError):
+                self.run_on_dispatch_loop(self._dispatcher.close(), _CLOSE_TIMEOUT_S)
         clean = self.group.shutdown(cleanup_method="shutdown")
+        remove_abandoned()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10.0)

@@ -12,8 +12,9 @@ import asyncio
 import importlib
 import os
 import time
+from collections.abc import Coroutine
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateError, StaleVersionError, WakeError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
@@ -23,8 +24,12 @@ from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStat
 from nemo_rl.models.generation.vllm.forked import forked_engine
 from nemo_rl.models.generation.vllm.parent_watchdog import OWNER_VARIABLE
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure, ResultBuffer, failure_of
+from nemo_rl.models.generation.vllm.socket_folder import make_socket_folder, remove_socket_folder
 from nemo_rl.models.generation.vllm.stamps import VersionStamps
 
+T = TypeVar("T")
+
+_LOOK_S = 0.5
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
 _ABORT_AGAIN_S = 0.02
@@ -64,6 +69,8 @@ class VllmGenerationWorker:
     def _set_environment(self) -> None:
         os.environ.update(self._spec.env)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
+        if "VLLM_RPC_BASE_PATH" not in os.environ:
+            os.environ["VLLM_RPC_BASE_PATH"] = str(make_socket_folder())
 
     async def start(self) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device).
@@ -92,7 +99,23 @@ class VllmGenerationWorker:
         return await self._rpc("nrl_describe")
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        return await self._engine.collective_rpc(method, timeout=timeout_s, args=args)
+        return await self._alive(self._engine.collective_rpc(method, timeout=timeout_s, args=args))
+
+    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """The answer of the engine's process. vLLM leaves calls that were under way when that died without one.
+
+        Raises:
+            Exception: vLLM's EngineDeadError: the process is gone.
+        """
+        answer = asyncio.ensure_future(call)
+        try:
+            while not answer.done():
+                await asyncio.wait([answer], timeout=_LOOK_S)
+                if not answer.done() and self._engine.errored:
+                    raise self._engine.dead_error
+            return answer.result()
+        finally:
+            answer.cancel()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -274,12 +297,12 @@ class VllmGenerationWorker:
             )
         if self._asleep and self._spec.cuda:
             # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
-            await self._engine.wake_up(["kv_cache"])
+            await self._alive(self._engine.wake_up(["kv_cache"]))
         level = level or self._spec.sleep_level
         self._weights_lost |= level == 2
         resident = await self._rpc("nrl_model_bytes")
         before = sum(await self._rpc("nrl_memory_in_use"))
-        await self._engine.sleep(level=level)
+        await self._alive(self._engine.sleep(level=level))
         if not self._spec.cuda:
             await self._rpc("nrl_release_memory", level)
         # The host copy of level 1 counts as resident memory on a CPU slot.
@@ -314,7 +337,7 @@ class VllmGenerationWorker:
             return
         try:
             if self._spec.cuda:
-                await self._engine.wake_up(wanted)
+                await self._alive(self._engine.wake_up(wanted))
             elif "weights" in wanted:
                 await self._rpc("nrl_restore_memory")
         # vLLM passes errors of its engine process on as plain Exception.
@@ -326,8 +349,8 @@ class VllmGenerationWorker:
         self._asleep -= set(wanted)
         if not self._asleep:
             if not self._spec.cuda:
-                await self._engine.wake_up(None)
-            await self._engine.reset_prefix_cache()
+                await self._alive(self._engine.wake_up(None))
+            await self._alive(self._engine.reset_prefix_cache())
 
     async def _back_to_sleep(self) -> None:
         resident = (
@@ -343,7 +366,7 @@ class VllmGenerationWorker:
 
     async def reset_prefix_cache(self) -> None:
         """Forgets cached prefixes, which belong to old weights after a refit."""
-        await self._engine.reset_prefix_cache()
+        await self._alive(self._engine.reset_prefix_cache())
 
     async def model_bytes(self) -> list[dict[str, int]]:
         """Bytes of weights and KV cache per rank."""
@@ -401,13 +424,14 @@ class VllmGenerationWorker:
         # A sleeping engine is paused already, and resumes when it is wholly awake.
         if self._paused_at is None and not self._asleep:
             self._paused_at = time.monotonic()
-            await self._engine.pause_generation(mode="keep", clear_cache=self._session.get("recompute_kv", True))
+            recompute_kv = self._session.get("recompute_kv", True)
+            await self._alive(self._engine.pause_generation(mode="keep", clear_cache=recompute_kv))
 
     async def _resume(self) -> float:
         self._session = {}
         if self._paused_at is None:
             return 0.0
-        await self._engine.resume_generation()
+        await self._alive(self._engine.resume_generation())
         seconds = time.monotonic() - self._paused_at
         self._paused_at = None
         return seconds
@@ -457,3 +481,4 @@ class VllmGenerationWorker:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+        remove_socket_folder()

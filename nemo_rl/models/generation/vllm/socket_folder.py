@@ -1,0 +1,62 @@
+"""Where an engine's processes meet: a folder of their own for sockets that vLLM would leave in the temporary folder.
+
+Each process that starts engines has one and holds a lock on it; whoever makes one removes those whose processes were
+killed. Invariant: the folder of a living process is never touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "nemo_rl-sockets-"
+# One that was made a moment ago may not be locked yet.
+_STALE_AFTER_S = 5.0
+
+_held: dict[Path, int] = {}
+
+
+def make_socket_folder() -> Path:
+    """The folder of this process, made if it is not there."""
+    for folder in _held:
+        return folder
+    remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    _held[folder] = os.open(folder, os.O_RDONLY)
+    fcntl.flock(_held[folder], fcntl.LOCK_EX)
+    return folder
+
+
+def remove_socket_folder() -> None:
+    """Removes the folder of this process. Safe to call twice."""
+    while _held:
+        folder, descriptor = _held.popitem()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_abandoned() -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    try:
+        if time.time() - folder.stat().st_ctime < _STALE_AFTER_S:
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        # Gone meanwhile, or another user's.
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(descriptor)

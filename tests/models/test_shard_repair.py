@@ -1,0 +1,83 @@
+"""Real engines that are killed between requests: the run goes on with the others, and each comes back with the weights
+of the next refit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.models.generation.vllm.repair import ShardRepair
+from nemo_rl.models.generation.vllm.shards import ShardState
+from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def serving(engines: Colocated, version: int) -> set[int]:
+    """The shards that answer a few requests; every token must be of `version` and as the policy scores it."""
+    requests = engines.requests(16)
+    results = engines.run(requests)
+    assert {span.version for result in results for span in result.spans} == {version}
+    assert engines.disagreement(requests, results) <= 1.001
+    return {result.shard for result in results}
+
+
+def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_comes_back(
+    ray_session: None, tiny_model: Path
+) -> None:
+    with colocated(tiny_model, 2) as engines:
+        generation = engines.generation
+        repair = ShardRepair(generation)
+        taking_turns = Refitter(
+            engines.policy,
+            generation,
+            engines.config.weight_sync,
+            colocated=True,
+            cuda=False,
+            record=engines.record,
+            repair=repair,
+        )
+        taking_turns.bring_to(0)
+        assert serving(engines, 0) == {0, 1}
+
+        # The engine's own process, while nothing runs; the actor around it lives on.
+        pids = sorted({worker["pid"] for worker in generation._workers[1]})
+        for pid in pids:
+            kill(pid)
+        taking_turns.release_device()
+        assert generation.shards.state(1) is ShardState.FAILED
+        engines.train_step()
+        taking_turns.bring_to(1)
+        assert serving(engines, 1) == {0, 1}
+
+        # The actor, while its shard sleeps.
+        taking_turns.release_device()
+        pids = engine_pids(generation)
+        ray.kill(generation.group.workers[0])
+        engines.train_step()
+        taking_turns.bring_to(2)
+        assert serving(engines, 2) == {1}
+
+        # Engines with slots of their own are built beside the run, which goes on with the others meanwhile.
+        beside = Refitter(
+            engines.policy,
+            generation,
+            engines.config.weight_sync,
+            colocated=False,
+            cuda=False,
+            record=engines.record,
+            repair=repair,
+        )
+        engines.train_step()
+        beside.bring_to(3)
+        assert serving(engines, 3) == {1}
+        repair.finish(120.0)
+        engines.train_step()
+        beside.bring_to(4)
+        assert serving(engines, 4) == {0, 1}
+        assert generation.engine_metrics() == {}
+        wait_until_gone([pid for pid in pids if pid not in engine_pids(generation)])
