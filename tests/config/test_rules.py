@@ -260,6 +260,10 @@ BROKEN = [
         ["grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_threshold=1"],
         "needs grpo.val_num_generations_per_prompt above 1",
     ),
+    (
+        ["grpo.stop_at_validation_metric=mean_accuracy", "grpo.stop_at_validation_threshold=1"],
+        "mean_accuracy needs grpo.use_best_at_k",
+    ),
     (["grpo.stop_at_validation_metric=accuracy"], "set both or neither"),
     (["data.train={dataset_name: gsm8k}"], "data.validation is null"),
     (["data.train=[]", "grpo.val_period=0"], "data.train: an empty list"),
@@ -424,7 +428,7 @@ def test_metrics_that_a_run_may_measure_rank_checkpoints(name: str) -> None:
 
 def test_every_metric_that_steps_and_validation_report_is_known_by_name() -> None:
     ones = torch.ones(4)
-    assert set(validation_metrics(ones, ones, generations_per_prompt=2)) == set(GRPO_VALIDATION)
+    assert set(validation_metrics(ones, ones, generations_per_prompt=2, best_at_k=True)) == set(GRPO_VALIDATION)
     assert set(batch_metrics(ones, ones, ones, ones)) <= set(GRPO_TRAINING)
     assert set(SFT_TRAINING) - set(GRPO_TRAINING) == {"num_unmasked_tokens"}
 
