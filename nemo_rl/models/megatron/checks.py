@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_rl.config import ConfigError, PolicyConfig
+from nemo_rl.models.megatron import bridge
 from nemo_rl.models.megatron.families import Sizes
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 
@@ -32,7 +33,8 @@ def check_policy(cfg: PolicyConfig, model: Any) -> None:
     refused = list(_keys_that_are_not_honoured(cfg))
     if refused:
         raise ConfigError(refused)
-    for problem in _sizes_that_do_not_divide(cfg, Sizes.of(model)):
+    sizes = Sizes.of(model) if bridge.is_known(model) else bridge.check(cfg, model)
+    for problem in _sizes_that_do_not_divide(cfg, sizes):
         raise UnsupportedModelError(problem)
 
 
