@@ -212,6 +212,7 @@ def _build(
             policy.wait_until_started()
         if policy.started is not None:
             record.emit(policy.started)
+            start.say(f"training: {policy.started.kernels}")
         seconds["policy_init_time_s"] = time.monotonic() - began
         if generation is not None:
             with start.phase("engines, beside the policy"):
