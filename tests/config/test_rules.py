@@ -54,11 +54,22 @@ NOT_BUILT = [
 @pytest.mark.parametrize("override", NOT_BUILT)
 def test_what_is_not_built_yet_is_refused_by_its_dotted_name(override: str) -> None:
     key = override.partition("=")[0]
-    assert any(line.startswith(f"{key}:") and "not built yet" in line for line in problems(override))
+    # What a section asks for counts where it is enabled.
+    assert any(
+        line.startswith(f"{key}:") and "not built yet" in line for line in problems("data_plane.enabled=true", override)
+    )
+
+
+def test_a_start_that_is_not_built_is_refused_whether_or_not_checkpoints_are_written() -> None:
+    start = "checkpointing.pretrained_checkpoint={path: x}"
+    for enabled in ("true", "false"):
+        (line,) = problems(f"checkpointing.enabled={enabled}", start)
+        assert "'checkpointing.pretrained_checkpoint" in f"'{line}" and "Megatron checkpoints as a start" in line
 
 
 ACCEPTED = [
     ["data_plane.enabled=true"],
+    ["data_plane.controller_address=10.0.0.1:5000"],
     ["data_plane.enabled=true", "data_plane.backend=mooncake_cpu", "data_plane.global_segment_size=null"],
     ["policy.generation.vllm_cfg.async_engine=false"],
     ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"],
