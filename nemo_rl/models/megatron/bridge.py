@@ -182,7 +182,7 @@ class Bridge:
         from nemo_rl.models.megatron.layers import PackedAttention
 
         spec = self._provider.transformer_layer_spec
-        if inspect.isroutine(spec):
+        if not any(hasattr(spec, part) for part in ("submodules", "layer_specs")):
             stage = {"vp_stage": virtual} if "vp_stage" in inspect.signature(spec).parameters else {}
             spec = spec(self._provider, **stage)
         for layer in getattr(spec, "layer_specs", [spec]):
