@@ -240,7 +240,9 @@ ABSENT: dict[str, str] = {
     "nemo_rl.models.generation.megatron": "vLLM is the one engine",
     "nemo_rl.models.generation.sglang": "vLLM is the one engine",
     "nemo_rl.models.policy.interfaces.ColocatablePolicyInterface": "runs move weights themselves (docs/weight_sync.md)",
+    "nemo_rl.utils.logger.RayGpuMonitorLogger": "logger.monitor_gpus, whose readings the run collects itself",
     "nemo_rl.weight_sync.interfaces.WeightSynchronizer": "runs move weights themselves (docs/weight_sync.md)",
+    "nemo_rl.weight_sync.interfaces.create_weight_synchronizer": "runs move weights themselves (docs/weight_sync.md)",
 }
 
 

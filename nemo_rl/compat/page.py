@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from nemo_rl.compat.members import ABSENT_MEMBERS, CONTROL_PLANE
 from nemo_rl.compat.names import ABSENT, AT_HOME, CHANGED, NAMES
 from nemo_rl.config.foreign import ALWAYS, FOREIGN, MOVED
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
@@ -41,10 +42,15 @@ releases before 0.5 (`data.dataset_name`) are read as they were meant, which the
 _ENVIRONMENT = {
     "`NRL_NSYS_WORKER_PATTERNS`, `NRL_NSYS_PROFILE_STEP_RANGE`": "names of workers, and steps START:STOP "
     "([profiles](running.md#profiles))",
-    "`SANDBOX_*` (ray.sub)": "refused by the script: run the sandbox as a service of its own",
+    "`SANDBOX_CONTAINER`, `SANDBOX_COMMAND`, `SANDBOX_PORT`, `SANDBOX_MOUNTS`, `SANDBOX_ENV_VARS` (ray.sub)": "a "
+    "sandbox beside Ray on every node ([Slurm](clusters.md#slurm)); other `SANDBOX_*` are refused by name",
     "`RAY_DEBUG`, `OMP_NUM_THREADS` (ray.sub)": "as there, on every node",
     "`NRL_IGNORE_TP_ACCURACY_CHECK`, `NRL_LOG_LEVEL`": "as there",
 }
+
+
+# Keys that NeMo-RL's pages say little about.
+_DEFINED = ("grpo.use_best_at_k", "grpo.should_mask_flagged_samples", "grpo.invalid_tool_call_strategy")
 
 
 def page() -> str:
@@ -55,6 +61,8 @@ def page() -> str:
         *_table(("part", "keys that ask for it"), _parts()),
         "### Keys without effect\n",
         *_table(("key", "why", "values"), _without_effect()),
+        "### Keys whose meaning is defined here\n",
+        *_table(("key", "what it does"), _definitions()),
         "### Environment variables\n",
         *_table(("variable", "here"), _ENVIRONMENT.items()),
         "### Earlier names\n",
@@ -67,7 +75,10 @@ def page() -> str:
         "Called in NeMo-RL's shape, the functions below say what has changed before anything starts.\n",
         *_table(("name", "here"), ((f"`{name}`", form) for name, form in CHANGED.items())),
         "### Not here\n",
-        *_table(("name", "instead"), ((f"`{name}`", instead) for name, instead in ABSENT.items())),
+        *_table(("name", "instead"), ((f"`{name}`", instead) for name, instead in (ABSENT | ABSENT_MEMBERS).items())),
+        "### Names of control planes\n",
+        "What drivers of several pipelines call, and where it is; the rest is on [its own page](time_sharing.md).\n",
+        *_table(("name", "here"), _control_plane()),
     ]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -106,11 +117,22 @@ def _without_effect() -> Iterator[tuple[str, str, str]]:
             yield f"`{foreign.pattern}`", foreign.part, ", ".join(str(value).lower() for value in foreign.inert)
 
 
+def _definitions() -> Iterator[tuple[str, str]]:
+    meanings = {entry.name: entry.meaning for entry in keys_of(MasterConfig)}
+    yield from ((f"`{key}`", meanings[key]) for key in _DEFINED)
+
+
 def _names() -> Iterator[tuple[str, str]]:
     for module in sorted({*NAMES, *AT_HOME}):
         names = sorted({*NAMES.get(module, {}), *AT_HOME.get(module, ())})
         marked = (f"`{name}`\\*" if f"{module}.{name}" in CHANGED else f"`{name}`" for name in names)
         yield f"`{module}`", ", ".join(marked)
+
+
+def _control_plane() -> Iterator[tuple[str, str]]:
+    for name, home in CONTROL_PLANE.items():
+        module, _, path = home.partition(":")
+        yield f"`{name}`", f"`{module}`{f', `{path}`' if path else ''}" if home.startswith("nemo_rl.") else home
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -116,6 +116,11 @@ class GRPOConfig(Section):
     val_num_generations_per_prompt: PositiveInt = Field(
         1, description="Samples per validation prompt; k > 1 adds the metric pass_k."
     )
+    use_best_at_k: bool = Field(
+        False,
+        description="Validation's accuracy, in whole and by task, takes the best of a prompt's "
+        "val_num_generations_per_prompt samples instead of their mean, which is then logged as mean_accuracy.",
+    )
     stop_at_validation_metric: str | None = Field(
         None, description="Validation metric that ends the run early; null never does."
     )
@@ -129,6 +134,12 @@ class GRPOConfig(Section):
         False,
         description="Take no loss from samples whose environment set mask_sample in their metadata; their rewards "
         "still count in the baseline.",
+    )
+    invalid_tool_call_strategy: Literal["mask", "zero_reward"] | None = Field(
+        None,
+        description="What becomes of samples whose environment set invalid_tool_call in their metadata: mask takes no "
+        "loss from them (their rewards still count in the baseline), zero_reward makes their reward 0 before it is "
+        "scaled and shaped, null leaves them as they are.",
     )
     advantage_clip_low: float | None = Field(
         None, description="Lower clamp on advantages after normalisation; null does not clamp."

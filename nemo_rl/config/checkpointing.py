@@ -73,9 +73,9 @@ class CheckpointingConfig(Section):
         "policy.dtensor_cfg.lora_cfg.enabled.",
     )
     is_async: bool = Field(False, description="Accepted from older recipes; checkpoints never block the step here.")
-    pretrained_checkpoint: Annotated[dict[str, Any] | None, NotYet("Megatron checkpoints as a start")] = Field(
-        None, description="Megatron checkpoint to start from: path, and format megatron_bridge or megatron_lm."
-    )
+    pretrained_checkpoint: Annotated[
+        dict[str, Any] | None, NotYet("Megatron checkpoints as a start", regardless=True)
+    ] = Field(None, description="Megatron checkpoint to start from: path, and format megatron_bridge or megatron_lm.")
 
     @field_validator("resume", mode="before")
     @classmethod

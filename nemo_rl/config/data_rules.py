@@ -141,7 +141,7 @@ SFT_DATA_RULES: tuple[Callable[[SFTMasterConfig], Iterator[Problem]], ...] = (
 )
 
 
-GRPO_VALIDATION = ("accuracy", "avg_length", "pass_k")
+GRPO_VALIDATION = ("accuracy", "avg_length", "pass_k", "mean_accuracy")
 SFT_VALIDATION = ("val_loss",)
 _EVERY_STEP = ("loss", "grad_norm", "lr", "wd", "global_valid_seqs", "global_valid_toks", "num_valid_samples")
 SFT_TRAINING = (*_EVERY_STEP, "num_unmasked_tokens")

@@ -112,8 +112,6 @@ FOREIGN: tuple[Foreign, ...] = (
         "set grpo.use_dynamic_sampling: true",
         (False,),
     ),
-    Foreign("grpo.invalid_tool_call_strategy", GYM),
-    Foreign("grpo.use_best_at_k", "best-of-k validation", "val_num_generations_per_prompt measures pass_k", (False,)),
     # Layers and packing.
     Foreign("policy.sequence_packing.fuse_loss", "the loss of a packed row is always taken in one go", inert=ALWAYS),
     Foreign(f"{_AUTOMODEL}.use_sdpa_patching", "attention is chosen by backend.attn", inert=ALWAYS),

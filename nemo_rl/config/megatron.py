@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from nemo_rl.config.section import DefaultFrom, Section
+from nemo_rl.config.section import DefaultFrom, NotYet, Section
 
 
 class MegatronOptimizerConfig(Section):
@@ -66,7 +66,9 @@ class MegatronDDPConfig(Section):
     overlap_param_gather: bool = Field(
         True, description="Accepted for recipes; parameters are gathered by the step, for the refit that follows."
     )
-    use_custom_fsdp: bool = Field(False, description="Use Megatron's own FSDP.")
+    use_custom_fsdp: Annotated[bool, NotYet("Megatron's own FSDP")] = Field(
+        False, description="Use Megatron's own FSDP."
+    )
     data_parallel_sharding_strategy: str = Field(
         "optim_grads_params", description="Accepted for recipes; use_distributed_optimizer says what is sharded."
     )
@@ -131,32 +133,59 @@ class MegatronConfig(Section):
         False, description="Accepted for recipes; Hugging Face weights are read directly and nothing is converted."
     )
     model_overrides: dict[str, Any] = Field(default_factory=dict, description="Changes to the Megatron model's config.")
-    use_fused_linear_logprobs: bool = Field(False, description="Fuse the output layer with the log-probabilities.")
+    use_fused_linear_logprobs: bool = Field(
+        False, description="Accepted for recipes; tokens are always scored chunk by chunk from hidden states."
+    )
     fused_linear_logprobs_chunk_size: PositiveInt = Field(
         256, description="Accepted for recipes; policy.logprob_chunk_size is what counts."
     )
-    defer_fp32_logits: bool = Field(False, description="Turn logits to float32 late.")
-    cuda_graph_impl: str = Field("none", description="CUDA graphs in training.")
+    defer_fp32_logits: bool = Field(
+        False,
+        description="Accepted for recipes; the logits of a row never exist at once, and are float32 where scored.",
+    )
+    cuda_graph_impl: Annotated[str, NotYet("CUDA graphs in training")] = Field(
+        "none", description="CUDA graphs in training."
+    )
     cuda_graph_modules: list[str] = Field(
         default_factory=list, description="Accepted for recipes; belongs to cuda_graph_impl."
     )
     cuda_graph_warmup_steps: NonNegativeInt = Field(3, description="Accepted for recipes; belongs to cuda_graph_impl.")
-    fine_grained_activation_offloading: bool = Field(False, description="Offload activations by module.")
+    fine_grained_activation_offloading: Annotated[bool, NotYet("offloading of activations by module")] = Field(
+        False, description="Offload activations by module."
+    )
     offload_modules: list[str] | None = Field(
         None, description="Accepted for recipes; belongs to fine_grained_activation_offloading."
     )
     freeze_moe_router: bool = Field(True, description="Do not train the router.")
     moe_router_dtype: str | None = Field("fp64", description="Precision of the router.")
-    moe_router_load_balancing_type: str = Field("none", description="Load balancing of the router.")
-    moe_router_bias_update_rate: float = Field(0.0, description="Update rate of the router's bias.")
+    # The gradient of such a loss is a mean over tokens, which a step of sums divided by another count weighs wrongly.
+    moe_router_load_balancing_type: Annotated[
+        str,
+        NotYet("auxiliary losses of Megatron's router, which would be trained with a weight that depends on lengths"),
+    ] = Field("none", description="Load balancing of the router.")
+    moe_router_bias_update_rate: Annotated[float, NotYet("updates of the router's biases")] = Field(
+        0.0, description="Update rate of the router's bias."
+    )
     moe_permute_fusion: bool = Field(True, description="Fuse token permutation.")
-    moe_enable_deepep: bool = Field(False, description="Use DeepEP.")
-    moe_token_dispatcher_type: str = Field("alltoall", description="How tokens reach experts.")
-    moe_shared_expert_overlap: bool = Field(False, description="Overlap the shared expert with communication.")
-    moe_per_layer_logging: bool = Field(False, description="Log router metrics per layer.")
+    moe_enable_deepep: Annotated[bool, NotYet("token exchange by DeepEP or HybridEP")] = Field(
+        False, description="Use DeepEP."
+    )
+    # Rows of a step differ in length, for which the others are not made.
+    moe_token_dispatcher_type: Annotated[str, NotYet("token exchange other than all-to-all")] = Field(
+        "alltoall", description="How tokens reach experts."
+    )
+    moe_shared_expert_overlap: bool = Field(
+        False, description="Accepted for recipes; only the speed of experts that every token takes."
+    )
+    moe_per_layer_logging: bool = Field(
+        False, description="Accepted for recipes; metrics of the router are not measured."
+    )
     apply_rope_fusion: bool = Field(True, description="Fuse rotary embeddings.")
     bias_activation_fusion: bool = Field(True, description="Fuse bias and activation.")
-    mtp_num_layers: NonNegativeInt = Field(0, description="Multi-token prediction layers.")
+    # Their loss has a count of its own, and they would route tokens anew where a replay of routes is wanted.
+    mtp_num_layers: Annotated[NonNegativeInt, NotYet("multi-token prediction")] = Field(
+        0, description="Multi-token prediction layers."
+    )
     mtp_loss_scaling_factor: float = Field(0.0, description="Accepted for recipes; belongs to mtp_num_layers.")
     mtp_use_repeated_layer: bool = Field(False, description="Accepted for recipes; belongs to mtp_num_layers.")
     mtp_detach_heads: bool = Field(False, description="Accepted for recipes; belongs to mtp_num_layers.")
@@ -164,10 +193,14 @@ class MegatronConfig(Section):
         False, description="Accepted for recipes; host-side groups are made where they are needed."
     )
     gradient_accumulation_fusion: bool = Field(False, description="Accumulate weight gradients in the matrix product.")
-    use_fused_weighted_squared_relu: bool = Field(False, description="Fused weighted squared ReLU.")
+    use_fused_weighted_squared_relu: bool = Field(
+        False, description="Accepted for recipes; only the speed of one activation function."
+    )
     env_vars: dict[str, str] | None = Field(None, description="Environment variables of the workers.")
     checkpoint: MegatronCheckpointConfig = Field(MegatronCheckpointConfig(), description="Checkpoint options.")
-    peft: MegatronPeftConfig = Field(MegatronPeftConfig(), description="Low-rank adapters.")
+    peft: Annotated[MegatronPeftConfig, NotYet("LoRA on Megatron-Core", instead="train adapters with dtensor_cfg")] = (
+        Field(MegatronPeftConfig(), description="Low-rank adapters.")
+    )
     optimizer: MegatronOptimizerConfig = Field(MegatronOptimizerConfig(), description="Optimizer.")
     scheduler: MegatronSchedulerConfig = Field(MegatronSchedulerConfig(), description="Scheduler.")
     distributed_data_parallel_config: MegatronDDPConfig = Field(MegatronDDPConfig(), description="Data parallelism.")

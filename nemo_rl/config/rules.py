@@ -16,6 +16,7 @@ from nemo_rl.config.dtensor_rules import DTENSOR_RULES
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.megatron_rules import MEGATRON_RULES
 from nemo_rl.config.placement import (
     ParallelSizesError,
     data_parallel_size,
@@ -374,6 +375,7 @@ SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     optimizers_exist,
     adapters_are_possible,
     *DTENSOR_RULES,
+    *MEGATRON_RULES,
 )
 GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     generation_has_its_own_accelerators,

@@ -29,11 +29,13 @@ class NotYet:
         values: the refused values. Empty: every value but the default; for a section, switching it on (`enabled`), or
             any difference from its defaults.
         instead: what to do; empty: to leave the key at its default.
+        regardless: whether it counts also where a section around it is not enabled.
     """
 
     why: str
     values: tuple[object, ...] = ()
     instead: str = ""
+    regardless: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,26 @@ def holds_container(field: FieldInfo, *kinds: type) -> bool:
     return any((get_origin(candidate) or candidate) in (kinds or (dict, list)) for candidate in candidates)
 
 
-def refusals(section: Section, prefix: str = "") -> Iterator[NotBuilt]:
+def refusals(section: Section) -> Iterator[NotBuilt]:
     """One line per key that is set to a value which is not built yet."""
+    return (refusal for refusal, asked_for in _refusals(section) if asked_for)
+
+
+def idle_refusals(section: Section) -> Iterator[NotBuilt]:
+    """The same of keys in sections that are not enabled, where they ask for nothing."""
+    return (refusal for refusal, asked_for in _refusals(section) if not asked_for)
+
+
+def _refusals(section: Section, prefix: str = "", *, asked_for: bool = True) -> Iterator[tuple[NotBuilt, bool]]:
     for name, field in type(section).model_fields.items():
         value, mark = getattr(section, name), annotation_of(field, NotYet)
         key = f"{prefix}{field.alias or name}"
         if mark is not None:
-            yield from _refused(key, value, field.get_default(call_default_factory=True), mark)
+            found = _refused(key, value, field.get_default(call_default_factory=True), mark)
+            yield from ((refusal, asked_for or mark.regardless) for refusal in found)
         elif isinstance(value, Section):
-            yield from refusals(value, f"{key}.")
+            enabled = "enabled" not in value or bool(value["enabled"])
+            yield from _refusals(value, f"{key}.", asked_for=asked_for and enabled)
 
 
 def not_built(key: str, value: object, part: str, instead: str) -> NotBuilt:

@@ -63,6 +63,8 @@ def early_stop_has_its_metric(config: MasterConfig) -> Iterator[str]:
         yield f"{prefix} and grpo.stop_at_validation_threshold belong together; set both or neither"
     if grpo.stop_at_validation_metric == "pass_k" and grpo.val_num_generations_per_prompt < 2:
         yield f"{prefix}: pass_k needs grpo.val_num_generations_per_prompt above 1"
+    if grpo.stop_at_validation_metric == "mean_accuracy" and not grpo.use_best_at_k:
+        yield f"{prefix}: mean_accuracy needs grpo.use_best_at_k; without it, accuracy is the mean"
 
 
 def sequences_fit(config: RootConfig) -> Iterator[str]:

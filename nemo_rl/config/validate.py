@@ -23,7 +23,7 @@ from nemo_rl.config.layers import MANDATORY
 from nemo_rl.config.master import COMPLETE, CompleteConfig
 from nemo_rl.config.rules import broken_rules
 from nemo_rl.config.schema import keys_of, names_in
-from nemo_rl.config.section import Section, field_of, not_built, refusals
+from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals
 from nemo_rl.config.tree import ABSENT, at, take
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ def examine(raw: Mapping[str, Any], kind: type[Config]) -> Examined[Config]:
         config = _without(filled, found, kind)
     if config is not None:
         problems += refusals(config)
+        if idle := [refusal.key for refusal in idle_refusals(config)]:
+            notes.append(f"values that change nothing here: {', '.join(idle)} (sections not enabled)")
         if all(isinstance(problem, NotBuilt) for problem in problems):
             problems += [*_required_sections(given, kind), *broken_rules(config)]
     return Examined(None if problems else config, problems, notes)

@@ -27,8 +27,8 @@ class RolloutColumns:
             each sample, for logs; where rows live elsewhere, a reference to them.
         rows: `total_reward`, `truncated`, `sample_mask`, `prompt_lengths`, `response_lengths`, `prompt_number`,
             `sample_number`, `weight_version` and `newest_version` [B] (oldest and newest of the sample's tokens, -1
-            without any), `mask_sample` [B] (whether the environment flagged the sample), `mixed_kv` [B] (whether tokens
-            attended to keys of older weights), and `reward/<name>` where given.
+            without any), `mask_sample` and `invalid_tool_call` [B] (whether the environment flagged the sample),
+            `mixed_kv` [B] (whether tokens attended to keys of older weights), and `reward/<name>` where given.
     """
 
     tokens: Any
@@ -70,7 +70,8 @@ def rollout_columns(
     rows = BatchedDataDict(
         total_reward=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         truncated=torch.tensor([t.truncated for t in trajectories]),
-        mask_sample=torch.tensor([_is_flagged(t) for t in trajectories]),
+        mask_sample=torch.tensor([_is_flagged(t, "mask_sample") for t in trajectories]),
+        invalid_tool_call=torch.tensor([_is_flagged(t, "invalid_tool_call") for t in trajectories]),
         sample_mask=batch["loss_multiplier"].clone(),
         prompt_lengths=batch["length"].clone(),
         response_lengths=torch.tensor([t.generated[0] if t.generated else 0 for t in trajectories]),
@@ -89,9 +90,9 @@ def rollout_columns(
     return RolloutColumns(tokens, rows)
 
 
-def _is_flagged(trajectory: Trajectory) -> bool:
-    """Whether the environment's last metadata ask that the sample gives no loss."""
-    return isinstance(trajectory.metadata, Mapping) and bool(trajectory.metadata.get("mask_sample"))
+def _is_flagged(trajectory: Trajectory, flag: str) -> bool:
+    """Whether the environment's last metadata hold a flag."""
+    return isinstance(trajectory.metadata, Mapping) and bool(trajectory.metadata.get(flag))
 
 
 def joined_rows(parts: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:

@@ -191,6 +191,16 @@ class RecordOpened:
     resumed: bool = False
 
 
+@event_kind("policy_started")
+@dataclass(frozen=True, slots=True)
+class PolicyStarted:
+    """Every training worker has its model: by which backend, and by which implementation of its layers."""
+
+    backend: str
+    kernels: str
+    ranks: int = 1
+
+
 @event_kind("group_admitted")
 @dataclass(frozen=True, slots=True)
 class GroupAdmitted:

@@ -90,6 +90,19 @@ def test_validation_counts_a_prompt_as_solved_when_any_of_its_samples_is() -> No
     assert "pass_k" not in validation_metrics(torch.ones(2), torch.ones(2))
 
 
+def test_validation_may_take_the_best_of_a_prompts_samples() -> None:
+    rewards, lengths = torch.tensor([0.5, 0.0, -1.0, 1.0, -2.0, -3.0]), torch.ones(6)
+    tasks = ["a", "a", "b", "b", "b", "b"]
+    best = validation_metrics(rewards, lengths, tasks, generations_per_prompt=2, best_at_k=True)
+    assert best["accuracy"] == pytest.approx((0.5 + 1.0 - 2.0) / 3)
+    assert (best["accuracy/a"], best["accuracy/b"]) == (0.5, -0.5)
+    plain = validation_metrics(rewards, lengths, tasks, generations_per_prompt=2)
+    assert plain["accuracy"] == best["mean_accuracy"] == pytest.approx(-0.75)
+    assert "mean_accuracy" not in plain and plain["accuracy/b"] == -1.25 and plain["pass_k"] == best["pass_k"]
+    one = validation_metrics(rewards, lengths, best_at_k=True)
+    assert one["accuracy"] == one["mean_accuracy"] == plain["accuracy"]
+
+
 def test_a_seed_fixes_every_generator() -> None:
     draws = []
     for _ in range(2):

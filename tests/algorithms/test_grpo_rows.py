@@ -1,6 +1,7 @@
 """GRPO's row stages: rewards, baselines, dynamic sampling and masks."""
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nemo_rl.algorithms.grpo.rewards import process_rewards, scale_rewards, shap
 from nemo_rl.algorithms.grpo.stages import (
     filter_rows,
     mask_by_sequence_error,
+    score_rewards,
     sequence_error_stage,
     skipped_sequence_error_metrics,
 )
@@ -181,6 +183,28 @@ def test_truncated_and_flagged_samples_lose_their_loss() -> None:
     assert masked(should_mask_flagged_samples=True) == ([0, 0, 1, 0], {"num_mask_sample_filtered": 2})
     both = masked(overlong_filtering=True, should_mask_flagged_samples=True)
     assert both == ([0, 0, 1, 0], {"num_mask_sample_filtered": 1})
+
+
+def test_an_invalid_tool_call_costs_a_sample_its_loss_or_its_reward() -> None:
+    def treated(strategy: Literal["mask", "zero_reward"] | None) -> tuple[list[float], list[float], dict[str, float]]:
+        rows = BatchedDataDict(
+            total_reward=torch.tensor([1.0, 1.0, 0.5, 1.0]),
+            response_lengths=torch.ones(4),
+            truncated=torch.zeros(4, dtype=torch.bool),
+            prompt_number=torch.tensor([0, 0, 1, 1]),
+            invalid_tool_call=torch.tensor([True, False, False, True]),
+            sample_mask=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        )
+        scaling = {"enabled": True, "target_min": -1.0}
+        cfg = GRPOConfig.read({"invalid_tool_call_strategy": strategy, "reward_scaling": scaling})
+        score_rewards(rows, cfg)
+        metrics = filter_rows(rows, cfg)
+        assert rows["total_reward"].tolist() == [1.0, 1.0, 0.5, 1.0]
+        return rows["reward"].tolist(), rows["sample_mask"].tolist(), metrics
+
+    assert treated(None) == ([1, 1, 0, 1], [1, 1, 1, 0], {})
+    assert treated("mask") == ([1, 1, 0, 1], [0, 1, 1, 0], {"num_invalid_tool_calls": 2})
+    assert treated("zero_reward") == ([-1, 1, 0, -1], [1, 1, 1, 0], {"num_invalid_tool_calls": 2})
 
 
 def test_sequences_whose_engines_disagree_are_masked() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.compat.members import ABSENT_MEMBERS, CONTROL_PLANE
 from nemo_rl.compat.names import ABSENT, AT_HOME, CHANGED, NAMES
 from nemo_rl.compat.page import page
 from nemo_rl.config import MasterConfig
@@ -33,6 +34,74 @@ def test_there_are_at_least_sixty_names_and_none_is_in_two_tables() -> None:
     assert len(ALL) == len(set(ALL)) > 100
     assert {f"{module}.{name}" for module, name in ALL}.isdisjoint(ABSENT)
     assert set(CHANGED) <= {f"{module}.{name}" for module, name in ALL}
+
+
+def names_in_use() -> dict[str, list[list[str]]]:
+    """Module -> lines of `names_in_use.txt`, in words."""
+    found: dict[str, list[list[str]]] = {}
+    for line in (Path(__file__).parent / "names_in_use.txt").read_text().splitlines():
+        if line.startswith("["):
+            section = found.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            section.append(line.split())
+    return found
+
+
+def resolved(home: str) -> object:
+    """What `module:name.member` names; `module` alone is the module."""
+    module, _, path = home.partition(":")
+    found: object = importlib.import_module(module)
+    for part in filter(None, path.split(".")):
+        found = getattr(found, part)
+    return found
+
+
+def resolves(home: str) -> bool:
+    try:
+        resolved(home)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_every_name_in_use_resolves_or_stands_on_the_page_with_its_new_form() -> None:
+    used = names_in_use()
+    seeds = [name for line in used.pop("control planes") for name in line]
+    counted = {"here": 0, "elsewhere": 0}
+    for module, lines in used.items():
+        for name, *members in lines:
+            absent = module in ABSENT or f"{module}.{name}" in ABSENT or f"{module}.{name}" in ABSENT_MEMBERS
+            assert resolves(f"{module}:{name}") != absent, f"{module}.{name}"
+            counted["elsewhere" if absent else "here"] += 1
+            for member in members if not absent else ():
+                listed = f"{module}.{name}.{member}" in ABSENT_MEMBERS
+                assert resolves(f"{module}:{name}.{member}") != listed, f"{module}.{name}.{member}"
+    assert counted["here"] >= 100 and counted["elsewhere"] <= 20
+    assert [name for name in seeds if name not in CONTROL_PLANE] == []
+    text = page()
+    assert [name for name in (*ABSENT, *ABSENT_MEMBERS, *CONTROL_PLANE) if f"`{name}`" not in text] == []
+
+
+def test_every_home_of_a_control_planes_name_exists() -> None:
+    homes = {name: home for name, home in CONTROL_PLANE.items() if home.startswith("nemo_rl.")}
+    assert len(homes) > 30
+    assert {name: home for name, home in homes.items() if not resolves(home)} == {}
+    # Words that name a class and its member are no less true.
+    assert all(
+        map(
+            resolves,
+            (
+                "nemo_rl.models.generation.elastic:ElasticGeneration.refresh",
+                "nemo_rl.models.policy.weight_cache:PolicyWeightCache.version",
+                "nemo_rl.models.generation.vllm.shards:ElasticShards.call",
+                "nemo_rl.time_sharing.agent:Agent.end_progress",
+                "nemo_rl.time_sharing.job:Job.widths",
+                "nemo_rl.time_sharing.job:Job.mappings",
+                "nemo_rl.time_sharing.job:read_jobs",
+                "nemo_rl.time_sharing.lent:LentAccelerators",
+            ),
+        )
+    )
 
 
 @pytest.mark.parametrize("path", ABSENT)

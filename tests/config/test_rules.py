@@ -54,11 +54,22 @@ NOT_BUILT = [
 @pytest.mark.parametrize("override", NOT_BUILT)
 def test_what_is_not_built_yet_is_refused_by_its_dotted_name(override: str) -> None:
     key = override.partition("=")[0]
-    assert any(line.startswith(f"{key}:") and "not built yet" in line for line in problems(override))
+    # What a section asks for counts where it is enabled.
+    assert any(
+        line.startswith(f"{key}:") and "not built yet" in line for line in problems("data_plane.enabled=true", override)
+    )
+
+
+def test_a_start_that_is_not_built_is_refused_whether_or_not_checkpoints_are_written() -> None:
+    start = "checkpointing.pretrained_checkpoint={path: x}"
+    for enabled in ("true", "false"):
+        (line,) = problems(f"checkpointing.enabled={enabled}", start)
+        assert "'checkpointing.pretrained_checkpoint" in f"'{line}" and "Megatron checkpoints as a start" in line
 
 
 ACCEPTED = [
     ["data_plane.enabled=true"],
+    ["data_plane.controller_address=10.0.0.1:5000"],
     ["data_plane.enabled=true", "data_plane.backend=mooncake_cpu", "data_plane.global_segment_size=null"],
     ["policy.generation.vllm_cfg.async_engine=false"],
     ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"],
@@ -260,6 +271,10 @@ BROKEN = [
         ["grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_threshold=1"],
         "needs grpo.val_num_generations_per_prompt above 1",
     ),
+    (
+        ["grpo.stop_at_validation_metric=mean_accuracy", "grpo.stop_at_validation_threshold=1"],
+        "mean_accuracy needs grpo.use_best_at_k",
+    ),
     (["grpo.stop_at_validation_metric=accuracy"], "set both or neither"),
     (["data.train={dataset_name: gsm8k}"], "data.validation is null"),
     (["data.train=[]", "grpo.val_period=0"], "data.train: an empty list"),
@@ -424,7 +439,7 @@ def test_metrics_that_a_run_may_measure_rank_checkpoints(name: str) -> None:
 
 def test_every_metric_that_steps_and_validation_report_is_known_by_name() -> None:
     ones = torch.ones(4)
-    assert set(validation_metrics(ones, ones, generations_per_prompt=2)) == set(GRPO_VALIDATION)
+    assert set(validation_metrics(ones, ones, generations_per_prompt=2, best_at_k=True)) == set(GRPO_VALIDATION)
     assert set(batch_metrics(ones, ones, ones, ones)) <= set(GRPO_TRAINING)
     assert set(SFT_TRAINING) - set(GRPO_TRAINING) == {"num_unmasked_tokens"}
 

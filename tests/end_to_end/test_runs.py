@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.record import read_record
-from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted
+from nemo_rl.utils.record_events import PolicyStarted, RequestFinished, RequestSubmitted
 from tests.data_plane.conftest import require_mooncake
 from tests.models.engines import wait_until_gone
 
@@ -169,7 +169,10 @@ def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:
     assert not whole.left()
     # Shared memory carries its owner's process id: other runs may be under way on this machine.
     assert not [name for name in glob.glob("/dev/shm/nemo_rl-*") if not psutil.pid_exists(int(name.split("-")[1]))]
-    assert (whole.folder / "logs" / "exp_000" / "report.html").exists()
+    logs = whole.folder / "logs" / "exp_000"
+    assert (logs / "report.html").exists()
+    (trains,) = [entry.event for entry in read_record(logs / "record.jsonl") if isinstance(entry.event, PolicyStarted)]
+    assert trains == PolicyStarted("dtensor", "transformers:Qwen3ForCausalLM, packed attention (sdpa)", 1)
 
 
 OWN_SLOTS = (

@@ -265,6 +265,10 @@ def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str
                 worker.train_microbatches(shards[worker.backend.coordinates()["data_parallel"]])
                 # Scoring between chunks leaves the model in evaluation mode.
                 worker.get_logprobs(shard_of(worker, data, training=False))
+                # What the open step has gathered goes to the host and comes back.
+                worker.offload_optimizer()
+                worker.offload_model()
+                worker.prepare_for_training()
             seen[case][name] = worker.finish_train_step() | gradient | {"reductions": counted()}
     return seen
 

@@ -67,13 +67,22 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tiny_model
         "moe_router_load_balancing_type=aux_loss",
         "moe_token_dispatcher_type=flex",
         "peft.enabled=true",
-        "optimizer.optimizer=sgd",
+        "distributed_data_parallel_config.use_custom_fsdp=true",
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(tiny_model: Path, override: str) -> None:
-    cfg = _policy(tiny_model, f"{KEY}.{override}")
-    with pytest.raises(ConfigError, match=f"{KEY}.{override.partition('=')[0]}"):
-        check_policy(cfg, model_config(cfg))
+def test_what_is_not_built_is_refused_by_name_when_the_configuration_is_read(tiny_model: Path, override: str) -> None:
+    key = f"{KEY}.{override.partition('=')[0]}"
+    with pytest.raises(ConfigError, match=f"{key}: .* is not built yet: ") as caught:
+        _policy(tiny_model, f"{KEY}.{override}")
+    assert [refusal.key for refusal in caught.value.not_built] == [key]
+    # A section that is not enabled asks for nothing.
+    run_config(tiny_model, 1, f"{KEY}.{override}")
+
+
+@pytest.mark.parametrize("override", [f"{KEY}.optimizer.optimizer=sgd", "policy.precision=float16"])
+def test_what_cannot_be_optimised_is_refused_when_the_configuration_is_read(tiny_model: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]} is {override.partition('=')[2]}"):
+        _policy(tiny_model, override)
 
 
 @pytest.mark.parametrize("key", ["fp8_cfg.enabled", "gradient_accumulation_fusion"])

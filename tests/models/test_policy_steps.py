@@ -5,6 +5,7 @@ dies in the middle of one.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ def policy(tiny_model: Path, ray_session: None) -> Iterator[Policy]:
 
 def test_chunks_under_way_make_the_step_that_train_makes(policy: Policy, tiny_model: Path) -> None:
     loss, data = ClippedPGLossFn(run_config(tiny_model, 2).loss_fn), training_batch()
+    started = policy.started
+    assert started is not None and (started.backend, started.ranks) == ("megatron", 2)
+    assert re.fullmatch(r"megatron-core [\d.]+ \(local\), packed attention \(sdpa\)", started.kernels)
     with pytest.raises(WorkerError, match="no train step open"):
         policy.finish_train_step()
     expected = policy.train(data, loss, eval_mode=True)

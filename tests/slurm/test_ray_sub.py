@@ -26,6 +26,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+SANDBOX = {
+    "SANDBOX_CONTAINER": "none",
+    "SANDBOX_COMMAND": "env; exec python3 -m http.server --bind 127.0.0.1 $SANDBOX_PORT",
+    "SANDBOX_PORT": str(free_port()),
+    "SANDBOX_ENV_VARS": "KEY_OF_THE_SANDBOX",
+}
+# Asks the sandbox of the command's node.
+ASK = (
+    "python -c 'import os, urllib.request; "
+    'urllib.request.urlopen("http://127.0.0.1:" + os.environ["SANDBOX_PORT"]); print("the sandbox answers")\''
+)
+
+
 class Job:
     """A submitted job: its folder, and how `ray.sub` is started in it."""
 
@@ -53,6 +66,8 @@ class Job:
             "RAY_START_EXTRA": "--object-store-memory=200000000",
             "RAY_enable_open_telemetry": "0",
             "OMP_NUM_THREADS": "3",
+            "WANDB_API_KEY": "secret",
+            "KEY_OF_THE_SANDBOX": "of-its-own",
         }
 
     def start(self, **variables: str) -> Any:
@@ -124,10 +139,11 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
     # The environment comes from VENV and SETUP_COMMAND alone.
     job.environment["PATH"] = os.pathsep.join([str(BIN), os.environ["PATH"]])
     process = job.start(
-        COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running with $OF_SETUP; touch {job.folder}/started; while "
-        "true; do sleep 0.2; done",
+        COMMAND=f"trap 'echo told to end; exit 0' TERM; echo running with $OF_SETUP; {ASK}; "
+        f"touch {job.folder}/started; while true; do sleep 0.2; done",
         VENV=str(Path(sys.executable).parents[1]),
         SETUP_COMMAND="export OF_SETUP=its-setup",
+        **SANDBOX,
     )
     deadline = time.monotonic() + 200
     while not (job.folder / "started").exists():
@@ -136,6 +152,26 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 143
     assert "running with its-setup" in job.log("driver") and "told to end" in job.log("driver")
+    assert "the sandbox answers" in job.log("driver")
+    assert "KEY_OF_THE_SANDBOX=of-its-own" in job.log("sandbox-0") and "WANDB_API_KEY" not in job.log("sandbox-0")
+    with socket.socket() as gone:
+        assert gone.connect_ex(("127.0.0.1", int(SANDBOX["SANDBOX_PORT"]))) != 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_fails_when_its_sandbox_ends_before_it(job: Job) -> None:
+    ends = f"while [[ ! -e {job.folder}/started ]]; do sleep 0.1; done"
+    process = job.start(
+        COMMAND=f"trap 'exit 0' TERM; touch {job.folder}/started; while true; do sleep 0.2; done",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_NODELIST="node0",
+        **SANDBOX | {"SANDBOX_COMMAND": ends, "SANDBOX_PORT": "0"},
+    )
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 1, job.logs()
+    assert "a sandbox ended before the job did" in said
 
 
 @pytest.mark.parametrize(
@@ -143,7 +179,12 @@ def test_the_end_of_the_jobs_time_ends_the_command_and_the_cluster(job: Job) -> 
     [
         ({"CONTAINER": ""}, "CONTAINER is not set; name an image, or CONTAINER=none"),
         ({"CONTAINER": "none", "MOUNTS": "/a:/a"}, "MOUNTS=/a:/a needs a CONTAINER"),
-        ({"SANDBOX_CONTAINER": "x"}, "SANDBOX_CONTAINER: a sandbox beside each node is not built"),
+        ({"SANDBOX_CONTAINER": "x"}, "SANDBOX_COMMAND is not set; it starts the sandbox in SANDBOX_CONTAINER=x"),
+        ({"SANDBOX_COMMAND": "x"}, "SANDBOX_CONTAINER is not set; name an image, or SANDBOX_CONTAINER=none"),
+        ({**SANDBOX, "SANDBOX_MOUNTS": "/a:/a"}, "SANDBOX_MOUNTS=/a:/a needs an image"),
+        ({**SANDBOX, "SANDBOX_PORT": "eight"}, "SANDBOX_PORT=eight is not a count"),
+        ({**SANDBOX, "SANDBOX_PORT": "70000"}, "SANDBOX_PORT=70000 is no port"),
+        ({**SANDBOX, "SANDBOX_COMAND": "x"}, "SANDBOX_COMAND is not known; a sandbox has SANDBOX_CONTAINER, _COMMAND"),
         ({"GPUS_PER_NODE": "eight"}, "GPUS_PER_NODE=eight is not a count"),
         ({"GPUS_PER_NODE": "0", "CPU_SLOTS_PER_NODE": "0"}, "leave nothing to run on"),
         ({"DEDICATED_RAY_HEAD": "1", "SLURM_JOB_NUM_NODES": "1"}, "leaves none of 1 nodes to work"),

@@ -211,6 +211,9 @@ def _build(
         actors = start_environments(names, config.env) if generation is not None else {}
         with start.phase("policy"):
             policy.wait_until_started()
+        if policy.started is not None:
+            record.emit(policy.started)
+            start.say(f"training: {policy.started.kernels}")
         seconds["policy_init_time_s"] = time.monotonic() - began
         if generation is not None:
             with start.phase("engines, beside the policy"):

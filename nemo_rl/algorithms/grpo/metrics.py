@@ -125,17 +125,31 @@ def throughput_metrics(
 
 
 def validation_metrics(
-    rewards_B: torch.Tensor, response_lengths_B: torch.Tensor, *, generations_per_prompt: int = 1
+    rewards_B: torch.Tensor,
+    response_lengths_B: torch.Tensor,
+    tasks: Sequence[str] = (),
+    *,
+    generations_per_prompt: int = 1,
+    best_at_k: bool = False,
 ) -> dict[str, float]:
-    """`accuracy` (mean reward), `avg_length`, and with several generations per prompt `pass_k`: the fraction of prompts
-    with one that has the full reward of 1.
+    """`accuracy`, `accuracy/<task>` where there are several tasks, `avg_length`, and with several generations per
+    prompt `pass_k`: the fraction of prompts with one that has the full reward of 1.
+
+    An accuracy is the mean reward; with `best_at_k` the mean over prompts of the best reward among their generations,
+    beside which `mean_accuracy` is the mean reward.
 
     Args:
         rewards_B: rewards; the generations of a prompt are next to each other.
         response_lengths_B: tokens of each response.
+        tasks: the task of each sample.
         generations_per_prompt: k.
+        best_at_k: whether the best of k counts.
     """
-    metrics = {"accuracy": rewards_B.double().mean().item(), "avg_length": response_lengths_B.double().mean().item()}
+    judged_B = rewards_B.view(-1, generations_per_prompt).amax(1) if best_at_k else rewards_B
+    metrics = {"accuracy": judged_B.double().mean().item(), "avg_length": response_lengths_B.double().mean().item()}
+    if best_at_k:
+        metrics["mean_accuracy"] = rewards_B.double().mean().item()
+    metrics |= accuracy_by_task(judged_B, tasks[::generations_per_prompt] if best_at_k else tasks)
     if generations_per_prompt > 1:
         solved = (rewards_B.view(-1, generations_per_prompt) >= 1).any(dim=1)
         metrics["pass_k"] = solved.double().mean().item()

@@ -158,7 +158,12 @@ class Experience(Generic[Handle]):
 def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
     """Scales and shapes rewards, then adds `group_id`, `baseline`, `std` and the processed rewards, in place."""
     components = {name: column for name, column in rows.items() if name.startswith(COMPONENT_PREFIX)}
-    processed = process_rewards(rows["total_reward"], components, rows["response_lengths"], rows["truncated"], cfg)
+    rewards_B = rows["total_reward"]
+    if cfg.invalid_tool_call_strategy == "zero_reward":
+        invalid_B = rows["invalid_tool_call"].bool()
+        rewards_B = rewards_B.masked_fill(invalid_B, 0)
+        components = {name: column.masked_fill(invalid_B, 0) for name, column in components.items()}
+    processed = process_rewards(rewards_B, components, rows["response_lengths"], rows["truncated"], cfg)
     groups_B = group_ids(rows["prompt_number"])
     valid_B = torch.ones_like(processed.rewards_B)
     leave_one_out = cfg.use_leave_one_out_baseline
@@ -177,11 +182,15 @@ def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
 
 def filter_rows(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> dict[str, float]:
     """Overlong filtering, and of samples that the environment flagged, in place on `sample_mask`; metrics."""
+    metrics: dict[str, float] = {}
     if cfg.overlong_filtering:
         rows["sample_mask"] = overlong_filter(rows["sample_mask"], rows["truncated"])
-    if not cfg.should_mask_flagged_samples:
-        return {}
-    rows["sample_mask"], metrics = mask_sample_filter(rows["sample_mask"], rows["mask_sample"])
+    if cfg.should_mask_flagged_samples:
+        rows["sample_mask"], metrics = mask_sample_filter(rows["sample_mask"], rows["mask_sample"])
+    if cfg.invalid_tool_call_strategy is not None:
+        metrics["num_invalid_tool_calls"] = float(rows["invalid_tool_call"].sum())
+    if cfg.invalid_tool_call_strategy == "mask":
+        rows["sample_mask"], _ = mask_sample_filter(rows["sample_mask"], rows["invalid_tool_call"])
     return metrics
 
 

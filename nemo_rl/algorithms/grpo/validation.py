@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nemo_rl.algorithms.grpo.collect import validation_plan
-from nemo_rl.algorithms.grpo.metrics import accuracy_by_task, validation_metrics
+from nemo_rl.algorithms.grpo.metrics import validation_metrics
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.config import GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -56,8 +56,8 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     """Runs validation and logs it under step `step` (0: before training).
 
     Returns:
-        `accuracy`, `avg_length`, with several generations per prompt `pass_k`, with several tasks `accuracy/<task>` of
-        each, the mean of each `reward/<name>`, and `<environment>/<name>` that environments measure themselves.
+        What `validation_metrics` gives, the mean of each `reward/<name>`, and `<environment>/<name>` that environments
+        measure themselves.
 
     Raises:
         ValueError: There is no validation data.
@@ -76,8 +76,13 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         groups = batches_to_run(cfg, len(run.val_loader)) * size
         with run.control.demand(run.state.step, groups, 0, "validation"):
             done = _roll_out_all(run, step)
-    metrics = validation_metrics(done.rewards, done.lengths, generations_per_prompt=cfg.val_num_generations_per_prompt)
-    metrics |= accuracy_by_task(done.rewards, done.tasks)
+    metrics = validation_metrics(
+        done.rewards,
+        done.lengths,
+        done.tasks,
+        generations_per_prompt=cfg.val_num_generations_per_prompt,
+        best_at_k=cfg.use_best_at_k,
+    )
     metrics |= {name: float(values.mean()) for name, values in done.components.items()}
     metrics |= _measured_by_environments(run, done)
     run.logger.log_metrics(metrics, step, prefix="validation")

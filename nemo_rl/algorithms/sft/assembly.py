@@ -96,6 +96,8 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
             policy = start_policy(config, cluster, tokenizer, checkpointer, resume, init_reference_model=False)
             undo.callback(policy.shutdown)
             policy.wait_until_started()
+        if policy.started is not None:
+            start.say(f"training: {policy.started.kernels}")
         run = SFTRun(
             config=config,
             policy=policy,

@@ -27,6 +27,7 @@ from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
 from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, move_model, move_optimizer
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
+from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
 from nemo_rl.models.policy.microbatch import (
     idle_microbatch,
@@ -169,7 +170,10 @@ class DTensorBackend:
 
     def kernels(self) -> str:
         """See `Backend`."""
-        return f"transformers:{type(self.scorer.lm).__name__}"
+        lm = self.scorer.lm
+        attention = str(getattr(lm.config, "_attn_implementation", "")).removeprefix(f"{ATTENTION_NAME}_")
+        kernel = kernel_in_use(self.device, self._dtype, attention)
+        return f"transformers:{type(lm).__name__}, packed attention ({kernel})"
 
     # -- training -----------------------------------------------------------------------------------------------------
 

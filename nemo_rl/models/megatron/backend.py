@@ -21,12 +21,14 @@ from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.devices import CPU, CUDA, release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
+from nemo_rl.models.megatron.bridge import BridgedWeights
 from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState, load_optimizer
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel, build_model
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.residency import MovableStorages, ReferenceWeights, forget_workspaces, optimizer_tensors
-from nemo_rl.models.megatron.weights import ShardedWeights
+from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
+from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
 from nemo_rl.models.policy.microbatch import (
     idle_microbatch,
@@ -62,7 +64,11 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
     groups = MegatronGroups(sizes, CUDA if torch.cuda.is_available() else CPU, virtual)
     hf = model_config(cfg)
     model = build_model(cfg, hf, groups)
-    weights = ShardedWeights(model.chunks, model.sizes, model.naming, groups)
+    weights: ModelWeights = (
+        ShardedWeights(model.chunks, model.sizes, model.naming, groups)
+        if model.bridge is None
+        else BridgedWeights(model.chunks, model.bridge, groups)
+    )
     keeps, weights_path = options.init_reference_model, options.weights_path
     weights.load(weights_path if weights_path is not None and not keeps else cfg.model_name)
     # The reference is the model the run started from, also when the policy resumes from a checkpoint.
@@ -91,7 +97,7 @@ class MegatronBackend:
         groups: MegatronGroups,
         hf: Any,
         model: BuiltModel,
-        weights: ShardedWeights,
+        weights: ModelWeights,
         reference: list[torch.Tensor] | None,
         options: BackendOptions,
     ) -> None:
@@ -147,7 +153,7 @@ class MegatronBackend:
 
     def kernels(self) -> str:
         """See `Backend`."""
-        return self._model.kernels
+        return f"{self._model.kernels}, packed attention ({kernel_in_use(self.device, self._dtype)})"
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """See `StepBackend`."""

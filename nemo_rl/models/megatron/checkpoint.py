@@ -21,7 +21,7 @@ from torch import nn
 
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.optimizer import inner_optimizers
-from nemo_rl.models.megatron.weights import ShardedWeights
+from nemo_rl.models.megatron.weights import ModelWeights
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, write_model_directory
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
@@ -39,7 +39,7 @@ class OptimizerState:
         device: Where state is gathered.
     """
 
-    def __init__(self, optimizer: Any, weights: ShardedWeights, device: torch.device) -> None:
+    def __init__(self, optimizer: Any, weights: ModelWeights, device: torch.device) -> None:
         self._inner = [inner for inner in inner_optimizers(optimizer) if getattr(inner, "optimizer", None) is not None]
         self._weights = weights
         self._device = device
@@ -74,6 +74,10 @@ class OptimizerState:
             for name in self.names:
                 whole = self._weights.gather(weight, parts.get(name), self._device, torch.float32)
                 yield f"{weight.name}:{name}", whole
+
+    def keeps(self, number: int, key: str) -> bool:
+        """Whether this rank writes what `gathered` yielded as its `number`-th, under `key`."""
+        return self._weights.keeps(number, key.rpartition(":")[0])
 
     def _of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """This rank's part of a parameter's state; collective over the ranks that share it."""
@@ -179,7 +183,7 @@ class StateFiles:
             CheckpointMismatchError: It is missing.
         """
         if key not in self._file:
-            raise CheckpointMismatchError(f"{self._path}: {key} is missing; it is of another model or optimizer")
+            raise CheckpointMismatchError(f"{self._path}: {key} is missing; it is of another model, optimizer or grid")
         return self._files[self._file[key]].get_tensor(key)
 
 
@@ -198,7 +202,7 @@ class CheckpointWriter(BackgroundWriter):
         self._groups = groups
         self._model = SimpleNamespace(config=model, generation_config=GenerationConfig.from_model_config(model))
 
-    def save_weights(self, weights: ShardedWeights, path: str, *, dtype: torch.dtype, save_format: str) -> None:
+    def save_weights(self, weights: ModelWeights, path: str, *, dtype: torch.dtype, save_format: str) -> None:
         """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""
         state: dict[str, torch.Tensor] = {}
         for name, tensor in weights.full(None, self._groups.device):
@@ -211,7 +215,7 @@ class CheckpointWriter(BackgroundWriter):
         """Snapshots this rank's share of the state and writes it."""
         own: dict[str, torch.Tensor] = {}
         for number, (key, tensor) in enumerate(state.gathered(trained)):
-            if number % self._groups.sizes.world == self._groups.rank:
+            if state.keeps(number, key):
                 own[key] = tensor.to("cpu", copy=True).contiguous()
         saved = {"step": state.step, "schedule": schedule.state_dict()}
         self.submit(_write_state, own, saved, path, self._groups.rank)

@@ -1,5 +1,5 @@
-"""What the driver asks the Megatron backend before anything starts: installed packages, the model's family, sizes that
-divide, and keys that it does not honour.
+"""What the driver asks the Megatron backend before anything starts: installed packages, the model's family, and sizes
+that divide. Keys that are not honoured are refused where the configuration is read.
 
 Reads configurations, never weights. Invariant: what is refused here is refused before Ray starts, or as soon as the
 kind of slot is known.
@@ -11,7 +11,8 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl.config import ConfigError, PolicyConfig
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.megatron import bridge
 from nemo_rl.models.megatron.families import Sizes
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 
@@ -22,59 +23,17 @@ def check_policy(cfg: PolicyConfig, model: Any) -> None:
     """See `BackendSpec.check`.
 
     Raises:
-        ConfigError: A key asks for what is not built.
+        KernelUnavailableError: Megatron-Core is not installed.
+        UnsupportedModelError: The model is of no known family, or does not divide as asked.
     """
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise KernelUnavailableError(
             f"{_KEY}.enabled=true needs the package megatron-core, which is not installed; pip install "
             "'megatron-core>=0.16', or train with policy.dtensor_cfg.enabled=true"
         )
-    refused = list(_keys_that_are_not_honoured(cfg))
-    if refused:
-        raise ConfigError(refused)
-    for problem in _sizes_that_do_not_divide(cfg, Sizes.of(model)):
+    sizes = Sizes.of(model) if bridge.is_known(model) else bridge.check(cfg, model)
+    for problem in _sizes_that_do_not_divide(cfg, sizes):
         raise UnsupportedModelError(problem)
-
-
-def _keys_that_are_not_honoured(cfg: PolicyConfig) -> Iterator[str]:
-    mcore = cfg.megatron_cfg
-    switched_on = {
-        "use_fused_linear_logprobs": mcore.use_fused_linear_logprobs,
-        "defer_fp32_logits": mcore.defer_fp32_logits,
-        "cuda_graph_impl": mcore.cuda_graph_impl != "none",
-        "fine_grained_activation_offloading": mcore.fine_grained_activation_offloading,
-        "moe_router_bias_update_rate": mcore.moe_router_bias_update_rate,
-        "moe_enable_deepep": mcore.moe_enable_deepep,
-        "moe_shared_expert_overlap": mcore.moe_shared_expert_overlap,
-        "moe_per_layer_logging": mcore.moe_per_layer_logging,
-        "mtp_num_layers": mcore.mtp_num_layers,
-        "use_fused_weighted_squared_relu": mcore.use_fused_weighted_squared_relu,
-        "peft.enabled": mcore.peft.enabled,
-        "distributed_data_parallel_config.use_custom_fsdp": mcore.distributed_data_parallel_config.use_custom_fsdp,
-    }
-    for key, value in switched_on.items():
-        if value:
-            yield f"{_KEY}.{key} is {value}: not built yet for this backend; leave it off"
-    if mcore.moe_router_load_balancing_type != "none":
-        # Its gradient is a mean over tokens, which a step of sums divided by another count would weigh wrongly.
-        yield (
-            f"{_KEY}.moe_router_load_balancing_type is {mcore.moe_router_load_balancing_type}: auxiliary losses of the "
-            "router are not trained along; set it to none"
-        )
-    if mcore.moe_token_dispatcher_type != "alltoall":
-        yield (
-            f"{_KEY}.moe_token_dispatcher_type is {mcore.moe_token_dispatcher_type}: rows of a step differ in length, "
-            "for which only alltoall is made; set it to alltoall"
-        )
-    if mcore.optimizer.optimizer == "sgd" and mcore.optimizer.use_distributed_optimizer:
-        yield (
-            f"{_KEY}.optimizer.optimizer is sgd, which Megatron's distributed optimizer does not take; set "
-            f"{_KEY}.optimizer.use_distributed_optimizer to false"
-        )
-    if cfg.precision == "float16":
-        yield "policy.precision is float16, which needs loss scaling; with megatron_cfg set it to bfloat16 or float32"
-    if cfg.draft.enabled:
-        yield "policy.draft.enabled is true: not built yet; leave it off"
 
 
 def _sizes_that_do_not_divide(cfg: PolicyConfig, sizes: Sizes) -> Iterator[str]:

@@ -10,7 +10,9 @@ parameters by their CUDA type names. None of that is arithmetic, so the answers 
    device, for dropout is refused.
 4. A parameter's `type()` is that of a CUDA parameter, by which Megatron's optimizer sorts precisions.
 5. Numbers of tokens that experts exchange become numpy arrays, as they do where they come from a device.
-6. Fused functions are not compiled (`options`): on a host compiling them costs more than they save.
+6. Pieces of unequal size, which ranks with different experts exchange where each expert is cut too, travel one by one:
+   gloo's own gather and scatter take equal ones alone.
+7. Fused functions are not compiled (`options`): on a host compiling them costs more than they save.
 
 Invariant: with CUDA every function here does nothing.
 """
@@ -23,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 _HOST = torch.device("cpu")
@@ -89,6 +92,32 @@ class _HostDevice(ModuleType):
         return _Nothing()
 
 
+class _HostDistributed(ModuleType):
+    """`torch.distributed`, with pieces of unequal size."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return dist.all_gather(pieces, own, group=group, **options)
+        for source, piece in zip(dist.get_process_group_ranks(group), pieces, strict=True):
+            if source == dist.get_rank():
+                piece.copy_(own)
+            dist.broadcast(piece, src=source, group=group)
+        return None
+
+    def reduce_scatter(self, own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+        if len({piece.shape for piece in pieces}) == 1:
+            return dist.reduce_scatter(own, pieces, group=group, **options)
+        for target, piece in zip(dist.get_process_group_ranks(group), pieces, strict=True):
+            summed = piece.clone()
+            dist.reduce(summed, dst=target, group=group)
+            if target == dist.get_rank():
+                own.copy_(summed)
+        return None
+
+
 def _on_host(make: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -104,6 +133,7 @@ class _HostTorch(ModuleType):
     def __init__(self) -> None:
         super().__init__("torch")
         self.cuda = _HostDevice("torch.cuda")
+        self.distributed = _HostDistributed("torch.distributed")
         for name in _FACTORIES:
             setattr(self, name, _on_host(getattr(torch, name)))
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.megatron import cpu
+from nemo_rl.models.megatron.bridge import Bridge, is_known
 from nemo_rl.models.megatron.families import Naming, Sizes
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
@@ -36,6 +37,7 @@ class BuiltModel:
         sizes: Of the model.
         naming: Of its kind of layers.
         kernels: Which implementation of the layers it is, in words.
+        bridge: What carries its weights where the backend does not know its family.
     """
 
     chunks: list[nn.Module]
@@ -43,6 +45,7 @@ class BuiltModel:
     sizes: Sizes
     naming: Naming
     kernels: str
+    bridge: Bridge | None = None
 
 
 def build_model(cfg: PolicyConfig, model: Any, groups: MegatronGroups) -> BuiltModel:
@@ -62,17 +65,24 @@ def build_model(cfg: PolicyConfig, model: Any, groups: MegatronGroups) -> BuiltM
     moe_utils.__dict__.setdefault("te_general_gemm", None)
     cpu.install()
     engine = has_transformer_engine()
-    sizes = Sizes.of(model)
-    config = transformer_config(cfg, sizes, engine=engine)
+    bridge = None if is_known(model) else Bridge(cfg, model, engine=engine)
+    sizes = Sizes.of(model) if bridge is None else bridge.sizes
+    if bridge is None:
+        config = transformer_config(cfg, sizes, engine=engine)
+    else:
+        config = bridge.config(_running(cfg, sizes, engine=engine) | cfg.megatron_cfg.model_overrides)
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     stages = config.virtual_pipeline_model_parallel_size or 1
     chunks: list[nn.Module] = []
     for virtual in range(stages):
+        stage = virtual if stages > 1 else None
+        given = bridge if engine else None
+        layers = _layers(config, sizes, stage, engine=engine) if given is None else given.layers(stage)
         chunk = PackedGPT(
             angles_D=rotary_angles(model),
             config=config,
-            transformer_layer_spec=_layers(config, sizes, virtual if stages > 1 else None, engine=engine),
+            transformer_layer_spec=layers,
             vocab_size=sizes.vocabulary,
             max_sequence_length=cfg.max_total_sequence_length,
             pre_process=groups.is_first_stage and virtual == 0,
@@ -89,8 +99,14 @@ def build_model(cfg: PolicyConfig, model: Any, groups: MegatronGroups) -> BuiltM
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".mlp.router." not in name)
     kind = "transformer-engine" if engine else "local"
+    by = "" if bridge is None else ", megatron-bridge"
     return BuiltModel(
-        chunks, config, sizes, Naming(engine, engine and bool(sizes.experts)), f"megatron-core {__version__} ({kind})"
+        chunks,
+        config,
+        sizes,
+        Naming(engine, engine and bool(sizes.experts)),
+        f"megatron-core {__version__} ({kind}{by})",
+        bridge,
     )
 
 
@@ -104,8 +120,7 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mcore, dtype = cfg.megatron_cfg, compute_dtype(cfg.precision)
-    options: dict[str, Any] = {
+    architecture: dict[str, Any] = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
         "ffn_hidden_size": sizes.feed_forward,
@@ -119,9 +134,25 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
         "add_bias_linear": False,
         "add_qkv_bias": sizes.family.qkv_bias,
         "qk_layernorm": sizes.family.qk_norm,
+        "perform_initialization": False,
+    }
+    if sizes.experts:
+        architecture |= {
+            "num_moe_experts": sizes.experts,
+            "moe_ffn_hidden_size": sizes.feed_forward,
+            "moe_router_topk": sizes.experts_per_token,
+            # The softmax over the chosen experts alone equals that over all, divided by the mass of the chosen.
+            "moe_router_pre_softmax": False,
+        }
+    return TransformerConfig(**(architecture | _running(cfg, sizes, engine=engine) | cfg.megatron_cfg.model_overrides))
+
+
+def _running(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]:
+    """How the model is cut and computed, whatever its architecture."""
+    mcore, dtype = cfg.megatron_cfg, compute_dtype(cfg.precision)
+    options: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "perform_initialization": False,
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "pipeline_dtype": dtype,
@@ -142,9 +173,8 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
         "gradient_accumulation_fusion": mcore.gradient_accumulation_fusion,
         "masked_softmax_fusion": False,
     }
-    options |= _recompute(cfg) | _experts(cfg, sizes, engine=engine) | _fp8(cfg) | cpu.options() | _interleaving(cfg)
-    options |= mcore.model_overrides
-    return TransformerConfig(**options)
+    experts = _experts(cfg, engine=engine) if sizes.experts else {}
+    return options | _recompute(cfg) | experts | _fp8(cfg) | cpu.options() | _interleaving(cfg)
 
 
 def _recompute(cfg: PolicyConfig) -> dict[str, Any]:
@@ -164,16 +194,9 @@ def _interleaving(cfg: PolicyConfig) -> dict[str, Any]:
     return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
 
-def _experts(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]:
+def _experts(cfg: PolicyConfig, *, engine: bool) -> dict[str, Any]:
     mcore = cfg.megatron_cfg
-    if not sizes.experts:
-        return {}
     return {
-        "num_moe_experts": sizes.experts,
-        "moe_ffn_hidden_size": sizes.feed_forward,
-        "moe_router_topk": sizes.experts_per_token,
-        # The softmax over the chosen experts alone equals that over all, divided by the mass of the chosen.
-        "moe_router_pre_softmax": False,
         "moe_router_load_balancing_type": mcore.moe_router_load_balancing_type,
         "moe_router_dtype": mcore.moe_router_dtype,
         "moe_aux_loss_coeff": 0.0,

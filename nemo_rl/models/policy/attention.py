@@ -74,6 +74,14 @@ def register(attn: str | None = None) -> str:
     return name
 
 
+def kernel_in_use(device: torch.device, dtype: torch.dtype, kernel: str = "auto") -> str:
+    """Which kernel attends to packed rows there, in words for logs."""
+    if kernel in ("auto", "varlen"):
+        half = dtype in (torch.bfloat16, torch.float16)
+        return "varlen" if device.type == "cuda" and half else "sdpa"
+    return kernel
+
+
 # Compiled layers break their graph here: borders and lengths change with every row, the kernel is one already.
 @torch.compiler.disable
 def packed_attention(

@@ -30,6 +30,7 @@ from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shar
 from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
 from nemo_rl.models.policy.pending import PendingCall
 from nemo_rl.utils.flops import TransformerShape, peak_tflops
+from nemo_rl.utils.record_events import PolicyStarted
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec
 
@@ -101,6 +102,7 @@ class Policy(PolicyInterface):
         )
         self._cluster = cluster
         self._devices: list[str] | None = None
+        self.started: PolicyStarted | None = None
         self._metas: list[TensorMeta] | None = None
         self.device_name = ""
         self._shape: TransformerShape | None = None
@@ -117,7 +119,8 @@ class Policy(PolicyInterface):
             self._devices = [answer["device"] for answer in answers]
             self.device_name = answers[0]["device_name"]
             self._shape = answers[0]["shape"]
-            logger.info("policy=started backend=%s kernels=%s", answers[0]["backend"], answers[0]["kernels"])
+            self.started = PolicyStarted(answers[0]["backend"], answers[0]["kernels"], len(answers))
+            logger.info("policy=started backend=%s kernels=%s", self.started.backend, self.started.kernels)
 
     def profile(self, on: bool) -> None:
         """Has the workers that run under Nsight Systems record from here on, or write what they recorded.

@@ -1,0 +1,31 @@
+"""Rules between keys of the Megatron-Core backend.
+
+Each rule is a function from the configuration to lines, each naming its dotted keys, their values and a way out. What
+depends on the model is found out from the model. Invariant: no rule depends on another's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from nemo_rl.config.master import RootConfig
+
+_KEY = "policy.megatron_cfg"
+
+
+def optimizer_is_possible(config: RootConfig) -> Iterator[str]:
+    megatron = config.policy.megatron_cfg
+    if not megatron.enabled:
+        return
+    if megatron.optimizer.optimizer == "sgd" and megatron.optimizer.use_distributed_optimizer:
+        yield (
+            f"{_KEY}.optimizer.optimizer is sgd, which Megatron's distributed optimizer does not take; set "
+            f"{_KEY}.optimizer.use_distributed_optimizer to false"
+        )
+    if config.policy.precision == "float16":
+        yield (
+            f"policy.precision is float16, which needs loss scaling; with {_KEY}.enabled set it to bfloat16 or float32"
+        )
+
+
+MEGATRON_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (optimizer_is_possible,)

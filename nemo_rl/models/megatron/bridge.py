@@ -1,0 +1,286 @@
+"""Model families that the backend does not know itself, by way of the package megatron-bridge, where it is installed.
+
+The package says what Megatron's configuration of such a model is, and carries weights between its files and Megatron's
+modules. Attention over packed rows, positions, the output layer and the step stay ours: what they cannot do is refused
+by its name in Megatron's configuration. Nothing of the package is imported before a family asks for it. Invariant:
+every rank yields the same names and full tensors in the same order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.models.megatron.families import FAMILIES, Family, Sizes, Weight
+from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.policy.model_config import CheckpointMismatchError, KernelUnavailableError, UnsupportedModelError
+from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
+
+_MODULE = "megatron.bridge"
+_MAPPINGS = "megatron.bridge.models.conversion.param_mapping"
+_KEY = "policy.megatron_cfg.enabled"
+_INSTEAD = "train it with policy.dtensor_cfg.enabled=true"
+# Of Megatron's configuration, what attention over packed rows and positions here take; absent is the same.
+_TAKEN: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (False,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla",),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "mtp_num_layers": (None, 0),
+    "cross_attention": (False,),
+}
+_TAKEN_BY_LOCAL_LAYERS: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "layernorm_zero_centered_gamma": (False,),
+}
+
+
+def is_known(model: Any) -> bool:
+    """Whether the backend knows a model's family without the package, by its Hugging Face configuration."""
+    return model.model_type in FAMILIES
+
+
+def _auto_bridge(model: Any) -> Any:
+    """The package's entry.
+
+    Raises:
+        UnsupportedModelError: It is not installed.
+        KernelUnavailableError: It is, and cannot be imported.
+    """
+    unknown = (
+        f"{_KEY}: the model type {model.model_type!r} is not known; possible: {', '.join(FAMILIES)}, and with the "
+        "package megatron-bridge those that it knows"
+    )
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec(_MODULE) is None:
+        raise UnsupportedModelError(
+            f"{unknown}. It is not installed: pip install megatron-bridge (it needs Transformer Engine), or {_INSTEAD}"
+        )
+    try:
+        return importlib.import_module(_MODULE).AutoBridge
+    except (ImportError, AttributeError, OSError) as error:
+        raise KernelUnavailableError(
+            f"{unknown}. It is installed and cannot be imported here ({error}); repair it, or {_INSTEAD}"
+        ) from error
+
+
+def check(cfg: PolicyConfig, model: Any) -> Sizes:
+    """What the driver asks before anything starts; the sizes of the model.
+
+    Args:
+        cfg: The policy section.
+        model: The Hugging Face configuration.
+
+    Raises:
+        UnsupportedModelError: The package is not installed or does not know the model either, or the model has a part
+            that is not supported here.
+    """
+    auto = _auto_bridge(model)
+    if cfg.hf_config_overrides:
+        raise UnsupportedModelError(
+            f"policy.hf_config_overrides changes a model of type {model.model_type!r}, whose own files megatron-bridge "
+            f"reads; leave it out, or {_INSTEAD}"
+        )
+    try:
+        provider = auto.from_hf_config(model).to_megatron_provider(load_weights=False)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{_KEY}: megatron-bridge does not take the model type {model.model_type!r} "
+            f"({str(error).strip().splitlines()[0]}); {_INSTEAD}"
+        ) from error
+    _refuse(provider, model, _TAKEN)
+    return _sizes(provider)
+
+
+def _refuse(provider: Any, model: Any, taken: Mapping[str, tuple[Any, ...]]) -> None:
+    if not hasattr(provider, "transformer_layer_spec"):
+        raise UnsupportedModelError(
+            f"{_KEY}: megatron-bridge makes a {type(provider).__name__} of the model type {model.model_type!r}, which "
+            f"is no GPT; {_INSTEAD}"
+        )
+    for name, values in taken.items():
+        value = getattr(provider, name, values[0])
+        if value not in values:
+            raise UnsupportedModelError(
+                f"{_KEY}: the model type {model.model_type!r} has {name}={value!r} in Megatron's configuration, which "
+                f"is not supported here; {_INSTEAD}"
+            )
+
+
+def _sizes(provider: Any) -> Sizes:
+    experts = provider.num_moe_experts or 0
+    return Sizes(
+        Family(qkv_bias=bool(provider.add_qkv_bias), qk_norm=bool(provider.qk_layernorm)),
+        provider.num_layers,
+        provider.hidden_size,
+        provider.num_attention_heads,
+        provider.num_query_groups or provider.num_attention_heads,
+        provider.kv_channels or provider.hidden_size // provider.num_attention_heads,
+        (provider.moe_ffn_hidden_size if experts else None) or provider.ffn_hidden_size,
+        provider.vocab_size,
+        experts,
+        int(provider.moe_router_topk) if experts else 0,
+        bool(provider.share_embeddings_and_output_weights),
+        float(provider.layernorm_epsilon),
+    )
+
+
+class Bridge:
+    """One model by way of the package.
+
+    Args:
+        cfg: The policy section.
+        model: The Hugging Face configuration.
+        engine: Whether Transformer Engine's layers run.
+
+    Attributes:
+        sizes: Of the model.
+
+    Raises:
+        UnsupportedModelError: See `check`.
+    """
+
+    def __init__(self, cfg: PolicyConfig, model: Any, *, engine: bool) -> None:
+        self.sizes = check(cfg, model)
+        # Exporting follows the order of the model's files, so that the package wants their place.
+        self._auto = _auto_bridge(model).from_hf_pretrained(cfg.model_name, trust_remote_code=cfg.trust_remote_code)
+        self._provider = self._auto.to_megatron_provider(load_weights=False)
+        if not engine:
+            _refuse(self._provider, model, _TAKEN_BY_LOCAL_LAYERS)
+        # Our layers, by the names of their classes.
+        mappings = importlib.import_module(_MAPPINGS)
+        mappings.AutoMapping.register_module_type("RowNorm", "replicated")
+
+    def config(self, options: Mapping[str, Any]) -> Any:
+        """Megatron's configuration of the model, changed by how this run cuts and computes it."""
+        provider = self._provider
+        fuses = bool(provider.bias_activation_fusion and options.get("bias_activation_fusion"))
+        ours = {
+            "bias_activation_fusion": fuses,
+            "should_pad_vocab": False,
+            # Positions come with the row.
+            "position_embedding_type": "none",
+            # Megatron marks how a parameter is cut where it initialises it.
+            "perform_initialization": True,
+        }
+        for name, value in {**options, **ours}.items():
+            setattr(provider, name, value)
+        provider.finalize()
+        return provider
+
+    def layers(self, virtual: int | None) -> Any:
+        """The package's specification of Transformer Engine's layers, with attention over packed rows."""
+        from nemo_rl.models.megatron.layers import PackedAttention
+
+        spec = self._provider.transformer_layer_spec
+        if not any(hasattr(spec, part) for part in ("submodules", "layer_specs")):
+            stage = {"vp_stage": virtual} if "vp_stage" in inspect.signature(spec).parameters else {}
+            spec = spec(self._provider, **stage)
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
+
+    def load(self, chunks: list[nn.Module], source: str) -> None:
+        """Reads this rank's part of every parameter. Collective.
+
+        Raises:
+            CheckpointMismatchError: The files do not fit the model.
+        """
+        try:
+            self._auto.load_hf_weights(chunks, hf_path=source)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointMismatchError(f"{source}: megatron-bridge could not read the weights: {error}") from error
+
+    def export(self, chunks: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors as in the model's files. Collective."""
+        yield from self._auto.export_hf_weights(chunks, cpu=False, show_progress=False)
+
+
+class BridgedWeights:
+    """The parameters of a model that the package carries in and out; see `ModelWeights`.
+
+    Optimizer state has no names of files here: every part is kept as the rank has it that holds it first, and a
+    checkpoint resumes on the same grid.
+
+    Args:
+        chunks: This rank's parts of the model.
+        bridge: The model's.
+        groups: This rank's.
+
+    Attributes:
+        described: This rank's parameters, by their place in the grid.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module], bridge: Bridge, groups: MegatronGroups) -> None:
+        self._chunks = list(chunks)
+        self._bridge = bridge
+        self._metas: list[tuple[str, tuple[int, ...]]] = []
+        self._own: dict[str, nn.Parameter] = {}
+        for number, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.named_parameters():
+                self._own[f"{_place(parameter, groups)}.{number}.{name}"] = parameter
+        self.described = [Weight(name, ((name, tuple(own.shape)),)) for name, own in self._own.items()]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, list(self._own))
+        first = {name: rank for rank in reversed(range(len(everywhere))) for name in everywhere[rank]}
+        self._kept = {name for name in self._own if first[name] == groups.rank}
+
+    def load(self, source: str) -> None:
+        """Reads this rank's part of every parameter. Collective."""
+        self._bridge.load(self._chunks, source)
+        if not self._metas:
+            self._metas = [(name, tuple(tensor.shape)) for name, tensor in self._bridge.export(self._chunks)]
+
+    def metas(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """Names, shapes and dtypes of an export, in order."""
+        return [TensorMeta(name, shape, dtype_name(dtype)) for name, shape in self._metas]
+
+    @torch.no_grad()
+    def full(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors. Collective."""
+        for name, tensor in self._bridge.export(self._chunks):
+            yield name, tensor.detach().to(device=device, dtype=dtype or tensor.dtype)
+
+    def own(self) -> Mapping[str, nn.Parameter]:
+        """This rank's parameters by their place in the grid."""
+        return self._own
+
+    def copies(self, weight: Weight) -> list[nn.Parameter]:
+        """This rank's parameter."""
+        return [self._own[weight.name]]
+
+    def part(self, weight: Weight, whole: torch.Tensor) -> torch.Tensor:
+        """All of it: every rank keeps its own."""
+        del weight
+        return whole
+
+    def gather(
+        self, weight: Weight, local: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """This rank's part on a device."""
+        if local is None:
+            raise CheckpointMismatchError(f"{weight.name} has no state on this rank")
+        return local.detach().to(device=device, dtype=dtype or local.dtype)
+
+    def keeps(self, number: int, name: str) -> bool:
+        """Whether this rank writes the state of a parameter."""
+        del number
+        return name in self._kept
+
+
+def _place(parameter: nn.Parameter, groups: MegatronGroups) -> str:
+    """Where in the grid a parameter differs from others of its name; Megatron marks those of shared experts."""
+    at, sizes = groups.coordinates(), groups.sizes
+    if getattr(parameter, "allreduce", True):
+        return f"pp{at['pipeline_parallel']}of{sizes.pp}.tp{at['tensor_parallel']}of{sizes.tp}"
+    expert = f"ep{at['expert_parallel']}of{sizes.ep}.etp{groups.etp_group.rank()}of{sizes.etp}"
+    return f"pp{at['pipeline_parallel']}of{sizes.pp}.{expert}"
