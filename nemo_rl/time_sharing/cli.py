@@ -14,6 +14,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
+from nemo_rl.time_sharing.simulation.coverage import EXPECTED
 from nemo_rl.time_sharing.simulation.fit import fit
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
 _SOAK_BATCH = 200
+_ENOUGH_SCENARIOS = 1000
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
@@ -450,11 +453,13 @@ def _fit(chosen: argparse.Namespace) -> int:
 def _soak(chosen: argparse.Namespace) -> int:
     began, events, bad = time.perf_counter(), 0, 0
     counts: list[int] = []
+    decided: Counter[str] = Counter(dict.fromkeys(EXPECTED, 0))
     while (len(counts) < chosen.runs) if chosen.runs is not None else (events < chosen.events):
         batch = min(_SOAK_BATCH, chosen.runs - len(counts)) if chosen.runs is not None else _SOAK_BATCH
         for verdict in run_many(chosen.first + len(counts), batch, chosen.processes):
             events += verdict.events
             counts.append(verdict.events)
+            decided.update(verdict.reached)
             if not verdict.clean:
                 bad += 1
                 print(
@@ -468,4 +473,8 @@ def _soak(chosen: argparse.Namespace) -> int:
             f"bad, {seconds:.0f} s"
         )
         print(f"{shown}, {events / seconds / chosen.processes:,.0f} events/s and process", flush=True)
-    return 1 if bad else 0
+    _print_table([("decision or transition", "times"), *((what, f"{n:,}") for what, n in sorted(decided.items()))])
+    missed = [what for what in EXPECTED if not decided[what]]
+    if missed and len(counts) >= _ENOUGH_SCENARIOS:
+        print(f"never reached: {'; '.join(missed)}")
+    return 1 if bad or (missed and len(counts) >= _ENOUGH_SCENARIOS) else 0

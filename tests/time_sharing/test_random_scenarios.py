@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 import pytest
 
+from nemo_rl.time_sharing.simulation.coverage import EXPECTED
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.soak import run_many, run_scenario
 
@@ -19,12 +21,14 @@ def test_a_thousand_random_scenarios_keep_every_invariant() -> None:
     # Faults strike for the first 600 s; every job comes to its end soon after. The search for planted defects takes
     # what is later for stuck.
     assert [verdict for verdict in verdicts if verdict.ended_s >= 3000] == []
+    reached = sum((verdict.reached for verdict in verdicts), Counter())
+    assert [what for what in EXPECTED if not reached[what]] == []
 
 
 def test_all_kinds_of_faults_are_among_the_random_scenarios() -> None:
     scenarios = [random_scenario(seed) for seed in range(200)]
     rates = ("agent_crashes", "scheduler_crashes", "partitions", "stuck_shards", "slow_shards", "clock_jumps")
-    rates += ("one_way_partitions", "outages")
+    rates += ("one_way_partitions", "outages", "cancels", "drains", "log_losses")
     for fault in (*rates, "operation_fails", "operation_hangs", "reap_fails"):
         assert sum(getattr(scenario.faults, fault) > 0 for scenario in scenarios) > 20, fault
     assert sum(scenario.network.loss > 0 for scenario in scenarios) > 20

@@ -46,15 +46,10 @@ class CutWorld(World):
         super().run(max_events=max_events)
 
     def _crash_and_lose(self) -> None:
-        keep = max(len(self._log.entries) - self.lose, 2)
-        self.lost = tuple(self._log.entries[keep:])
-        del self._log.entries[keep:]
-        self._log_is_complete = False
+        before = list(self._log.entries)
+        self.lose_log(self.lose)
+        self.lost = tuple(before[len(self._log.entries) :])
         self._strike_scheduler()
-
-    def _restart_scheduler(self) -> None:
-        super()._restart_scheduler()
-        self._log_is_complete = True
 
 
 def occupied_twice(entries: list[Entry]) -> list[str]:

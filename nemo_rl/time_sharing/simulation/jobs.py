@@ -113,6 +113,9 @@ class SimulatedJob:
         life.dead = True
         life.generation.drop_all()
         self.generate_gpu_s += life.generation.busy_rank_s * self.job.tp
+        if self.stopping:
+            # Nobody brings it back to account for them.
+            self._drop_groups(life)
         self._unended = [g.name for g in life.groups.values()]
         self.life = None
         self.incarnations += 1
@@ -161,12 +164,15 @@ class SimulatedJob:
         self.world.job_ended(self)
 
     def _leave(self, life: Life) -> None:
+        self._drop_groups(life)
+        life.generation.cancel()
+        life.agent.leave()
+
+    def _drop_groups(self, life: Life) -> None:
         for group in list(life.groups.values()):
             life.record.emit(rec.GroupDropped(group.name, "end_of_run"))
         life.groups.clear()
         life.missing = 0
-        life.generation.cancel()
-        life.agent.leave()
 
     # The driver.
 

@@ -45,15 +45,17 @@ def random_scenario(seed: int) -> Scenario:
     per_node = rng.choice((2, 4, 8))
     nodes = rng.choice((1, 1, 2))
     jobs = [_job(rng, number, nodes * per_node, per_node) for number in range(rng.randint(2, 6))]
+    steer = random.Random(f"steer/{seed}")
+    jobs = [job | _shares(steer) for job in jobs]
     return parse_scenario(
         {
             "name": f"random {seed}",
             "pool": {"nodes": nodes, "gpus_per_node": per_node},
             "jobs": jobs,
-            "limits": {**_LIMITS, "max_initialising": seed % 3},
+            "limits": {**_LIMITS, **_tight_limits(steer), "max_initialising": seed % 3},
             "horizon_s": 20_000.0,
             "network": _network(rng),
-            "faults": _faults(rng) | _outages(random.Random(f"outages/{seed}")),
+            "faults": _faults(rng) | _more_faults(steer),
             "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
         }
     )
@@ -81,9 +83,23 @@ def _faults(rng: random.Random) -> dict[str, Any]:
     return {**faults, "restart_s": rng.choice((0.5, 5.0)), "partition_s": rng.choice((3.0, 15.0)), "until_s": 600.0}
 
 
-def _outages(rng: random.Random) -> dict[str, Any]:
-    rates = {"one_way_partitions": 30.0, "outages": 20.0}
+def _tight_limits(rng: random.Random) -> dict[str, float]:
+    """Bounds that are rarely met, met here and there."""
+    tight = {"aging_s": 1.0, "max_hold_s": 12.0, "request_s": 15.0, "reap_s": 0.55}
+    return {limit: seconds for limit, seconds in tight.items() if rng.random() < 0.05}
+
+
+def _shares(rng: random.Random) -> dict[str, float]:
+    if rng.random() < 0.8:
+        return {}
+    return {"min_share": rng.choice((0.0, 0.25, 0.5)), "max_share": rng.choice((0.5, 0.75, 1.0))}
+
+
+def _more_faults(rng: random.Random) -> dict[str, Any]:
+    rates = {"one_way_partitions": 30.0, "outages": 20.0, "cancels": 20.0, "drains": 10.0}
     faults: dict[str, Any] = {kind: rate * rng.random() for kind, rate in rates.items() if rng.random() < 0.3}
+    if rng.random() < 0.2:
+        faults["log_losses"] = 0.7
     return {**faults, "outage_s": rng.choice((5.0, 15.0, 40.0))}
 
 

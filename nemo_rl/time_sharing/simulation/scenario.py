@@ -110,6 +110,11 @@ class Faults(_Section):
         0.0, "A job's processes die, per hour; they start again after restart_s and go on after the last trained step."
     )
     scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log after 1 to 6 s.")
+    log_losses: Probability = _key(
+        0.0, "Chance that the scheduler's machine dies with it, and the last entries of its log (up to 40) are lost."
+    )
+    cancels: Rate = _key(0.0, "A job is ended from outside and started again, per hour.")
+    drains: Rate = _key(0.0, "A job is told to go once it has given back what it holds, per hour.")
     partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
     partition_s: Seconds = _key(
         20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs."

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.simulation.coverage import reached
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord, Record
 
 
 class Verdict(NamedTuple):
-    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, and jobs that
-    never ended.
+    """One scenario: how many events it took, how long it lasted (virtual seconds), the first violations, jobs that
+    never ended, and what the scheduler decided how often.
     """
 
     seed: int
@@ -29,6 +31,7 @@ class Verdict(NamedTuple):
     ended_s: float
     violations: tuple[str, ...]
     stuck: tuple[str, ...]
+    reached: Counter[str]
 
     @property
     def clean(self) -> bool:
@@ -47,7 +50,8 @@ def run_scenario(seed: int) -> Verdict:
     world.run()
     violations = check(records[0].entries)
     stuck = tuple(name for name, job in world.jobs.items() if job.finished_at is None)
-    return Verdict(seed, world.loop.events, world.loop.now, tuple(str(v) for v in violations[:3]), stuck)
+    said = tuple(str(violation) for violation in violations[:3])
+    return Verdict(seed, world.loop.events, world.loop.now, said, stuck, reached(world.entries))
 
 
 def run_many(first: int, runs: int, processes: int) -> Iterator[Verdict]:

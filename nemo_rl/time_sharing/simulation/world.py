@@ -37,6 +37,7 @@ from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
 _BOTH_WAYS = (Wire.TO, Wire.FROM)
+_MOST_LOST = 40
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
 
 
@@ -276,6 +277,8 @@ class World:
         for kind, rate, strike in (
             ("agent crashes", faults.agent_crashes, self._strike_agent),
             ("scheduler crashes", faults.scheduler_crashes, self._strike_scheduler),
+            ("cancels", faults.cancels, self._strike_cancel),
+            ("drains", faults.drains, self._strike_drain),
             ("partitions", faults.partitions, self._strike_partition),
             ("one-way partitions", faults.one_way_partitions, self._strike_one_way),
             ("outages", faults.outages, self._strike_outage),
@@ -311,8 +314,16 @@ class World:
         if self._scheduler is None:
             return False
         self._scheduler = None
+        if self.scenario.faults.log_losses and self.rng.random() < self.scenario.faults.log_losses:
+            self.lose_log(self.rng.randint(0, _MOST_LOST))
         self.loop.after(1.0 + self.rng.random() * 5.0, self._restart_scheduler)
         return True
+
+    def lose_log(self, entries: int) -> None:
+        """The log's last entries do not reach the next scheduler."""
+        keep = max(len(self._log.entries) - entries, 2)
+        del self._log.entries[keep:]
+        self._log_is_complete = False
 
     def _restart_scheduler(self) -> None:
         self._clock = SteadyClock(start=max(self._clock.now, self.loop.now), max_step_s=self.limits.max_tick_s)
@@ -329,10 +340,26 @@ class World:
             validator=self._validator,
         )
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
+        self._log_is_complete = True
         for reply in self._scheduler.hello():
             self._send_reply(reply)
         self._tick_at = float("inf")
         self._arm(self.loop.now)
+
+    def _strike_cancel(self) -> bool:
+        job = self._some_job()
+        if self._scheduler is None or job is None:
+            return False
+        self._scheduler.unregister(job.job.name, self._reading())
+        return True
+
+    def _strike_drain(self) -> bool:
+        job = self._some_job()
+        if self._scheduler is None or job is None:
+            return False
+        job.stopping = True
+        self._scheduler.drain(job.job.name, self._reading())
+        return True
 
     def _strike_partition(self) -> bool:
         return self._cut_off_one(_BOTH_WAYS)

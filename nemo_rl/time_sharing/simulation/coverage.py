@@ -1,0 +1,170 @@
+"""What a simulation has reached: the scheduler's decisions, and the transitions of its ranks, commands and claims.
+
+Counted from the scheduler's log alone, so that it needs no hook in what it counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import Phase
+from nemo_rl.utils.record import Entry
+
+EXPECTED = (
+    "ClockJumped",
+    "GpusCleared",
+    "InventoryDone",
+    "Isolated",
+    "Leaving",
+    "RankCooling",
+    "Reconnected",
+    "Reconnected, given up",
+    "changed in place: TRN",
+    "claim dropped: cluster, fenced",
+    "claim dropped: cluster, withdrawn",
+    "claim dropped: rank, fenced",
+    "claim: cluster",
+    "claim: cluster past others",
+    "claim: rank",
+    "claim: rank floor",
+    "command: drain done",
+    "command: drain expired",
+    "command: drain failed",
+    "command: drain fenced",
+    "command: drain restarted",
+    "command: grant done",
+    "command: grant expired",
+    "command: grant fenced",
+    "command: grant restarted",
+    "command: publish done",
+    "command: publish stale",
+    "command: publish superseded",
+    "command: reap done",
+    "command: reap expired",
+    "command: reap failed",
+    "command: route done",
+    "command: route fenced",
+    "command: route superseded",
+    "command: sleep done",
+    "command: sleep expired",
+    "command: sleep failed",
+    "command: sleep fenced",
+    "command: sleep restarted",
+    "command: sync done",
+    "command: sync expired",
+    "command: sync failed",
+    "command: sync fenced",
+    "command: sync refused",
+    "command: sync restarted",
+    "command: sync superseded",
+    "command: wake done",
+    "command: wake expired",
+    "command: wake failed",
+    "command: wake fenced",
+    "command: wake restarted",
+    "command: wake superseded",
+    "fence: incarnation N takes its place",
+    "fence: it did not take its grant of N within N s",
+    "fence: it held N longer than max_hold_s=N",
+    "fence: it holds N (epoch N), which the log has given to others",
+    "fence: it was unregistered",
+    "fence: no heartbeat for N s (lease N s)",
+    "grant: INIT",
+    "grant: OLD",
+    "grant: TRN",
+    "quarantine: their processes could not be ended, pipeline",
+    "quarantine: their processes could not be ended, rank",
+    "rank: active -> draining",
+    "rank: asleep -> waking",
+    "rank: draining -> failed",
+    "rank: draining -> sleeping",
+    "rank: failed -> asleep",
+    "rank: ready -> active",
+    "rank: ready -> draining",
+    "rank: ready -> syncing",
+    "rank: sleeping -> asleep",
+    "rank: sleeping -> failed",
+    "rank: syncing -> draining",
+    "rank: syncing -> ready",
+    "rank: waking -> draining",
+    "rank: waking -> syncing",
+    "request dropped: expired, waiting",
+    "request dropped: withdrawn, claimed",
+    "request dropped: withdrawn, waiting",
+    "scheduler: recovers",
+    "scheduler: recovers without the end of its log",
+    "scheduler: starts",
+    "unregistered: could not be ended",
+    "unregistered: left",
+    "unregistered: reaped",
+)
+"""What a few hundred random scenarios reach; a soak that leaves one of them out has not tried it."""
+_NUMBERS = re.compile(r"[\d.]+|\b(actor_\w+)\b")
+
+
+def reached(entries: Iterable[Entry]) -> Counter[str]:
+    """How often each decision was made and each transition taken."""
+    counts: Counter[str] = Counter()
+    phases: dict[tuple[str, int], Phase] = {}
+    verbs: dict[str, str] = {}
+    claimed: set[tuple[str, str, int]] = set()
+    for entry in entries:
+        event = entry.event
+        match event:
+            case ev.RankMoved():
+                key = (event.pipeline, event.rank)
+                before = phases.get(key, Phase.ASLEEP)
+                if before is not event.phase:
+                    counts[f"rank: {before.value} -> {event.phase.value}"] += 1
+                phases[key] = event.phase
+            case ev.CommandSent():
+                verbs[event.command] = event.verb
+            case ev.CommandEnded():
+                counts[f"command: {verbs.pop(event.command, '?')} {event.outcome}"] += 1
+            case ev.Claimed():
+                counts[
+                    f"claim: {_whose(event)}{' past others' if event.passed else ''}{' floor' if event.floor else ''}"
+                ] += 1
+                claimed.add((event.pipeline, event.cluster, event.rank))
+            case ev.ClaimDropped():
+                counts[f"claim dropped: {_whose(event)}, {event.reason}"] += 1
+            case ev.RequestDropped():
+                was = "claimed" if (event.pipeline, event.cluster, -1) in claimed else "waiting"
+                counts[f"request dropped: {event.reason}, {was}"] += 1
+            case ev.Granted():
+                claimed.discard((event.pipeline, event.cluster, -1))
+                counts[f"grant: {event.priority.tag}"] += 1
+            case ev.PriorityChanged():
+                counts[f"changed in place: {event.priority.tag}"] += 1
+            case ev.Fenced():
+                counts[f"fence: {_NUMBERS.sub('N', event.reason)}"] += 1
+            case ev.Unregistered():
+                counts[f"unregistered: {event.reason}"] += 1
+                phases = {key: phase for key, phase in phases.items() if key[0] != event.pipeline}
+            case ev.GpusQuarantined():
+                counts[
+                    f"quarantine: {_NUMBERS.sub('N', event.reason)}, {'pipeline' if event.rank < 0 else 'rank'}"
+                ] += 1
+            case ev.SchedulerStarted():
+                what = "starts" if event.term == 1 else "recovers"
+                counts[f"scheduler: {what}{_if(not event.complete, ' without the end of its log')}"] += 1
+            case ev.GpusCleared() | ev.RankCooling() | ev.InventoryDone() | ev.Leaving() | ev.PlanRejected():
+                counts[type(event).__name__] += 1
+            case ev.Isolated() | ev.ClockJumped():
+                counts[type(event).__name__] += 1
+            case ev.Reconnected():
+                counts[f"Reconnected{_if(event.given_up, ', given up')}"] += 1
+            case _:
+                pass
+    return counts
+
+
+def _if(said: object, text: str) -> str:
+    return text if said else ""
+
+
+def _whose(event: ev.Claimed | ev.ClaimDropped) -> str:
+    return "cluster" if event.rank < 0 else "rank"
