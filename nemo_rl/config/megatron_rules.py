@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from nemo_rl.config.master import RootConfig
+from nemo_rl.config.placement import training_world_size
 
 _KEY = "policy.megatron_cfg"
 
@@ -28,4 +29,16 @@ def optimizer_is_possible(config: RootConfig) -> Iterator[str]:
         )
 
 
-MEGATRON_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (optimizer_is_possible,)
+def experts_divide_the_ranks(config: RootConfig) -> Iterator[str]:
+    megatron, world = config.policy.megatron_cfg, training_world_size(config)
+    shared = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    stage = world // megatron.pipeline_model_parallel_size
+    if megatron.enabled and stage > 0 and stage % shared:
+        sizes = ", ".join(str(size) for size in range(1, stage + 1) if stage % size == 0)
+        yield (
+            f"{_KEY}: expert_model_parallel_size * expert_tensor_parallel_size is {shared}, which does not divide the "
+            f"{stage} ranks of a pipeline stage; possible: {sizes}"
+        )
+
+
+MEGATRON_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (optimizer_is_possible, experts_divide_the_ranks)

@@ -129,6 +129,12 @@ def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> 
     return seen
 
 
+def first_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
+    """The result of one step, and nothing else."""
+    config = run_config(model, world, *overrides)
+    return _train(make_worker(config), training_batch(), ClippedPGLossFn(config.loss_fn))
+
+
 def many_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """`one_step` of every case, one after the other in the same processes."""
     return {name: one_step(model, world, overrides) for name, overrides in cases.items()}

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import example
 from tests.models.policy_ranks import (
     MEGATRON,
-    many_splits,
+    first_step,
     megatron_of_one,
     megatron_of_two,
     training_batch,
@@ -153,9 +153,11 @@ def test_ranks_that_share_experts_and_each_expert_compute_the_step_of_one(
     one: dict[str, Any], models: dict[str, str]
 ) -> None:
     shared = [*TP2, f"{KEY}.sequence_parallel=true", f"{KEY}.expert_model_parallel_size=2"]
-    cases = {"both": [*WHOLE, *shared, f"{KEY}.expert_tensor_parallel_size=2"]}
-    four = run_ranks(many_splits, 4, models["experts"], 4, cases)
-    _assert_same_step(four[0]["both"], one["experts"]["megatron"], gradient=False)
+    overrides = [*WHOLE, *shared, f"{KEY}.expert_tensor_parallel_size=2"]
+    want = one["experts"]["megatron"]
+    for got in run_ranks(first_step, 4, models["experts"], 4, overrides):
+        assert got["loss"] == pytest.approx(want["loss"], abs=1e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
 def test_gradients_of_half_precision_weights_are_added_up_in_float32(one: dict[str, Any]) -> None:

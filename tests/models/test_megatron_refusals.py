@@ -37,7 +37,7 @@ def test_grids_that_the_model_does_not_allow_are_refused_with_those_that_would_d
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{KEY}.expert_model_parallel_size=3"], "4 experts; possible: 1, 2, 4"),
+        ([f"{KEY}.expert_model_parallel_size=3", f"{KEY}.context_parallel_size=3"], "4 experts; possible: 1, 2, 4"),
         ([f"{KEY}.tensor_model_parallel_size=2"], "needs policy.megatron_cfg.sequence_parallel=true"),
         (
             [f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true"],
@@ -46,7 +46,7 @@ def test_grids_that_the_model_does_not_allow_are_refused_with_those_that_would_d
     ],
 )
 def test_grids_that_experts_do_not_allow_are_refused(tiny_moe_model: Path, overrides: list[str], message: str) -> None:
-    cfg = _policy(tiny_moe_model, *overrides, world=1 if "=3" in overrides[0] else 2)
+    cfg = _policy(tiny_moe_model, *overrides, world=3 if "=3" in overrides[0] else 2)
     with pytest.raises(UnsupportedModelError, match=message):
         check_policy(cfg, model_config(cfg))
 
@@ -77,6 +77,16 @@ def test_what_is_not_built_is_refused_by_name_when_the_configuration_is_read(tin
     assert [refusal.key for refusal in caught.value.not_built] == [key]
     # A section that is not enabled asks for nothing.
     run_config(tiny_model, 1, f"{KEY}.{override}")
+
+
+def test_experts_that_do_not_divide_the_ranks_of_a_stage_are_refused_with_numbers_that_would_do(
+    tiny_moe_model: Path,
+) -> None:
+    grid = [f"{KEY}.pipeline_model_parallel_size=2", f"{KEY}.expert_model_parallel_size=4"]
+    with pytest.raises(
+        ConfigError, match="is 4, which does not divide the 2 ranks of a pipeline stage; possible: 1, 2"
+    ):
+        _policy(tiny_moe_model, *grid)
 
 
 @pytest.mark.parametrize("override", [f"{KEY}.optimizer.optimizer=sgd", "policy.precision=float16"])
