@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -31,10 +32,10 @@ ROOT = Path(__file__).parents[1]
 MARK = "NRL_CHAOS_RUN"
 # How a process is known by the title that Ray or vLLM gives it.
 TARGETS = {
-    "engine": "ray::VllmGenerationWorker",
-    "worker": "ray::PolicyWorker",
-    "storage unit": "ray::SimpleStorageUnit",
-    "driver": "examples/run_grpo.py",
+    "engine": ("ray::VllmGenerationWorker", "VLLM::EngineCore"),
+    "worker": ("ray::PolicyWorker",),
+    "storage unit": ("ray::SimpleStorageUnit",),
+    "driver": ("examples/run_grpo.py",),
 }
 ENDS_AFTER_S, GONE_WITHIN_S, STEP_WITHIN_S = 300.0, 90.0, 900.0
 
@@ -121,13 +122,31 @@ class Run:
             time.sleep(0.5)
         return True
 
-    def processes(self, title: str = "") -> list[psutil.Process]:
-        """The run's living processes whose command line holds `title`."""
+    def rebuilt(self) -> int:
+        """How many engines were built anew, in all parts of the run."""
+        return (self.folder / "output.txt").read_text(errors="replace").count("rebuild=done")
+
+    def wait_until_rebuilt(self, engines: int) -> None:
+        """Waits until so many engines were built anew: with the last one the run may end.
+
+        Raises:
+            Failed: It ended, or they were not.
+        """
+        deadline = time.monotonic() + STEP_WITHIN_S
+        while self.rebuilt() < engines:
+            if self.process is not None and self.process.poll() is not None:
+                raise Failed(f"the run ended by an engine's death; see {self.folder}/output.txt")
+            if time.monotonic() > deadline:
+                raise Failed(f"no engine was built anew within {STEP_WITHIN_S:.0f} s; see {self.folder}/output.txt")
+            time.sleep(0.5)
+
+    def processes(self, titles: Sequence[str] = ("",)) -> list[psutil.Process]:
+        """The run's living processes whose command line holds one of `titles`."""
         found = []
         for process in psutil.process_iter():
             try:
                 ours = process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
-                if ours and title in " ".join(process.cmdline()):
+                if ours and any(title in " ".join(process.cmdline()) for title in titles):
                     found.append(process)
             except psutil.Error:
                 continue
@@ -160,7 +179,7 @@ def disturb(run: Run, minutes: float, every_s: float, seed: int, kinds: list[str
     Raises:
         Failed: The run did what it must not.
     """
-    draw, killed, far = random.Random(seed), Counter[str](), 10**6
+    draw, killed, far, rebuilt = random.Random(seed), Counter[str](), 10**6, 0
     end = time.monotonic() + 60 * minutes
     run.start(far)
     began_at = run.saved()
@@ -176,7 +195,9 @@ def disturb(run: Run, minutes: float, every_s: float, seed: int, kinds: list[str
         print(f"{time.strftime('%X')} step={run.saved()} kill={kind} pid={victim.pid}", flush=True)
         victim.kill()
         killed[kind] += 1
-        if kind != "engine":
+        if kind == "engine":
+            run.wait_until_rebuilt(rebuilt := rebuilt + 1)
+        else:
             run.ended(ENDS_AFTER_S)
             run.wait_until_gone()
             run.start(far)

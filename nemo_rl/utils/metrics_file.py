@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class MetricsFile:
     def __init__(self, log_dir: Path | str) -> None:
         self.path = Path(log_dir) / METRICS_FILE
         self._file = self.path.open("a", encoding="utf-8")
+        self._lost = False
 
     def append(self, metrics: Mapping[str, float | Sequence[float]], step: int, prefix: str) -> None:
         """Write one line.
@@ -52,7 +53,7 @@ class MetricsFile:
             "prefix": prefix,
             **{name: _finite(value) for name, value in metrics.items()},
         }
-        with _written(self.path):
+        with self._told_once():
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -60,26 +61,26 @@ class MetricsFile:
         """Close the file.
 
         Raises:
-            MetricsLost: what was not written yet cannot be written.
+            MetricsLost: what was not written yet cannot be written, and this was not said before.
         """
-        with _written(self.path):
+        with suppress(OSError) if self._lost else self._told_once():
             self._file.close()
+
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._lost = True
+            reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+            raise MetricsLost(
+                f"{self.path} cannot be written: {reason}; free some and start the command again: the run goes on from "
+                "its last checkpoint"
+            ) from error
 
 
 class MetricsLost(UserError, OSError):
     """Metrics cannot be written. A run without them would go on in the dark, so it ends."""
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
-        raise MetricsLost(
-            f"{path} cannot be written: {reason}; free some and start the command again: the run goes on from its "
-            "last checkpoint"
-        ) from error
 
 
 @dataclass

@@ -150,7 +150,7 @@ class RecordWriter:
         self.path = Path(path)
         self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
         self._lock, self._archive_bytes = threading.Lock(), archive_bytes
-        self._next, self._last_flush = 0, time.monotonic()
+        self._next, self._last_flush, self._lost = 0, time.monotonic(), False
         existing = self.path.exists() and (self.path.stat().st_size > 0 or archive_of(self.path).exists())
         if existing and not resume:
             raise RecordError(
@@ -185,6 +185,7 @@ class RecordWriter:
                     self._file.flush()
                     self._last_flush = now
             except OSError as error:
+                self._lost = True
                 raise RecordUnwritable(self.path, error) from error
 
     def flush(self, *, durable: bool = False) -> None:
@@ -198,6 +199,7 @@ class RecordWriter:
                 if durable:
                     os.fsync(self._file.fileno())
             except OSError as error:
+                self._lost = True
                 raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None and self._file.tell() >= self._archive_bytes:
                 move_to_archive(self.path)
@@ -207,6 +209,8 @@ class RecordWriter:
             try:
                 self._file.close()
             except OSError as error:
+                if self._lost:
+                    return
                 raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None:
                 move_to_archive(self.path)

@@ -151,3 +151,4 @@ def test_metrics_that_cannot_be_written_end_the_run_in_one_line(tmp_path: Path) 
     logger = Logger({"log_dir": str(tmp_path)})
     with pytest.raises(MetricsLost, match=rf"{tmp_path}/metrics.jsonl cannot be written: no space left on the disk"):
         logger.log_metrics({"loss": 1.0}, 1, "train")
+    logger.close()
