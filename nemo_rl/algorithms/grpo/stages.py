@@ -203,15 +203,18 @@ def compute_logprobs(
     loss_cfg: ClippedPGLossConfig,
     timer: Timer,
 ) -> None:
-    """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read."""
+    """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read; both with one call."""
     handle: Any = experience.handle
-    if needs_previous_logprobs(cfg, loss_cfg):
-        experience.handle = store.commit(
-            experience.handle, policy.get_logprobs(handle, timer=timer), prev_logprobs="logprobs"
-        )
-    if needs_reference_logprobs(cfg, loss_cfg):
-        result = policy.get_reference_policy_logprobs(handle, timer=timer)
-        experience.handle = store.commit(experience.handle, result, reference_policy_logprobs="reference_logprobs")
+    previous, reference = needs_previous_logprobs(cfg, loss_cfg), needs_reference_logprobs(cfg, loss_cfg)
+    if not previous and not reference:
+        return
+    if previous and reference:
+        result = policy.get_policy_and_reference_logprobs(handle, timer=timer)
+    else:
+        result = (policy.get_logprobs if previous else policy.get_reference_policy_logprobs)(handle, timer=timer)
+    columns = {"prev_logprobs": "logprobs"} if previous else {}
+    columns |= {"reference_policy_logprobs": "reference_logprobs"} if reference else {}
+    experience.handle = store.commit(handle, result, **columns)
 
 
 def mask_and_weigh(

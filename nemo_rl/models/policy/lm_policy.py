@@ -166,7 +166,7 @@ class Policy(PolicyInterface):
         columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
-        with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+        with timed(timer, submit_label(method)):
             results = self._run_sharded(method, shards, **common)
         merged = BatchedDataDict.from_batches(results)
         return merged if order is None else merged.reorder_data(order)
@@ -180,6 +180,12 @@ class Policy(PolicyInterface):
     ) -> BatchedDataDict[Any]:
         """`reference_logprobs [B, S]`; see `PolicyInterface`."""
         return self._score("get_reference_policy_logprobs", data, timer, micro_batch_size=micro_batch_size)
+
+    def get_policy_and_reference_logprobs(
+        self, data: BatchedDataDict[Any], timer: Timer | None = None
+    ) -> BatchedDataDict[Any]:
+        """`logprobs` and `reference_logprobs`, [B, S] each; see `PolicyInterface`."""
+        return self._score("get_policy_and_reference_logprobs", data, timer)
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -458,6 +464,12 @@ class Policy(PolicyInterface):
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
     sizes = parallel_sizes(config, world)
     return NamedSharding(np.arange(world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp), _AXES)
+
+
+def submit_label(method: str) -> str:
+    """The timer's label of a scoring call, as dashboards know it."""
+    reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
+    return f"{method}/submit_{reference}logprob_futures"
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:

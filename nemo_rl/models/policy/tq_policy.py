@@ -21,13 +21,16 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.lm_policy import Policy, timed
+from nemo_rl.models.policy.lm_policy import Policy, submit_label, timed
 from nemo_rl.models.policy.pending import PendingCall
 
 if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
 
 Batch = KVBatchMeta | BatchedDataDict[Any]
+
+_PREVIOUS = {"logprobs": "prev_logprobs"}
+_REFERENCE = {"reference_logprobs": "reference_policy_logprobs"}
 
 
 @dataclass(frozen=True)
@@ -122,33 +125,39 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs`."""
-        self._score_meta("get_logprobs", meta, "prev_logprobs", timer, micro_batch_size)
+        self._score_meta("get_logprobs", meta, _PREVIOUS, timer, micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `reference_policy_logprobs`."""
-        self._score_meta("get_reference_policy_logprobs", meta, "reference_policy_logprobs", timer, micro_batch_size)
+        self._score_meta("get_reference_policy_logprobs", meta, _REFERENCE, timer, micro_batch_size)
 
     def _score_meta(
-        self, method: str, meta: KVBatchMeta, column: str, timer: Timer | None, micro_batch_size: int | None
-    ) -> None:
+        self,
+        method: str,
+        meta: KVBatchMeta,
+        columns: Mapping[str, str],
+        timer: Timer | None,
+        micro_batch_size: int | None = None,
+    ) -> StoredColumns:
         refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
         seed = meta.only_fields([name for name in LP_SEED_FIELDS if name in present])
         with timed(timer, f"{method}/shard_meta"):
             shards = self._shard_meta(seed, None, training=False)
-        with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+        with timed(timer, submit_label(method)):
             self._run_sharded(
-                f"{method}_presharded", shards, argument="meta", column=column, micro_batch_size=micro_batch_size
+                f"{method}_presharded", shards, argument="meta", columns=columns, micro_batch_size=micro_batch_size
             )
+        return StoredColumns(columns)
 
     def get_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
         """See `Policy`; for a meta the result stays with the rows."""
         if not isinstance(data, KVBatchMeta):
             return super().get_logprobs(data, timer)
         self.get_logprobs_from_meta(data, timer=timer)
-        return StoredColumns({"logprobs": "prev_logprobs"})
+        return StoredColumns(_PREVIOUS)
 
     def get_reference_policy_logprobs(
         self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -157,7 +166,13 @@ class TQPolicy(Policy):
         if not isinstance(data, KVBatchMeta):
             return super().get_reference_policy_logprobs(data, micro_batch_size, timer)
         self.get_reference_policy_logprobs_from_meta(data, micro_batch_size, timer)
-        return StoredColumns({"reference_logprobs": "reference_policy_logprobs"})
+        return StoredColumns(_REFERENCE)
+
+    def get_policy_and_reference_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+        """See `Policy`; for a meta the results stay with the rows, which every rank fetches once."""
+        if not isinstance(data, KVBatchMeta):
+            return super().get_policy_and_reference_logprobs(data, timer)
+        return self._score_meta("get_policy_and_reference_logprobs", data, _PREVIOUS | _REFERENCE, timer)
 
     def get_topk_logits(
         self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
