@@ -26,9 +26,7 @@ def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = F
         append: Add to the file instead of replacing it.
     """
     reads = tuple(dict.fromkeys([*columns, "input_lengths"]))
-    return TokenStage(
-        write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append}, detached=True
-    )
+    return TokenStage(write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append})
 
 
 def write_samples(columns: BatchedDataDict[Any], *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:

@@ -37,15 +37,12 @@ class TokenStage:
         reads: columns it needs.
         writes: columns it makes.
         params: keyword arguments of `run`.
-        detached: nobody waits for it: it makes no columns and no rows, and a failure shows at the next one or at the
-            store's end.
     """
 
     run: Callable[..., StageOutput]
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
-    detached: bool = False
 
     @property
     def name(self) -> str:

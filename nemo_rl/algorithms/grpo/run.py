@@ -20,6 +20,7 @@ from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
@@ -81,6 +82,7 @@ class GRPORun:
         device_count: Slots of the run, and of training and generation.
         resumed_from: Checkpoint that the run goes on from.
         reward_watch: Says when steps go by that teach nothing.
+        reports: Writes what is said of a step while the next one generates.
         env_of_validation_task: Environment name per validation task.
     """
 
@@ -110,6 +112,7 @@ class GRPORun:
     setup_seconds: dict[str, float] = field(default_factory=dict)
     resumed_from: Path | None = None
     reward_watch: RewardWatch = field(default_factory=RewardWatch)
+    reports: Backlog = field(default_factory=lambda: Backlog("step-report"))
     env_of_validation_task: dict[str, str] = field(default_factory=dict)
 
 

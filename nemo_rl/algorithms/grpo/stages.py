@@ -30,9 +30,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import ExperienceStore, Handle
 from nemo_rl.loss.clipped_pg import positive_nll_scale
-from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import masked_mean
-from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.utils.timer import Timer
 
 
@@ -272,19 +271,6 @@ def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
     if loss_cfg.positive_example_nll_weight:
         columns += ["rewards", "positive_nll_scale"]
     return columns
-
-
-def train(
-    experience: Experience[Handle],
-    store: ExperienceStore[Handle],
-    policy: PolicyInterface,
-    loss_fn: LossFunction,
-    cfg: GRPOConfig,
-    loss_cfg: ClippedPGLossConfig,
-    timer: Timer,
-) -> TrainResult:
-    """One `policy.train` on the batch; columns that no stage knows go along, for the model and for losses of users."""
-    return policy.train(columns_to_train(experience, store, cfg, loss_cfg), loss_fn, timer=timer)
 
 
 def columns_to_train(

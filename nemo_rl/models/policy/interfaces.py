@@ -105,6 +105,19 @@ class TrainingPolicy(Protocol):
         """One optimizer step per `gbs` samples; with `eval_mode` only the losses."""
         ...
 
+    def submit_train(
+        self,
+        data: Any,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> Pending[TrainResult]:
+        """`train` without waiting for it."""
+        ...
+
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step; one may be open at a time."""
         ...

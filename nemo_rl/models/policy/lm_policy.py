@@ -197,7 +197,7 @@ class Policy(PolicyInterface):
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: Any,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -205,22 +205,46 @@ class Policy(PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainResult:
-        """See `PolicyInterface`.
+        """`submit_train`, and waits for it.
+
+        Raises:
+            WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
+        """
+        return self.submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer).result()
+
+    def submit_train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> PendingCall[TrainResult]:
+        """See `TrainingPolicy`.
 
         Raises:
             ValueError: The batch does not divide into global batches over the data-parallel ranks.
             UnsupportedColumnsError: It has inputs of the model that the backend does not take.
-            WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
         """
         refuse_model_inputs(data)
         gbs, mbs = self._batch_sizes(data.size, gbs, mbs)
         with timed(timer, "policy_training/sharding_data"):
             shards, _ = self.shard(data, gbs, training=True)
         with timed(timer, "policy_training/submit_training_futures"):
-            results = self._run_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        result = self._aggregate(results)
-        self._add_flops(result, data["input_lengths"].tolist(), training=not eval_mode)
-        return result
+            future = self._call_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        return self._pending_training(future, data["input_lengths"].tolist(), training=not eval_mode)
+
+    def _pending_training(
+        self, future: MultiWorkerFuture, lengths: Sequence[int], *, training: bool
+    ) -> PendingCall[TrainResult]:
+        def report(results: list[Any]) -> TrainResult:
+            result = self._aggregate(results)
+            self._add_flops(result, lengths, training=training)
+            return result
+
+        return PendingCall(self.worker_group, future, report, on_error=lambda: None)
 
     def _batch_sizes(self, samples: int, gbs: int | None, mbs: int | None) -> tuple[int, int]:
         gbs = gbs or self.cfg.train_global_batch_size

@@ -218,6 +218,18 @@ class TQPolicy(Policy):
             UnsupportedColumnsError: They have inputs of the model that the backend does not take.
             WorkerError: A worker failed.
         """
+        return self._submit_train_meta(meta, loss_fn, eval_mode, gbs, mbs, timer, train_fields).result()
+
+    def _submit_train_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool,
+        gbs: int | None,
+        mbs: int | None,
+        timer: Timer | None,
+        train_fields: Sequence[str] | None = None,
+    ) -> PendingCall[TrainResult]:
         refuse_model_inputs(meta.fields or ())
         gbs, mbs = self._batch_sizes(meta.size, gbs, mbs)
         with timed(timer, "policy_training/shard_meta"):
@@ -225,14 +237,12 @@ class TQPolicy(Policy):
                 meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True
             )
         with timed(timer, "policy_training/submit_training_futures"):
-            results = self._run_sharded(
+            future = self._call_sharded(
                 "train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
             )
-        result = self._aggregate(results)
-        self._add_flops(result, meta.sequence_lengths or [], training=not eval_mode)
-        return result
+        return self._pending_training(future, meta.sequence_lengths or [], training=not eval_mode)
 
-    def train(
+    def submit_train(
         self,
         data: Any,
         loss_fn: LossFunction,
@@ -241,11 +251,11 @@ class TQPolicy(Policy):
         gbs: int | None = None,
         mbs: int | None = None,
         timer: Timer | None = None,
-    ) -> TrainResult:
-        """See `Policy`."""
+    ) -> PendingCall[TrainResult]:
+        """See `Policy`; takes metas and batches."""
         if not isinstance(data, KVBatchMeta):
-            return super().train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
-        return self.train_from_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
+            return super().submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
+        return self._submit_train_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
 
     def submit_microbatches(self, data: Any, timer: Timer | None = None) -> PendingCall[None]:
         """See `TrainingPolicy`."""
