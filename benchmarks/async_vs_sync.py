@@ -2,7 +2,7 @@
 samples per second.
 
     python benchmarks/async_vs_sync.py accuracy --model results/arithmetic/sft/latest [--seeds 3] [--first-seed 42]
-    [--steps 30]
+    [--steps 30] [--ways sync async streaming]
     python benchmarks/async_vs_sync.py throughput --shape 0.5b [--steps 6] [--gpus 2] [--ages 1 2] [--windows 0 1]
     [--work DIR]
 
@@ -65,22 +65,23 @@ def run(config: Path, log_dir: Path, overrides: list[str]) -> tuple[Any, float]:
 
 
 def accuracy(args: argparse.Namespace) -> None:
-    """Final validation accuracy of the three ways over seeds."""
-    results: dict[str, list[float]] = {name: [] for name in ARITHMETIC}
+    """Validation accuracy of the ways over seeds."""
+    results: dict[str, list[float]] = {name: [] for name in args.ways}
     for seed in range(args.first_seed, args.first_seed + args.seeds):
-        for name, config in ARITHMETIC.items():
+        for name in args.ways:
             overrides = [
                 f"policy.model_name={args.model}",
                 f"grpo.max_num_steps={args.steps}",
                 f"grpo.seed={seed}",
                 "logger.monitor_gpus=false",
             ]
-            metrics, seconds = run(CONFIGS / config, Path(args.work) / f"{name}_{seed}", overrides)
+            metrics, seconds = run(CONFIGS / ARITHMETIC[name], Path(args.work) / f"{name}_{seed}", overrides)
             steps, values = metrics.scalars("validation/accuracy")
             results[name].append(values[-1])
             print(
-                f"seed {seed} {name:9s} accuracy {values[0]:.3f} -> {values[-1]:.3f} (step {steps[-1]}), "
-                f"{seconds:.0f} s",
+                f"seed {seed} {name:9s} accuracy "
+                + ", ".join(f"{value:.3f} (step {step})" for step, value in zip(steps, values, strict=True))
+                + f", {seconds:.0f} s",
                 flush=True,
             )
     print(f"\n{'':9s} {'mean':>7s} {'lowest':>7s} {'highest':>7s}")
@@ -233,6 +234,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--ways", nargs="+", default=list(ARITHMETIC), choices=list(ARITHMETIC))
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument(

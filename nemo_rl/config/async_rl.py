@@ -61,9 +61,7 @@ class RolloutFailureConfig(Section):
     replacement_reserve_prompts: Annotated[NonNegativeInt, NotYet("dropping and replacing prompts")] = Field(
         1, description="Prompts held in reserve."
     )
-    native: Annotated[NativeTimeoutsConfig, NotYet("deadlines of single rollouts")] = Field(
-        NativeTimeoutsConfig(), description="Deadlines of this package's rollouts."
-    )
+    native: NativeTimeoutsConfig = Field(NativeTimeoutsConfig(), description="Deadlines of this package's rollouts.")
     nemo_gym: Annotated[GymTimeoutsConfig, NotYet("NeMo-Gym trajectories")] = Field(
         GymTimeoutsConfig(), description="Deadlines of NeMo-Gym's rollouts."
     )

@@ -65,6 +65,10 @@ class TQWorkerMixin:
     def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
         """The backend's own reference log-probabilities."""
 
+    @abstractmethod
+    def get_policy_and_reference_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+        """The backend's own log-probabilities of both."""
+
     # -- attaching ----------------------------------------------------------------------------------------------------
 
     def setup_data_plane(self, client: DataPlaneClient, pad_token_id: int) -> None:
@@ -144,13 +148,13 @@ class TQWorkerMixin:
         if self._is_replica_leader():
             write_columns(self._require_dp_client(), meta, columns)
 
-    def _write_back_result(self, meta: KVBatchMeta, result: Mapping[str, Any], name: str, column: str) -> None:
-        if name not in result:
+    def _write_back_result(self, meta: KVBatchMeta, result: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+        if missing := {name: column for name, column in columns.items() if name not in result}:
             raise RuntimeError(
-                f"the worker's result lacks {name!r}, from which the column {column!r} is written; it has "
-                f"{sorted(result)}"
+                f"the worker's result lacks {sorted(missing)}, from which the columns {sorted(missing.values())} are "
+                f"written; it has {sorted(result)}"
             )
-        self._write_back(meta, {column: result[name].cpu()})
+        self._write_back(meta, {column: result[name].cpu() for name, column in columns.items()})
 
     # -- entry points -------------------------------------------------------------------------------------------------
 
@@ -164,14 +168,21 @@ class TQWorkerMixin:
         """`train_microbatches` on this rank's rows, of which a chunk may have none."""
         self.train_microbatches(self._fetch(meta) if meta.size else SlicedDataDict())
 
-    def get_logprobs_presharded(self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None) -> None:
-        """`get_logprobs` of this rank's rows, into a column."""
-        self._write_back_result(meta, self.get_logprobs(self._fetch(meta), micro_batch_size), "logprobs", column)
+    def get_logprobs_presharded(
+        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
+    ) -> None:
+        """`get_logprobs` of this rank's rows, into the column that `columns` gives for each result."""
+        self._write_back_result(meta, self.get_logprobs(self._fetch(meta), micro_batch_size), columns)
 
     def get_reference_policy_logprobs_presharded(
-        self, meta: KVBatchMeta, column: str, micro_batch_size: int | None = None
+        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
     ) -> None:
-        """`get_reference_policy_logprobs` of this rank's rows, into a column."""
-        self._write_back_result(
-            meta, self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size), "reference_logprobs", column
-        )
+        """`get_reference_policy_logprobs` of this rank's rows, into columns."""
+        self._write_back_result(meta, self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size), columns)
+
+    def get_policy_and_reference_logprobs_presharded(
+        self, meta: KVBatchMeta, columns: Mapping[str, str], micro_batch_size: int | None = None
+    ) -> None:
+        """`get_policy_and_reference_logprobs` of this rank's rows, fetched and written once, into columns."""
+        result = self.get_policy_and_reference_logprobs(self._fetch(meta), micro_batch_size)
+        self._write_back_result(meta, result, columns)

@@ -7,8 +7,9 @@ backend. Invariants: row ids are minted once; a step's rows are gone when it end
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from nemo_rl.experience.rollout_actor import (
     write_rollout,
 )
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.stage import TokenStage, Unwritten
+from nemo_rl.experience.stage import TokenStage
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 
@@ -57,8 +58,8 @@ class DataPlaneStore:
         self._partition = partition
         self._owned: dict[str, dict[str, None]] = {}
         self._runner: Any = None
+        self._runner_lock = threading.Lock()
         self._rollouts: Any = None
-        self._unwritten = Unwritten()
 
     def rollouts(
         self,
@@ -160,12 +161,10 @@ class DataPlaneStore:
     def apply(self, handle: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
         """Runs the stage beside the rows; its columns stay there."""
         self._check(handle, stage.reads)
-        if self._runner is None:
-            self._runner = start_actor(StageRunner, self._client, self._pad_values)
-        rows: dict[str, torch.Tensor] = {}
-        with self._unwritten.tolerated(stage.name) if stage.detached else nullcontext():
-            ref = self._runner.apply.remote(handle, stage)
-            rows = call(ref, what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
+        with self._runner_lock:
+            if self._runner is None:
+                self._runner = start_actor(StageRunner, self._client, self._pad_values)
+        rows = call(self._runner.apply.remote(handle, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
         handle.fields = handle.with_fields(stage.writes).fields
         return rows
 
@@ -182,6 +181,10 @@ class DataPlaneStore:
         """The rows of all."""
         return handles[0].concat(*handles[1:])
 
+    def keep(self, handle: KVBatchMeta) -> None:
+        """The rows are not cleared with their step."""
+        self._disown(handle.partition_id, handle.sample_ids)
+
     def clear(self, handle: KVBatchMeta) -> None:
         """Drops the rows."""
         self._clear(handle.partition_id, handle.sample_ids)
@@ -193,8 +196,11 @@ class DataPlaneStore:
     def _clear(self, partition: str, ids: Sequence[str]) -> None:
         if ids:
             self._client.clear_samples(ids, partition)
-            for identity in ids:
-                self._owned.get(partition, {}).pop(identity, None)
+            self._disown(partition, ids)
+
+    def _disown(self, partition: str, ids: Sequence[str]) -> None:
+        for identity in ids:
+            self._owned.get(partition, {}).pop(identity, None)
 
     def _check(self, handle: KVBatchMeta, columns: Sequence[str]) -> None:
         missing = [name for name in columns if name not in (handle.fields or ())]

@@ -64,6 +64,14 @@ class Step:
         return self.wanted - len(self.taken) - len(self.dropped)
 
 
+def worth_a_pass(ready: int, step: Step, least: int) -> bool:
+    """Whether a pass over `ready` groups is better than waiting for more: once they are `least`. What is left of a step
+    that has begun, and would make one more pass at most, is halved again and again: the pass that nothing is generated
+    under is then the smallest.
+    """
+    return ready >= least or (bool(step.taken) and step.missing <= least and 2 * ready >= step.missing)
+
+
 @dataclass
 class Drawn:
     """One batch of prompts: which of its rows are not trained yet, and the attempt that each of them is in."""
@@ -116,9 +124,11 @@ class PromptQueue:
 
     # -- prompts in ---------------------------------------------------------------------------------------------------
 
-    def wants_batch(self) -> bool:
-        """Whether prompts that may be dispatched, or could be as soon as there is room, are not drawn yet."""
-        if self.exhausted or not self._admits(self._next_place):
+    def wants_batch(self, *, ahead: bool = False) -> bool:
+        """Whether prompts that may be dispatched, or could be as soon as there is room, are not drawn yet; with `ahead`
+        those that could be under the next version.
+        """
+        if self.exhausted or not self._admits(self._next_place, self.step.version + ahead):
             return False
         return self._sampler.paced or len(self._slots) < self._limits.capacity
 
@@ -158,15 +168,22 @@ class PromptQueue:
     def _first(self) -> int:
         return self.step.version * self._limits.wanted
 
-    def _admits(self, place: int) -> bool:
+    def _admits(self, place: int, version: int | None = None) -> bool:
         last = self._limits.last_step
         if self._sampler.paced:
-            last = min(last, self.step.version + self._sampler.window() + 1)
+            last = min(last, (self.step.version if version is None else version) + self._sampler.window() + 1)
         return place < last * self._limits.wanted
 
-    def to_launch(self) -> list[GroupKey]:
-        """Groups whose rollouts may begin now, in the order of their places."""
-        waiting = [slot for slot in self.slots() if slot.status is SlotStatus.WAITING and self._admits(slot.place)]
+    def to_launch(self, published: int) -> list[GroupKey]:
+        """Groups whose rollouts may begin now, in the order of their places.
+
+        Args:
+            published: The version that they begin under, which may still be that of the step before.
+        """
+        version = min(published, self.step.version)
+        waiting = [
+            slot for slot in self.slots() if slot.status is SlotStatus.WAITING and self._admits(slot.place, version)
+        ]
         return [slot.key for slot in waiting[: self._room()]]
 
     def _room(self) -> int:

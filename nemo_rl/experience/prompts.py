@@ -32,6 +32,10 @@ class PromptSource(Protocol):
     epoch: int
     batch_size: int
 
+    def prefetch(self) -> bool:
+        """Fetches the next batch without drawing it; whether there is one."""
+        ...
+
     def next(self) -> BatchedDataDict[Any]:
         """The next batch; StopIteration after the last epoch."""
         ...
@@ -39,6 +43,16 @@ class PromptSource(Protocol):
     def position(self) -> Position:
         """Where the source stands."""
         ...
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A batch that nobody has drawn yet, or why there is none; and where the loader stood before it."""
+
+    before: Position
+    epoch: int
+    batch: BatchedDataDict[Any] | None
+    error: Exception | None = None
 
 
 class EpochPrompts:
@@ -49,30 +63,55 @@ class EpochPrompts:
         batch_size: Prompts per batch.
         epoch: Epochs that are over.
         max_epochs: Passes over the data.
+
+    Attributes:
+        epoch: Of the batch that was drawn last.
     """
 
     def __init__(self, loader: Any, *, batch_size: int, epoch: int, max_epochs: int) -> None:
         self._loader = loader
         self._iterator: Iterator[BatchedDataDict[Any]] = iter(loader)
         self._max_epochs = max_epochs
+        self._fetched: _Fetched | None = None
         self.batch_size = batch_size
         self.epoch = epoch
+
+    def prefetch(self) -> bool:
+        """Fetches the next batch while something else takes time; whether there is one. What fails is for `next` to
+        raise, and nothing is drawn yet.
+        """
+        if self._fetched is None:
+            self._fetched = self._fetch()
+        return self._fetched.batch is not None
 
     def next(self) -> BatchedDataDict[Any]:
         """The next batch; at an epoch's end the next epoch's first.
 
         Raises:
             StopIteration: The last epoch is over.
+            Whatever the loader raised.
         """
-        batch = next(self._iterator, None) if self.epoch < self._max_epochs else None
-        while batch is None:
-            self.epoch += 1
-            if self.epoch >= self._max_epochs:
-                raise StopIteration
-            self._iterator = iter(self._loader)
-            batch = next(self._iterator, None)
-        return batch
+        fetched, self._fetched = self._fetched or self._fetch(), None
+        self.epoch = fetched.epoch
+        if fetched.batch is None:
+            raise fetched.error or StopIteration
+        return fetched.batch
+
+    def _fetch(self) -> _Fetched:
+        before, epoch, batch = self.position(), self.epoch, None
+        try:
+            batch = next(self._iterator, None) if epoch < self._max_epochs else None
+            while batch is None and epoch < self._max_epochs:
+                epoch += 1
+                if epoch < self._max_epochs:
+                    self._iterator = iter(self._loader)
+                    batch = next(self._iterator, None)
+        except Exception as error:  # noqa: BLE001 - whoever draws the batch raises it
+            return _Fetched(before, epoch, None, error)
+        return _Fetched(before, epoch, batch)
 
     def position(self) -> Position:
-        """Where the loader stands."""
+        """Where the loader stood after the batch that was drawn last."""
+        if self._fetched is not None:
+            return self._fetched.before
         return Position(copy.deepcopy(self._loader.state_dict()), self.epoch)

@@ -8,7 +8,8 @@ after that turn's response is complete; row i of the result is row i of the inpu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,9 +17,11 @@ import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.lazy import names_of
 from nemo_rl.models.generation.interfaces import (
+    GenerationError,
     GenerationRequest,
     GenerationResult,
     GenerationSamplingParams,
@@ -50,11 +53,15 @@ class RolloutLimits:
         max_total_tokens: Prompt, responses and observations together.
         max_new_tokens: One response.
         max_turns: Rounds of generation and environment.
+        generation_s: Deadline of one response, in seconds; None for none but the engine's own.
+        environment_s: Deadline of one step of the environment, its batched call and the wait for it; likewise.
     """
 
     max_total_tokens: int
     max_new_tokens: int
     max_turns: int
+    generation_s: float | None = None
+    environment_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,9 +201,13 @@ class RolloutRunner:
                 stops,
                 f"{plan.step}-{prompt}-{sample}",
             )
-            self._append_response(trajectory, await self._generation.generate_one(request))
+            async with _within(plan.limits.generation_s, f"generation of {request.request_id}", GenerationError):
+                result = await self._generation.generate_one(request)
+            self._append_response(trajectory, result)
             ids = ids + trajectory.message_log[-1]["token_ids"].tolist()
-            outcome = await batchers[task].step(trajectory.message_log, trajectory.metadata)
+            judging = f"the environment of task {task!r} with {request.request_id}"
+            async with _within(plan.limits.environment_s, judging, EnvironmentFailure):
+                outcome = await batchers[task].step(trajectory.message_log, trajectory.metadata)
             trajectory.turns += 1
             trajectory.reward += outcome.reward
             for name, value in outcome.components.items():
@@ -246,6 +257,21 @@ class RolloutRunner:
         return ids + tokens
 
 
+@asynccontextmanager
+async def _within(
+    seconds: float | None, what: str, failure: type[GenerationError | EnvironmentFailure]
+) -> AsyncIterator[None]:
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            yield
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        key = "generation_timeout_s" if failure is GenerationError else "env_timeout_s"
+        raise failure(f"{what} took more than async_rl.rollout_failure.native.{key}={seconds:g}") from error
+
+
 def _stop_strings(plan: RolloutPlan, more: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*plan.stop_strings, *(more or ())]))
 
@@ -259,7 +285,11 @@ def number_samples(batch: BatchedDataDict[Any], generations: int, first_prompt: 
         first_prompt: Number of the batch's first prompt within its step.
     """
     prompts = batch.size
-    repeated = batch.repeat_interleave(generations)
+    repeated = BatchedDataDict({k: v for k, v in batch.items() if k != "message_log"}).repeat_interleave(generations)
+    if "message_log" in batch:
+        # A rollout adds messages and changes none: their token ids may be the same tensors.
+        logs = [log for log in batch["message_log"] for _ in range(generations)]
+        repeated["message_log"] = [[dict(message) for message in log] for log in logs]
     repeated["prompt_number"] = torch.arange(first_prompt, first_prompt + prompts).repeat_interleave(generations)
     repeated["sample_number"] = torch.arange(generations).repeat(prompts)
     return repeated

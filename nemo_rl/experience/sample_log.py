@@ -6,15 +6,20 @@ told them. Invariant: line i of a file is row i of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_rl.config.errors import disk_is_full
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.utils.sample_files import write_rows
+
+logger = logging.getLogger(__name__)
 
 
 def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = False) -> TokenStage:
@@ -26,9 +31,7 @@ def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = F
         append: Add to the file instead of replacing it.
     """
     reads = tuple(dict.fromkeys([*columns, "input_lengths"]))
-    return TokenStage(
-        write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append}, detached=True
-    )
+    return TokenStage(write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append})
 
 
 def write_samples(columns: BatchedDataDict[Any], *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:
@@ -42,3 +45,28 @@ def _per_row(column: Any, lengths: list[int]) -> Any:
     if not isinstance(column, torch.Tensor) or column.ndim < 2:
         return column
     return [row[:length] for row, length in zip(column.cpu().numpy(), lengths, strict=True)]
+
+
+class SampleFiles:
+    """Files that a run goes on without: says once that they cannot be written."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    @contextmanager
+    def best_effort(self) -> Iterator[None]:
+        """An `OSError` inside is a warning, the first time."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            if not self._told:
+                why = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
+                logger.warning(
+                    "samples=not_written path=%s reason=%s; the run goes on without such files where they cannot be "
+                    "written, and says this once",
+                    error.filename,
+                    why,
+                )
+            self._told = True

@@ -5,18 +5,13 @@ rows, so it gives the same bits whether it runs in the driver's process or on th
 is two stages with a reduction by the driver between them. Knows no store.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nemo_rl.config.errors import disk_is_full
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,15 +37,12 @@ class TokenStage:
         reads: columns it needs.
         writes: columns it makes.
         params: keyword arguments of `run`.
-        detached: nobody waits for it: it makes no columns and no rows. A file that it cannot write is said once and
-            ends nothing; any other failure shows at the next one or at the store's end.
     """
 
     run: Callable[..., StageOutput]
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
-    detached: bool = False
 
     @property
     def name(self) -> str:
@@ -67,32 +59,6 @@ class TokenStage:
         if missing:
             raise KeyError(f"stage {self.name} reads {missing}, which the batch lacks; it has {sorted(columns)}")
         return self.run(columns, **self.params)
-
-
-class Unwritten:
-    """Says once that files of detached stages cannot be written."""
-
-    def __init__(self) -> None:
-        self._told = False
-
-    @contextmanager
-    def tolerated(self, stage: str) -> Iterator[None]:
-        """An `OSError` inside is a warning, the first time."""
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
-            if not self._told:
-                why = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
-                logger.warning(
-                    "stage=%s file=not_written path=%s reason=%s; the run goes on without such files where they cannot "
-                    "be written, and says this once",
-                    stage,
-                    error.filename,
-                    why,
-                )
-            self._told = True
 
 
 class ApplyInProcess:

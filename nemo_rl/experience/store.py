@@ -9,7 +9,6 @@ as the longest row needs, rounded up to one multiple, so that a batch's width fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -18,10 +17,9 @@ import torch
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
-from nemo_rl.experience.stage import StageOutput, TokenStage, Unwritten
+from nemo_rl.experience.stage import TokenStage
 
 Handle = TypeVar("Handle")
-_DETACHED_TIMEOUT_S = 300.0
 _TAG = "tag/"
 
 
@@ -79,10 +77,10 @@ class ExperienceStore(Protocol[Handle]):
         ...
 
     def apply(self, handle: Handle, stage: TokenStage) -> dict[str, torch.Tensor]:
-        """Runs a stage where the rows are; its row scalars [B], none for a detached stage.
+        """Runs a stage where the rows are; its row scalars [B]. From any thread.
 
         Raises:
-            Whatever the stage, or an earlier detached one, raised.
+            Whatever the stage raised.
         """
         ...
 
@@ -98,8 +96,12 @@ class ExperienceStore(Protocol[Handle]):
         """One handle on the rows of several."""
         ...
 
+    def keep(self, handle: Handle) -> None:
+        """The rows outlive their step: whoever keeps them clears them."""
+        ...
+
     def clear(self, handle: Handle) -> None:
-        """Forgets the rows of a handle."""
+        """Forgets the rows of a handle. From any thread."""
         ...
 
     def close(self) -> None:
@@ -118,9 +120,6 @@ class InProcessStore:
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
         self._pad_values = pad_values(pad_token_id)
         self._multiple = multiple
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="detached-stage")
-        self._detached: tuple[str, Future[StageOutput]] | None = None
-        self._unwritten = Unwritten()
 
     def step(self) -> AbstractContextManager[None]:
         """Rows go when nobody holds their batch any more."""
@@ -174,22 +173,10 @@ class InProcessStore:
         return handle[_TAG + name]
 
     def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
-        """Runs the stage here; a detached one in a thread, once the one before is done."""
-        if stage.detached:
-            self._wait_for_detached()
-            # The thread keeps its own hold of the columns, which `clear` takes out of the handle.
-            self._detached = stage.name, self._pool.submit(stage, self.read(handle, stage.reads))
-            return {}
+        """Runs the stage here."""
         output = stage(handle)
         handle.update(output.columns)
         return output.rows
-
-    def _wait_for_detached(self) -> None:
-        pending, self._detached = self._detached, None
-        if pending is not None:
-            name, output = pending
-            with self._unwritten.tolerated(name):
-                output.result(timeout=_DETACHED_TIMEOUT_S)
 
     def select(self, handle: BatchedDataDict[Any], rows: Sequence[int]) -> BatchedDataDict[Any]:
         """Some of the rows."""
@@ -204,20 +191,15 @@ class InProcessStore:
         # Parts are trimmed, so the widest of them is as wide as the longest row needs.
         return BatchedDataDict.from_batches(list(handles), pad_value_dict=self._pad_values)
 
+    def keep(self, handle: BatchedDataDict[Any]) -> None:
+        """Whoever holds the batch has its rows."""
+
     def clear(self, handle: BatchedDataDict[Any]) -> None:
         """Drops the columns."""
         handle.clear()
 
     def close(self) -> None:
-        """Waits for a detached stage.
-
-        Raises:
-            Whatever the stage raised.
-        """
-        try:
-            self._wait_for_detached()
-        finally:
-            self._pool.shutdown(wait=False)
+        """Nothing was started."""
 
     def _trimmed(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """The batch without the columns of padding that only rows left out needed."""

@@ -10,46 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.errors import EnvironmentFailure
-from nemo_rl.experience.prompts import Position, PromptSource
+from nemo_rl.experience.collector import (
+    Collector,
+    CollectorError,
+    CollectorParts,
+    StallPolicy,
+    committed,
+    group_name,
+)
+from nemo_rl.experience.prompts import Position
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey, ReplayBuffer
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.rollouts import RolloutPlan, number_samples
-from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.utils.record import Record
-from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+from nemo_rl.utils.record_events import GroupAdmitted
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 5.0)
-_CANCEL_S = 60.0
-STORE_WRITES = 8
 
 Admitted = tuple[GroupKey, BatchedDataDict[Any]]
 """A prompt group and its samples' prompts."""
-
-
-class CollectorError(UserError, RuntimeError):
-    """The collector cannot deliver: too many rollouts failed, it was stopped, or nothing arrived in time."""
-
-
-class GroupRollouts(Protocol):
-    """Rolls single groups out."""
-
-    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
-        """The samples of one prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,14 +46,12 @@ class CollectorLimits:
 
     Attributes:
         max_age: How many versions a step's rollouts may begin early.
-        generations: Samples per prompt.
         last_step: No prompt is drawn for this step or later ones.
         max_failures: Failed rollouts in a row that are tried again; one more ends the run.
         stall_s: Without any finished group for so long, waiting ends with an error.
     """
 
     max_age: int
-    generations: int
     last_step: int
     max_failures: int = 0
     stall_s: float = 1800.0
@@ -91,55 +77,29 @@ class SavedDraw(NamedTuple):
     trained: bool
 
 
-class TrajectoryCollector:
+class TrajectoryCollector(Collector):
     """Collects one run's experience.
 
     Args:
-        prompts: Batches of prompts.
-        rollouts: Rolls groups out.
-        plan: How a step's rollouts are drawn.
-        start: Starts a coroutine on the loop where requests are dispatched.
+        parts: What it works with.
         limits: Bounds.
-        store: Where finished groups wait for their step.
-        record: Run record.
     """
 
-    def __init__(
-        self,
-        *,
-        prompts: PromptSource,
-        rollouts: GroupRollouts,
-        store: ExperienceStore[Any],
-        plan: Callable[[int], RolloutPlan],
-        start: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
-        limits: CollectorLimits,
-        record: Record,
-    ) -> None:
-        self._prompts = prompts
-        self._rollouts = rollouts
-        self._store = store
-        self._plan = plan
-        self._start = start
+    def __init__(self, parts: CollectorParts, limits: CollectorLimits) -> None:
+        super().__init__(parts, StallPolicy(limits.stall_s))
         self._limits = limits
-        self._record = record
         self.buffer = ReplayBuffer(limits.max_age)
-        self._writes = ThreadPoolExecutor(STORE_WRITES, thread_name_prefix="store-write")
-        self._changed = threading.Condition()
         self._draws: list[Draw] = []
         self._attempts: dict[int, int] = {}
         self._restored: list[SavedDraw] = []
         self._early: list[Admitted] = []
-        self._version: int | None = None
         self._open = asyncio.Event()
         self._open.set()
-        self._running: dict[GroupKey, asyncio.Task[None]] = {}
         self._untrained: set[GroupKey] = set()
+        self._wanted = (0, 0)
         self._rolling = 0
         self._failures = 0
-        self._last_progress = time.monotonic()
-        self._fatal: BaseException | None = None
         self.exhausted = False
-        self.stopped = False
 
     # -- prompts in ---------------------------------------------------------------------------------------------------
 
@@ -157,11 +117,20 @@ class TrajectoryCollector:
                 ready += self._draw(target, 0)
         self._launch(ready)
 
+    def draw_ahead(self) -> None:
+        """Draws the batch that the next version admits, while something else takes time. A loader that fails does so
+        where the batch is wanted.
+        """
+        target = (self._version or 0) + self._limits.max_age + 1
+        known = target in self._attempts or self.exhausted or self._restored
+        if target < self._limits.last_step and not known and self._parts.prompts.prefetch():
+            self._early += self._draw(target, 0)
+
     def _draw(self, target: int, attempt: int, trained: bool = False) -> list[Admitted]:
         """Draws one batch; its groups that are to be rolled out."""
-        before = self._prompts.position()
+        before = self._parts.prompts.position()
         try:
-            prompts = self._prompts.next()
+            prompts = self._parts.prompts.next()
         except StopIteration:
             self.exhausted = True
             return []
@@ -183,15 +152,15 @@ class TrajectoryCollector:
         for row, number in enumerate(numbers):
             key = GroupKey(target, attempt, number)
             prompt = prompts.slice(row, row + 1)
-            self._record.emit(
+            self._parts.record.emit(
                 GroupAdmitted(
-                    group_name(key), f"{self._prompts.epoch}-{prompt['idx'][0]}", self._limits.generations, target
+                    group_name(key), f"{self._parts.prompts.epoch}-{prompt['idx'][0]}", self._parts.generations, target
                 )
             )
             if key in held:
-                self._record.emit(committed(held[key], restored=True))
+                self._parts.record.emit(committed(held[key], restored=True))
             else:
-                ready.append((key, number_samples(prompt, self._limits.generations, number)))
+                ready.append((key, number_samples(prompt, self._parts.generations, number)))
         return ready
 
     def _launch(self, admitted: Sequence[Admitted]) -> None:
@@ -200,27 +169,14 @@ class TrajectoryCollector:
         # Drawn before a restart that lowered the age: tokens of this version would be too old for the group's step.
         self._early += [(key, batch) for key, batch in admitted if key.target > newest]
         if ready := [(key, batch) for key, batch in admitted if key.target <= newest]:
-            self._start(self._begin(ready))
+            self._parts.start(self._begin(ready))
 
     async def _begin(self, admitted: Sequence[Admitted]) -> None:
         with self._changed:
             if self.stopped:
                 return
             for key, batch in admitted:
-                self._running[key] = task = asyncio.create_task(self._collect(key, batch))
-                task.add_done_callback(partial(self._ended, key))
-
-    def _ended(self, key: GroupKey, task: asyncio.Task[None]) -> None:
-        with self._changed:
-            self._running.pop(key, None)
-            error = (
-                CollectorError(f"the rollout of group {group_name(key)} was cancelled")
-                if task.cancelled()
-                else task.exception()
-            )
-            if error is not None and not self.stopped:
-                self._fatal = self._fatal or error
-            self._changed.notify_all()
+                self._begin_task(key, self._collect(key, batch))
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +187,7 @@ class TrajectoryCollector:
             version = self._version or 0
             self._rolling += 1
             try:
-                rollout = await self._rollouts.roll_out_group(batch, self._plan(key.target))
+                rollout = await self._parts.rollouts.roll_out_group(batch, self._parts.plan(key.target))
             except (GenerationError, EnvironmentFailure) as error:
                 self._note_failure(key, error)
                 await asyncio.sleep(pause_s)
@@ -241,8 +197,7 @@ class TrajectoryCollector:
                 self._rolling -= 1
                 with self._changed:
                     self._changed.notify_all()
-            # A store elsewhere answers in its own time; other requests go on meanwhile.
-            handle = await asyncio.wrap_future(self._writes.submit(self._store.write_pending, rollout.columns))
+            handle = await self._write_pending(rollout.columns)
             self._commit(key, handle, rollout, version)
             return
 
@@ -260,7 +215,7 @@ class TrajectoryCollector:
 
     def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
         group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
-        self._record.emit(committed(group))
+        self._parts.record.emit(committed(group))
         with self._changed:
             self.buffer.add(group)
             self._failures = 0
@@ -288,34 +243,26 @@ class TrajectoryCollector:
             if not self.buffer.knows(target, attempt):
                 raise StopIteration
 
-        wait = f"groups of step {target}"
-        self._record.emit(WaitBegun(wait, wait, time.time() + self._limits.stall_s))
-        outcome = "cancelled"
-        try:
-            with self._changed:
-                self._last_progress = time.monotonic()
+        with self._waiting(f"groups of step {target}"):
             while True:
                 with self._changed:
                     self.check_health()
                     ready, missing = self.buffer.ready(target, attempt), self.buffer.missing(target, attempt)
-                    left = self._last_progress + self._limits.stall_s - time.monotonic()
-                if missing and left <= 0:
-                    outcome = "expired"
-                    raise CollectorError(
-                        f"no group was finished for {self._limits.stall_s:.0f} s; step {target} waits for "
-                        f"groups {missing[:8]}"
-                    )
                 on_progress(ready, ready + len(missing))
                 with self._changed:
                     if not missing:
-                        outcome = "done"
                         groups = self.buffer.take(target, attempt)
                         self._untrained -= {group.key for group in groups}
                         return groups
+                    self._wanted = (target, attempt)
                     if self.buffer.ready(target, attempt) == ready:
-                        self._changed.wait(min(left, 5.0))
-        finally:
-            self._record.emit(WaitEnded(wait, outcome))
+                        self._wait_for_change()
+
+    def _waits_for(self) -> str:
+        return f"step {self._wanted[0]} waits for groups {self.buffer.missing(*self._wanted)[:8]}"
+
+    def _untrained_groups(self) -> set[GroupKey]:
+        return self._untrained
 
     def finish_step(self, target: int) -> Position:
         """Step `target` is trained. Where the loader stood before what is still to be trained."""
@@ -331,17 +278,6 @@ class TrajectoryCollector:
             while self._draws and self._draws[0].trained:
                 self._draws.pop(0)
 
-    def check_health(self) -> None:
-        """Raises what ended the collector, if something did.
-
-        Raises:
-            CollectorError: Rollouts failed or the collector was stopped.
-        """
-        if self._fatal is not None:
-            raise ended_by(self._fatal) from self._fatal
-        if self.stopped:
-            raise CollectorError("the trajectory collector was stopped while the run still waits for it")
-
     # -- refits -------------------------------------------------------------------------------------------------------
 
     def prepare_for_refit(self, timeout_s: float) -> None:
@@ -350,7 +286,7 @@ class TrajectoryCollector:
         Raises:
             CollectorError: Rollouts still run after `timeout_s`, or failed.
         """
-        self._start(self._gate(is_open=False)).result(timeout=timeout_s)
+        self._parts.start(self._gate(is_open=False)).result(timeout=timeout_s)
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._rolling:
@@ -365,7 +301,7 @@ class TrajectoryCollector:
 
     def resume_after_refit(self) -> None:
         """Rollouts begin again."""
-        self._start(self._gate(is_open=True)).result(timeout=30.0)
+        self._parts.start(self._gate(is_open=True)).result(timeout=30.0)
 
     async def _gate(self, *, is_open: bool) -> None:
         if is_open:
@@ -378,7 +314,7 @@ class TrajectoryCollector:
     def position(self) -> Position:
         """Where the loader stood before the first batch that is not wholly trained."""
         with self._changed:
-            return self._draws[0].before if self._draws else self._prompts.position()
+            return self._draws[0].before if self._draws else self._parts.prompts.position()
 
     def finished(self) -> list[BufferedGroup]:
         """The groups that wait for their step."""
@@ -397,7 +333,7 @@ class TrajectoryCollector:
 
     def restore(self, draws: Sequence[SavedDraw], groups: Sequence[BufferedGroup]) -> None:
         """Goes on from a checkpoint: the loader stands before `draws`, of which `groups` are finished already."""
-        size = self._prompts.batch_size
+        size = self._parts.prompts.batch_size
         with self._changed:
             self._restored = list(draws)
             for draw in draws:
@@ -405,45 +341,3 @@ class TrajectoryCollector:
                     self.buffer.expect(draw.target, draw.attempt, [draw.attempt * size + row for row in range(size)])
             for group in groups:
                 self.buffer.add(group)
-
-    def clear(self) -> None:
-        """Forgets the groups that wait; for the end of a run that trains no more."""
-        for group in self.finished():
-            self._store.clear(group.tokens)
-
-    def stop(self) -> None:
-        """Ends every rollout; groups that nobody trained are recorded as dropped. Safe to call twice."""
-        with self._changed:
-            if self.stopped:
-                return
-            self.stopped = True
-            running = list(self._running.values())
-            self._changed.notify_all()
-        if running:
-            self._start(cancel_all(running)).result(timeout=_CANCEL_S)
-        self._writes.shutdown(wait=False)
-        for key in sorted(self._untrained):
-            self._record.emit(GroupDropped(group_name(key), "end_of_run"))
-
-
-def ended_by(error: BaseException) -> CollectorError:
-    """What whoever waits is told when a rollout ended the run."""
-    return error if isinstance(error, CollectorError) else CollectorError(f"a rollout ended the run: {error}")
-
-
-async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels tasks of this loop, and waits until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def committed(group: BufferedGroup, *, restored: bool = False) -> GroupCommitted:
-    """What the run record says of a finished group."""
-    newest, tokens = int(group.rows["newest_version"].max()), int(group.rows["generated_lengths"].sum())
-    return GroupCommitted(group_name(group.key), newest, tokens, restored)
-
-
-def group_name(key: GroupKey) -> str:
-    """Identity of a group in the run record."""
-    return f"{key.target}-{key.number}"

@@ -29,6 +29,7 @@ from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
+from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
@@ -123,6 +124,7 @@ class World:
                 step_done=lambda *a, **k: None,
             ),
             reward_watch=RewardWatch(),
+            reports=Backlog("step-report", 30.0),
             total_steps=len(loader),
             device_count=SimpleNamespace(total=2, training=1, generation=1),
             resumed_from=resumed_from,
@@ -210,10 +212,10 @@ class World:
     def prepare_for_training(self) -> None:
         pass
 
-    def train(self, data: Any, loss_fn: Any, timer: Any = None) -> dict[str, Any]:
+    def submit_train(self, data: Any, loss_fn: Any, timer: Any = None) -> Any:
         self.happened.append("train")
         self._train_on(data)
-        return self._result()
+        return SimpleNamespace(result=self._result)
 
     def _train_on(self, data: Any) -> None:
         if self.plane is not None:

@@ -197,7 +197,7 @@ def test_a_step_that_fails_takes_its_rows_off_the_data_plane_and_leaves_those_th
         taken.extend(data.sample_ids)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(world, "train", fail)
+    monkeypatch.setattr(world, "submit_train", fail)
     with pytest.raises(RuntimeError, match="planted"):
         async_grpo_train(world.run)
     assert len(taken) == PROMPTS * SAMPLES

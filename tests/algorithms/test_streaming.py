@@ -16,10 +16,11 @@ from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.environments.errors import EnvironmentFailure
-from nemo_rl.experience.trajectory_collector import CollectorError
+from nemo_rl.experience.collector import CollectorError
+from nemo_rl.experience.stream_collector import StreamCollector
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
-from tests.algorithms.driver_world import PROMPTS, Loader, World, save_in_memory
+from tests.algorithms.driver_world import PROMPTS, SAMPLES, Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
 
 STREAMING = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_streaming_cpu.yaml"
@@ -162,14 +163,59 @@ def test_a_restart_from_any_checkpoint_trains_every_prompt_once(tmp_path: Path, 
         again.every_prompt_is_accounted_for()
 
 
+def test_a_group_that_becomes_too_old_while_it_is_stored_is_generated_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = ("async_rl.sampler.name=windowed", f"{STALENESS}=0", "grpo.max_num_steps=2")
+    world = Streamed(tmp_path, *sampler, loader=Loader(2))
+    published, store = threading.Event(), world.run.store.write_pending
+
+    def publish(collector: Any, version: int, publish: Any = StreamCollector.set_weight_version) -> None:
+        publish(collector, version)
+        if version == 1:
+            published.set()
+
+    def write_pending(columns: Any) -> Any:
+        if int(columns.tokens["input_ids"][0, 0]) == PROMPTS and not published.is_set():
+            assert published.wait(30.0)
+        return store(columns)
+
+    monkeypatch.setattr(StreamCollector, "set_weight_version", publish)
+    monkeypatch.setattr(world.run.store, "write_pending", write_pending)
+    world.drive()
+    assert sorted(world.trained) == list(range(2 * PROMPTS))
+    assert all(logged["lag/max"] == 0 for logged in world.logged)
+    world.every_prompt_is_accounted_for()
+
+
 def test_on_the_data_plane_the_same_prompts_are_trained_and_no_row_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane = plane_in_process(monkeypatch)
-    world = Streamed(tmp_path, "grpo.max_num_steps=4", loader=Loader(4), plane=plane).drive()
+    world = Streamed(tmp_path, "grpo.max_num_steps=4", loader=Loader(4), plane=plane)
+    clear_samples, cleared = plane.clear_samples, []
+
+    def clear(ids: Any, partition: str) -> None:
+        cleared.append((len(ids), world.happened.count("finish")))
+        clear_samples(ids, partition)
+
+    monkeypatch.setattr(plane, "clear_samples", clear)
+    world.drive()
     assert sorted(world.trained) == list(range(4 * PROMPTS))
+    # Once a step, all of its rows, when it is trained.
+    assert [rows for rows, _ in cleared] == [PROMPTS * SAMPLES] * 4
+    assert all(finished > step for step, (_, finished) in enumerate(cleared))
     assert all(logged["streaming/parts"] >= 1 for logged in world.logged)
     assert plane.list_samples("train") == {}
+
+
+def test_a_step_for_which_no_prompt_is_left_is_neither_begun_nor_counted(tmp_path: Path) -> None:
+    world = Streamed(tmp_path, loader=Loader(2))
+    world.run.total_steps = 4
+    world.drive()
+    assert world.run.state.step == 2 and sorted(world.trained) == list(range(2 * PROMPTS))
+    assert [world.happened.count(what) for what in ("begin", "finish", "abort")] == [2, 2, 0]
+    assert world.happened[-1] == "save 2"
 
 
 def test_failures_of_the_machinery_are_retried_and_end_the_run_beyond_their_budget(tmp_path: Path) -> None:
@@ -227,7 +273,9 @@ def test_without_a_budget_a_prompt_that_fails_ends_the_run_by_name(tmp_path: Pat
         world.drive()
 
 
-def test_a_stall_is_said_with_what_waits_for_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stall_is_said_with_what_waits_for_what(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watchdog = ("async_rl.stall_watchdog.interval_s=0.1", "async_rl.stall_watchdog.stall_timeout_s=1.5")
     world = Streamed(tmp_path / "warn", *watchdog, f"{WINDOW}=0", "grpo.max_num_steps=1")
     world.takes = lambda prompt: 4.0 if prompt == 1 else 0.0
@@ -240,6 +288,13 @@ def test_a_stall_is_said_with_what_waits_for_what(tmp_path: Path, caplog: pytest
     with pytest.raises(CollectorError, match=r"no group was finished for 2 s; step 0 waits for \d of 3 groups"):
         world.drive()
     assert time.monotonic() - begun < 20 and world.happened[-1] == "abort"
+    world.every_prompt_is_accounted_for()
+
+    # Where nothing runs at all, there is nothing to wait for either.
+    world = Streamed(tmp_path / "nothing", *watchdog, "async_rl.stall_watchdog.stall_action=abort")
+    monkeypatch.setattr(StreamCollector, "_launch", lambda collector: None)
+    with pytest.raises(CollectorError, match=r"step 0 waits for 3 of 3 groups, of all groups .*rolling \[\]"):
+        world.drive()
     world.every_prompt_is_accounted_for()
 
 

@@ -80,7 +80,7 @@ def two_tensor_ranks() -> dict[str, Any]:
     }
     worker._fetch(meta, ["input_ids"], fetch_policy="independent")
     seen["reads of its own"] = storage.reads - seen["reads"]
-    worker.get_logprobs_presharded(meta.only_fields(["input_ids"]), "prev_logprobs")
+    worker.get_logprobs_presharded(meta.only_fields(["input_ids"]), {"logprobs": "prev_logprobs"})
     blocks = storage.locate("p", ["a", "b"], create=False).blocks
     seen["wrote"] = any("prev_logprobs" in name for name in blocks)
     storage.fails = True

@@ -39,12 +39,17 @@ def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, 
 
 def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dict[str, Any]:
     config = run_config(model, world, *overrides)
-    worker, loss, data = make_worker(config), ClippedPGLossFn(config.loss_fn), training_batch()
+    worker = make_worker(config, init_reference_model=True)
+    loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
     rank = worker.backend.coordinates()["data_parallel"]
     sizes = {"gbs": ROWS, "mbs": config.policy.train_micro_batch_size}
     seen: dict[str, Any] = {}
     if not fetched:
-        seen["logprobs"] = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"].tolist()
+        scored = shard_of(worker, data, training=False)
+        seen["scores"] = [
+            worker.get_logprobs(scored)["logprobs"].tolist(),
+            worker.get_reference_policy_logprobs(scored)["reference_logprobs"].tolist(),
+        ]
         seen["train"] = [worker.train(shard_of(worker, data), loss, eval_mode=False, **sizes) for _ in range(2)]
     else:
         # Each rank has a storage of its own with the same rows: what is under test is the worker, not the way.
@@ -62,11 +67,11 @@ def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dic
             )[0][rank]
 
         scored = shard(training=False).only_fields(["input_ids", "input_lengths"])
-        worker.get_logprobs_presharded(scored, "reference_policy_logprobs")
+        columns = {"logprobs": "teacher_logprobs", "reference_logprobs": "reference_policy_logprobs"}
+        worker.get_policy_and_reference_logprobs_presharded(scored, columns)
         if worker._is_replica_leader():
-            seen["logprobs"] = client.get_padded(
-                scored.sample_ids, "train", ["reference_policy_logprobs"], width=WIDTH
-            )["reference_policy_logprobs"].tolist()
+            written = client.get_padded(scored.sample_ids, "train", list(columns.values()), width=WIDTH)
+            seen["scores"] = [written[column].tolist() for column in columns.values()]
         seen["train"] = [
             worker.train_presharded(shard(training=True), loss, eval_mode=False, **sizes) for _ in range(2)
         ]

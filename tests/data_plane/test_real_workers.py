@@ -28,4 +28,4 @@ def test_fetched_rows_train_the_same(world: int, overrides: list[str], tiny_mode
             direct, fetched = answer["direct"], answer["fetched"]
             assert direct["train"] == fetched["train"], (name, rank)
             assert direct["weights"] == fetched["weights"], (name, rank)
-            assert "logprobs" not in fetched or direct["logprobs"] == fetched["logprobs"], (name, rank)
+            assert "scores" not in fetched or direct["scores"] == fetched["scores"], (name, rank)

@@ -50,8 +50,10 @@ def test_what_a_worker_cannot_write_back_is_refused_on_every_rank() -> None:
         worker._write_back(meta, {"x": [1, 2]})
     with pytest.raises(ValueError, match="'x' has 3 rows for 2 ids"):
         worker._write_back(meta, {"x": torch.ones(3)})
-    with pytest.raises(RuntimeError, match="lacks 'logprobs', from which the column 'prev_logprobs' is written"):
-        worker._write_back_result(meta, {}, "logprobs", "prev_logprobs")
+    with pytest.raises(
+        RuntimeError, match=r"lacks \['logprobs'\], from which the columns \['prev_logprobs'\] are written"
+    ):
+        worker._write_back_result(meta, {}, {"logprobs": "prev_logprobs"})
     with pytest.raises(ValueError, match="choose auto, independent or leader_broadcast"):
         worker._fetch(meta, fetch_policy="both")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="needs a replica group"):
@@ -68,7 +70,7 @@ def test_a_worker_that_is_not_attached_says_so_and_attaches_once() -> None:
     client = worker._require_dp_client()
     worker.setup_data_plane("another", 0)  # type: ignore[arg-type]
     assert worker._require_dp_client() is client
-    worker.get_logprobs_presharded(meta.only_fields(["input_ids"]), "prev_logprobs")
+    worker.get_logprobs_presharded(meta.only_fields(["input_ids"]), {"logprobs": "prev_logprobs"})
     assert client.get_padded(["b"], "p", ["prev_logprobs"])["prev_logprobs"].tolist() == [[1.0] * 5]
     worker.close_data_plane()
     worker.close_data_plane()

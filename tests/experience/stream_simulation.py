@@ -12,10 +12,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.experience.collector import group_name
 from nemo_rl.experience.prompt_queue import Drawn, PromptQueue, QueueLimits
 from nemo_rl.experience.replay_buffer import GroupKey
 from nemo_rl.experience.samplers import InOrder, ReadyFirst, Sampler, SlotStatus, WeightFifo, Windowed
-from nemo_rl.experience.trajectory_collector import group_name
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import (
@@ -102,6 +102,9 @@ class StreamSimulation:
         self.save_period = draw.randint(1, 2)
         self.durations = draw.choice([lambda: draw.expovariate(1.0), lambda: 1.0, lambda: draw.paretovariate(1.2)])
         self.train_s = draw.choice([0.0, 0.3, 3.0])
+        self.sync_s = draw.choice([0.0, 1.0])
+        self.store_s = draw.choice([0.0, 0.0, 1.0])
+        self.draws_ahead = draw.random() < 0.5
         self.outcome = Outcome()
         self.saved = Saved(0)
         # What the last checkpoint knows of what is trained and given up.
@@ -127,6 +130,7 @@ class StreamSimulation:
         self.prompt_of: dict[GroupKey, int] = {}
         self.befores: dict[int, int] = {}
         self.running: set[GroupKey] = set()
+        self.storing: set[GroupKey] = set()
         ended = self._train_to_end()
         if not ended:
             self._check_record(ended=False)
@@ -157,12 +161,16 @@ class StreamSimulation:
                 return True
             for key in self.queue.step.taken:
                 self.outcome.lags.append(step - self.generation[key])
+            if self.draws_ahead:
+                self._draw(ahead=True)
             done = self.queue.finish_step()
             for key in done.taken:
                 self.record.emit(GroupTrained(group_name(key), step))
                 self.outcome.trained.append(self.prompt_of.pop(key))
             self.record.emit(StepFinished(step, step + 1, len(done.taken)))
             self.outcome.steps += 1
+            # Rollouts go on, and begin, below the refit.
+            self._pass(self.sync_s)
             self._publish()
             if self.outcome.steps % self.save_period == 0:
                 self._save()
@@ -171,19 +179,23 @@ class StreamSimulation:
         return True
 
     def _publish(self) -> None:
-        version = self.queue.version
+        self.published = version = self.queue.version
         self.record.emit(SyncStarted(f"v{version}", version, (0,)))
         self.record.emit(SyncFinished(f"v{version}", version))
-        for key in self.queue.stale():
+        self._pump()
+
+    def _evict(self) -> None:
+        # What is being stored is not touched until it is ready.
+        for key in [key for key in self.queue.stale() if key not in self.storing]:
             self._request_ends(key, "aborted")
             fresh = self.queue.again(key)
             self.prompt_of[fresh] = self.prompt_of.pop(key)
             self.record.emit(GroupDropped(group_name(key), "stale"))
             self.record.emit(GroupAdmitted(group_name(fresh), str(self.prompt_of[fresh]), 1))
             self.outcome.evicted += 1
-        self._pump()
 
     def _pump(self) -> None:
+        self._evict()
         while self.restored:
             batch, rows, left = self.restored.pop(0)
             self.befores[batch] = self.loader_at
@@ -196,7 +208,11 @@ class StreamSimulation:
                     self.record.emit(GroupCommitted(group_name(key), self.ready_before[key], 5, restored=True))
                     self.queue.ready(key)
             self.loader_at += 1
-        while self.queue.wants_batch():
+        self._draw()
+        self._launch()
+
+    def _draw(self, *, ahead: bool = False) -> None:
+        while self.queue.wants_batch(ahead=ahead):
             if self.loader_at == self.batches:
                 self.queue.exhausted = True
                 break
@@ -205,12 +221,11 @@ class StreamSimulation:
             for row, key in enumerate(keys):
                 self._admit(key, self.loader_at * self.wanted + row)
             self.loader_at += 1
-        self._launch()
 
     def _launch(self) -> None:
-        for key in self.queue.to_launch():
-            self.queue.launched(key, self.queue.version)
-            self.generation[key] = self.queue.version
+        for key in self.queue.to_launch(self.published):
+            self.queue.launched(key, self.published)
+            self.generation[key] = self.published
             self._later(key)
             self._request_begins(key)
         self._permits_balance()
@@ -246,7 +261,9 @@ class StreamSimulation:
         self.now, key = heapq.heappop(self.heap)
         if key not in self.prompt_of:
             return
-        if self.random.random() < self.fail_rate:
+        if key in self.storing:
+            self._stored(key)
+        elif self.random.random() < self.fail_rate:
             if self.queue.failed(key) < 2:
                 self._later(key)
                 return
@@ -262,7 +279,15 @@ class StreamSimulation:
         version = self.generation[key]
         self._request_ends(key, "done", 5)
         self.record.emit(TokensGenerated(group_name(key), group_name(key), (VersionSpan(version, 0, 5),)))
-        self.record.emit(GroupCommitted(group_name(key), version, 5))
+        self.storing.add(key)
+        if self.store_s:
+            heapq.heappush(self.heap, (self.now + self.store_s, key))
+        else:
+            self._stored(key)
+
+    def _stored(self, key: GroupKey) -> None:
+        self.storing.discard(key)
+        self.record.emit(GroupCommitted(group_name(key), self.generation[key], 5))
         self.queue.ready(key)
 
     def _take(self) -> list[GroupKey]:
@@ -278,7 +303,10 @@ class StreamSimulation:
 
     def _train(self, keys: list[GroupKey]) -> None:
         """Rollouts go on while the part trains."""
-        ends = self.now + self.train_s * len(keys)
+        self._pass(self.train_s * len(keys))
+
+    def _pass(self, seconds: float) -> None:
+        ends = self.now + seconds
         while self.heap and self.heap[0][0] <= ends:
             self._next_event()
         self.now = ends

@@ -18,7 +18,7 @@ from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
 from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.sample_log import sample_log_stage
+from nemo_rl.experience.sample_log import SampleFiles, sample_log_stage
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
@@ -186,12 +186,13 @@ def _rows(lengths: torch.Tensor) -> BatchedDataDict[Any]:
 
 
 def test_samples_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = InProcessStore(0)
+    store, files = InProcessStore(0), SampleFiles()
     handle = store.write(BatchedDataDict(content=["one", "two"], input_lengths=torch.tensor([1, 1])))
     for step in range(3):
         path = tmp_path / f"train_data_step{step}.jsonl"
         path.symlink_to("/dev/full")
-        store.apply(handle, sample_log_stage(path, {"content": "content"}))
+        with files.best_effort():
+            store.apply(handle, sample_log_stage(path, {"content": "content"}))
     store.close()
     (line,) = [entry.getMessage() for entry in caplog.records]
     assert "no space left on the disk" in line and "the run goes on" in line

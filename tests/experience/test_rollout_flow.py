@@ -5,7 +5,9 @@ Python.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.experience.collector import is_infrastructure
 from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
@@ -21,6 +25,7 @@ from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunne
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.generation.interfaces import (
+    GenerationError,
     GenerationRequest,
     GenerationResult,
     GenerationSamplingParams,
@@ -238,3 +243,41 @@ def test_the_store_reads_what_was_written_and_names_what_was_not() -> None:
     store.clear(handle)
     with pytest.raises(KeyError):
         store.read(handle, ["input_ids"])
+
+
+class Slow(Counts):
+    def step(self, logs: Any, metadata: Any) -> Any:
+        time.sleep(0.5)
+        return super().step(logs, metadata)
+
+
+class Hangs(Generator):
+    cancelled = 0
+
+    async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+        if request.request_id != "7-1-0-0":
+            return await super().generate_one(request)
+        try:
+            await asyncio.sleep(30.0)
+        except asyncio.CancelledError:
+            Hangs.cancelled += 1
+            raise
+        raise AssertionError("nobody ended it")
+
+
+def test_a_response_and_a_step_of_the_environment_have_deadlines_of_their_own() -> None:
+    batch = number_samples(prompts("a", "bb"), 1)
+
+    def within(**limits: float) -> RolloutPlan:
+        return replace(plan(), limits=replace(plan().limits, **limits))  # type: ignore[arg-type]
+
+    with pytest.raises(
+        GenerationError, match=r"generation of 7-1-0-0 took more than .*generation_timeout_s=0.1"
+    ) as late:
+        roll_out(batch, within(generation_s=0.1), generator=Hangs())
+    # The machinery was late, not the prompt: it is tried again.
+    assert is_infrastructure(late.value) and Hangs.cancelled == 1
+    with pytest.raises(EnvironmentFailure, match=r"environment of task 'count' with .*env_timeout_s=0.1") as judged:
+        roll_out(batch, within(environment_s=0.1), Slow())
+    assert is_infrastructure(judged.value)
+    assert len(roll_out(batch, within(generation_s=30.0, environment_s=30.0))) == 2

@@ -105,7 +105,7 @@ def test_the_queue_refuses_what_cannot_be() -> None:
     first, second = queue.draw(2)
     with pytest.raises(QueueProtocolError, match="waiting, expected rolling"):
         queue.ready(first)
-    assert queue.to_launch() == [first, second] and not queue.wants_batch()
+    assert queue.to_launch(0) == [first, second] and not queue.wants_batch()
     queue.launched(first, 0)
     queue.ready(first)
     with pytest.raises(QueueProtocolError, match="ready, expected rolling"):
@@ -114,3 +114,20 @@ def test_the_queue_refuses_what_cannot_be() -> None:
     assert queue.select(lambda keys: True) == [first]
     with pytest.raises(QueueProtocolError, match="unknown"):
         queue.give_up(first)
+
+
+def test_a_prompt_that_was_given_up_makes_its_own_step_smaller_and_no_other() -> None:
+    queue = PromptQueue(InOrder(1), QueueLimits(wanted=2, last_step=3, capacity=4))
+    first = [*queue.draw(2), *queue.draw(2)]
+    for key in queue.to_launch(0):
+        queue.launched(key, 0)
+    queue.give_up(first[1])
+    queue.give_up(first[2])
+    queue.ready(first[0])
+    assert queue.step.missing == 1 and queue.select(lambda keys: True) == [first[0]] and queue.select(bool) == []
+    assert queue.finish_step().dropped == [first[1]]
+    assert queue.step.dropped == [first[2]] and queue.step.missing == 1
+    queue.ready(first[3])
+    assert queue.select(lambda keys: True) == [first[3]]
+    queue.finish_step()
+    assert queue.step.dropped == [] and queue.step.missing == 2

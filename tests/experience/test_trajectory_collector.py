@@ -16,6 +16,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.errors import EnvironmentFailure
 from nemo_rl.experience import environment_batcher
+from nemo_rl.experience.collector import CollectorError, CollectorParts
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.experience.prompts import EpochPrompts, Position
@@ -23,7 +24,7 @@ from nemo_rl.experience.replay_buffer import BufferedGroup, BufferProtocolError,
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan
 from nemo_rl.experience.store import InProcessStore
-from nemo_rl.experience.trajectory_collector import CollectorError, CollectorLimits, TrajectoryCollector
+from nemo_rl.experience.trajectory_collector import CollectorLimits, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationSamplingParams
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped, WaitBegun, WaitEnded
@@ -113,17 +114,17 @@ def collector_of(
     loop: Loop, rollouts: Rollouts, loader: Loader | None = None, *, epoch: int = 0, **limits: Any
 ) -> tuple[TrajectoryCollector, MemoryRecord]:
     record = MemoryRecord()
-    bounds = CollectorLimits(**({"max_age": 1, "generations": 2, "last_step": 50, "stall_s": 20.0} | limits))
-    collector = TrajectoryCollector(
+    bounds = CollectorLimits(**({"max_age": 1, "last_step": 50, "stall_s": 20.0} | limits))
+    parts = CollectorParts(
         prompts=EpochPrompts(loader or Loader(), batch_size=BATCH, epoch=epoch, max_epochs=1),
         rollouts=rollouts,
         store=InProcessStore(0),
         plan=lambda step: RolloutPlan(1, step, GenerationSamplingParams(), RolloutLimits(8, 4, 1)),
         start=loop.start,
-        limits=bounds,
+        generations=2,
         record=record,
     )
-    return collector, record
+    return TrajectoryCollector(parts, bounds), record
 
 
 def prompts_of(groups: list[BufferedGroup]) -> list[int]:
@@ -205,7 +206,7 @@ def test_a_killed_rollout_and_a_stopped_collector_are_errors_of_whoever_waits(lo
     collector, _ = collector_of(loop, rollouts)
     collector.set_weight_version(0)
     loop.start(asyncio.sleep(0.01)).result(timeout=10.0)
-    loop.loop.call_soon_threadsafe(next(iter(collector._running.values())).cancel)
+    loop.loop.call_soon_threadsafe(next(iter(collector._tasks.values())).cancel)
     with pytest.raises(CollectorError, match="the rollout of group 0-0 was cancelled"):
         collector.take(0, 0)
     collector.stop()

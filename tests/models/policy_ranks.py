@@ -386,8 +386,12 @@ def reference_and_topk(model: str, world: int, overrides: list[str]) -> dict[str
     before = worker.weight_checksums()
     seen["reference after"] = worker.get_reference_policy_logprobs(scored)["reference_logprobs"]
     seen["after"] = worker.get_logprobs(scored)["logprobs"]
+    both = worker.get_policy_and_reference_logprobs(scored)
+    pairs = {"logprobs": "after", "reference_logprobs": "reference after"}
+    one_call_scores_as_two = all(torch.equal(both[name], seen[of]) for name, of in pairs.items())
     seen = {name: value.numpy() for name, value in seen.items()}
     seen["weights untouched"] = before == worker.weight_checksums()
+    seen["one call scores as two"] = one_call_scores_as_two
     return seen
 
 

@@ -220,6 +220,7 @@ def test_reference_weights_and_largest_logits_are_those_of_dtensor(
     got, want = two[0]["reference"], one["reference"]
     assert got["weights untouched"]
     np.testing.assert_array_equal(got["reference before"], got["reference after"])
+    assert got["one call scores as two"]
     for name in ("reference before", "topk_logits"):
         np.testing.assert_allclose(got[name], want[name], atol=1e-4)
     np.testing.assert_array_equal(got["topk_indices"], want["topk_indices"])

@@ -30,7 +30,16 @@ def policy_without_workers() -> Any:
     ],
     ids=["batch", "meta"],
 )
-@pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train", "train_microbatches"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "get_logprobs",
+        "get_reference_policy_logprobs",
+        "get_policy_and_reference_logprobs",
+        "train",
+        "train_microbatches",
+    ],
+)
 def test_images_are_refused_by_name_instead_of_training_on_the_text_alone(batch: Any, call: str) -> None:
     arguments = (batch, None) if call == "train" else (batch,)
     with pytest.raises(

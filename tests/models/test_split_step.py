@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.models.policy_ranks import MEGATRON, empty_step, split_steps
+from tests.models.streamed_ranks import step_gradients
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -76,3 +77,16 @@ def test_gradients_are_reduced_over_ranks_once_per_step(two: list[dict[str, dict
 def test_a_step_without_a_trained_token_changes_nothing(tiny_model: Path, overrides: list[str]) -> None:
     for seen in run_ranks(empty_step, 2, str(tiny_model), 2, overrides):
         assert seen == {"unchanged": True, "skipped": 2, "grad_norm": 0.0, "loss": [0.0], "open": False}
+
+
+def test_a_streamed_step_has_the_gradient_of_a_step_in_turns(tiny_model: Path, tmp_path: Path) -> None:
+    cases = {"dtensor": [*DEFERRED, *PACKED], "megatron": [*WHOLE, *PACKED]}
+    (seen,) = run_ranks(step_gradients, 1, str(tiny_model), str(tmp_path), cases)
+    for case, steps in seen.items():
+        assert steps["parts"] == [3, 3], case
+        assert len(steps["turns"]) == len(steps["streams"]) == 2
+        for step, (got, want) in enumerate(zip(steps["streams"], steps["turns"], strict=True)):
+            norm = np.linalg.norm(want)
+            assert norm > 0 and np.linalg.norm(got - want) <= 1e-6 * norm, (case, step)
+        turns, streams = steps["grad_norms"]
+        assert streams == pytest.approx(turns, rel=1e-6)

@@ -18,6 +18,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.experience.collector import CollectorParts
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.rollout_source import LiveRollouts
@@ -155,15 +156,16 @@ class Chaos:
 def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollector:
     runner = RolloutRunner(kept, engines.tokenizer, {"seen": EnvironmentHandle("seen", seen, 60.0)}, engines.record)
     sampling = engines.generation.default_sampling()
-    return TrajectoryCollector(
+    parts = CollectorParts(
         prompts=EpochPrompts(Loader(engines.tokenizer), batch_size=PROMPTS, epoch=0, max_epochs=1),
         rollouts=LiveRollouts(runner, pad_token_id=engines.tokenizer.pad_token_id, multiple=1),
         store=InProcessStore(engines.tokenizer.pad_token_id),
         plan=lambda step: RolloutPlan(SEED, step, sampling, RolloutLimits(64, TOKENS, TURNS)),
         start=engines.generation.start_on_dispatch_loop,
-        limits=CollectorLimits(max_age=1, generations=SAMPLES, last_step=STEPS, stall_s=120.0),
+        generations=SAMPLES,
         record=engines.record,
     )
+    return TrajectoryCollector(parts, CollectorLimits(max_age=1, last_step=STEPS, stall_s=120.0))
 
 
 def moved_boundary(result: GenerationResult) -> GenerationResult:

@@ -436,3 +436,4 @@ def close(run: GRPORun) -> None:
         stack.callback(run.logger.close)
         stack.callback(run.record.flush)
         stack.callback(run.checkpointer.shutdown)
+        stack.callback(run.reports.close)

@@ -9,7 +9,7 @@ finished or not, exactly once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.collector import CollectorParts
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
@@ -62,6 +63,10 @@ class AheadSource(Generic[Collector]):
     def published(self, version: int) -> None:
         """Rollouts of the steps that this version is young enough for may begin."""
         self.collector.set_weight_version(version)
+
+    def draw_ahead(self) -> None:
+        """Draws and numbers what may begin under the next version."""
+        self.collector.draw_ahead()
 
     def trained(self, step: int) -> None:
         """The loader's position moves past what is trained."""
@@ -145,22 +150,26 @@ class AsynchronousSource(AheadSource[TrajectoryCollector]):
 def build_collector(run: GRPORun) -> TrajectoryCollector:
     """The run's collector, waiting for its first version."""
     cfg, ahead = run.config.grpo, run.config.grpo.async_grpo
-    rollouts: Any = run.rollouts
     limits = CollectorLimits(
         max_age=ahead.max_trajectory_age_steps,
-        generations=cfg.num_generations_per_prompt,
         last_step=cfg.max_num_steps,
         max_failures=ahead.max_generation_failures,
         # On lent shards generation stands still by order, for as long as the scheduler likes.
         stall_s=_NEVER_S if getattr(run.generation, "lent", False) else 2 * cfg.max_rollout_turns * request_timeout_s(),
     )
-    return TrajectoryCollector(
+    return TrajectoryCollector(collector_parts(run), limits)
+
+
+def collector_parts(run: GRPORun) -> CollectorParts:
+    """What a collector of this run works with."""
+    rollouts: Any = run.rollouts
+    return CollectorParts(
         prompts=prompts_of(run),
         rollouts=rollouts,
         store=run.store,
-        plan=lambda step: training_plan(run, step),
+        plan=lambda batch: training_plan(run, batch),
         start=run.generation.start_on_dispatch_loop,
-        limits=limits,
+        generations=run.config.grpo.num_generations_per_prompt,
         record=run.record,
     )
 
@@ -188,6 +197,20 @@ def plain_groups(run: GRPORun, groups: Sequence[BufferedGroup]) -> list[dict[str
     ]
 
 
+def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[BufferedGroup]:
+    """Those groups of the checkpoint that are wanted, in the store again."""
+    groups: list[BufferedGroup] = []
+    if run.resumed_from is None:
+        return groups
+    for plain in torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]:
+        rows = BatchedDataDict(plain["rows"])
+        group = BufferedGroup(GroupKey(*plain["key"]), None, rows, plain["metrics"], plain["generated_at"])
+        if wanted(group):
+            group.tokens = run.store.write_pending(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+            groups.append(group)
+    return groups
+
+
 def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
     """Goes on with the groups of the checkpoint that the run resumed from.
 
@@ -205,17 +228,8 @@ def restore_collector(run: GRPORun, collector: TrajectoryCollector) -> None:
         )
         return
     draws = [SavedDraw(*draw) for draw in rollouts["draws"]]
-    saved = torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]
     max_age = run.config.grpo.async_grpo.max_trajectory_age_steps
-    groups = []
-    for plain in saved:
-        key = GroupKey(*plain["key"])
-        rows = BatchedDataDict(plain["rows"])
-        group = BufferedGroup(key, None, rows, plain["metrics"], plain["generated_at"])
-        if key.target < run.state.step or group.is_stale(max_age):
-            continue
-        group.tokens = run.store.write_pending(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
-        groups.append(group)
+    groups = saved_groups(run, lambda group: group.key.target >= run.state.step and not group.is_stale(max_age))
     collector.restore(draws, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(draws))
 

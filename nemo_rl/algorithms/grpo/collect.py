@@ -17,6 +17,7 @@ import torch
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards
 from nemo_rl.config import GRPOConfig
+from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import joined_rows
@@ -122,8 +123,15 @@ def validation_plan(run: GRPORun, batch: int) -> RolloutPlan:
 
 
 def _limits(run: GRPORun) -> RolloutLimits:
-    policy, grpo = run.config.policy, run.config.grpo
-    return RolloutLimits(policy.max_total_sequence_length, policy.generation.max_new_tokens, grpo.max_rollout_turns)
+    policy, grpo, streaming = run.config.policy, run.config.grpo, run.config.async_rl
+    native = streaming.rollout_failure.native if streaming is not None else NativeTimeoutsConfig()
+    return RolloutLimits(
+        policy.max_total_sequence_length,
+        policy.generation.max_new_tokens,
+        grpo.max_rollout_turns,
+        native.generation_timeout_s,
+        native.env_timeout_s,
+    )
 
 
 def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience[Any]:

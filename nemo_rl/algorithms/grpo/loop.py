@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
-from nemo_rl.algorithms.grpo.metrics import log_samples, log_step
+from nemo_rl.algorithms.grpo.metrics import report_step
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.sources import BatchSource, ExperienceSource, SynchronousSource
 from nemo_rl.algorithms.grpo.step_end import CompletedStep, complete_step, early_stop, save_step, validation_due
@@ -68,6 +68,7 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
     finally:
         source.stop()
         run.control.stop()
+    run.reports.settle()
     source.clear()
     run.checkpointer.settle()
 
@@ -85,13 +86,16 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
         control.weights_ready(step)
         complete_step(run, trained.experience)
         source.trained(step)
+        with run.timer.time("step_report"):
+            run.reports.settle()
 
         done = CompletedStep(trained.metrics)
         is_last = source.finished()
         if control.saves_before_publish:
             _save_if_due(run, source, done, is_last=is_last)
         control.publish(step, source)
-        source.published(run.state.step)
+        with run.timer.time("begin_rollouts"):
+            source.published(run.state.step)
         with _idle(run, source, "validation"):
             done.val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
         run.timeout.mark_iteration()
@@ -100,10 +104,10 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
             _save_if_due(run, source, done, is_last=is_last)
         elif done.stops_early and not done.saved and run.config.checkpointing.enabled:
             _save_on_lent_accelerators(run, source, done)
-        log_samples(run, trained.experience, run.state.step)
-        run.store.clear(trained.experience.handle)
-    log_step(run, trained.experience, trained.metrics, trained.result)
-    run.record.flush()
+        run.store.keep(trained.experience.handle)
+    report_step(run, trained.experience, trained.metrics, trained.result)
+    if done.saved or done.ends_run:
+        run.reports.settle()
     if done.ends_run:
         reason = "early_stop" if done.stops_early else "checkpoint_must_save_by"
         logger.info("run=ended step=%d reason=%s", run.state.step, reason)
@@ -113,7 +117,7 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
 def _train_whole(run: GRPORun, source: BatchSource) -> Trained:
     experience = source.next_experience()
     run.control.lend_training(run.state.step)
-    return train_on_batch(run, experience)
+    return train_on_batch(run, experience, source.draw_ahead)
 
 
 def _idle(run: GRPORun, source: ExperienceSource, what: str) -> AbstractContextManager[object]:

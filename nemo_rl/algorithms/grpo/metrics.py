@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -208,15 +209,54 @@ def step_metrics(run: GRPORun, experience: Experience[Any], result: TrainResult)
     return metrics
 
 
-def log_step(run: GRPORun, experience: Experience[Any], metrics: dict[str, Any], result: TrainResult) -> None:
-    """Writes metrics, times, rates and samples of the step that just completed."""
-    step, rows = run.state.step, experience.rows
-    run.logger.log_metrics(metrics, step, prefix="train")
+@dataclass(frozen=True)
+class StepReport:
+    """What is said of a completed step, as it was when the step ended.
+
+    Attributes:
+        step: Its number, from 1.
+        experience: What it was trained on; its rows in the store are the report's to clear.
+        metrics: Its `train/` metrics.
+        result: What training returned.
+        seconds: Its times by name.
+        refit: Figures of the refit before its end.
+    """
+
+    step: int
+    experience: Experience[Any]
+    metrics: Mapping[str, Any]
+    result: TrainResult
+    seconds: Mapping[str, float]
+    refit: Mapping[str, float]
+
+
+def report_step(run: GRPORun, experience: Experience[Any], metrics: Mapping[str, Any], result: TrainResult) -> None:
+    """Has metrics, times, rates and samples of the step that just completed written while the next one generates; what
+    fails there is raised by the next call of `run.reports`.
+    """
+    seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
+    refit = dict(run.control.metrics()) if run.generation is not None else {}
+    report = StepReport(run.state.step, experience, metrics, result, seconds, refit)
+    run.reports.put(lambda: write_report(run, report))
+
+
+def write_report(run: GRPORun, report: StepReport) -> None:
+    """Writes metrics, times, rates and samples of a step, and clears its rows."""
+    try:
+        _log_step(run, report)
+        _log_samples(run, report.experience, report.step)
+    finally:
+        run.store.clear(report.experience.handle)
+    run.record.flush()
+
+
+def _log_step(run: GRPORun, report: StepReport) -> None:
+    step, rows, seconds = report.step, report.experience.rows, report.seconds
+    run.logger.log_metrics(report.metrics, step, prefix="train")
     if run.generation is not None:
-        run.logger.log_metrics(dict(run.control.metrics()), step, prefix="refit")
+        run.logger.log_metrics(report.refit, step, prefix="refit")
     if run.generation is not None and run.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:
         run.logger.log_metrics(run.generation.engine_metrics(), step, prefix="generation_metrics")
-    seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}
     performance = throughput_metrics(
         rows.size,
         float(rows["total_lengths"].sum()),
@@ -226,9 +266,10 @@ def log_step(run: GRPORun, experience: Experience[Any], metrics: dict[str, Any],
         generation_devices=run.device_count.generation,
         generated_tokens=float(rows["generated_lengths"].sum()),
     )
-    performance |= _utilisation(result, seconds)
+    performance |= _utilisation(report.result, seconds)
     run.logger.log_metrics(performance, step, prefix="performance")
     run.logger.log_metrics(seconds, step, prefix="timing/train", step_finished=True)
+    metrics = report.metrics
     run.progress.step_done(
         step, reward=metrics["reward"], loss=metrics["loss"], tokens=float(rows["total_lengths"].sum())
     )
@@ -236,7 +277,7 @@ def log_step(run: GRPORun, experience: Experience[Any], metrics: dict[str, Any],
         run.progress.say(said)
 
 
-def _utilisation(result: TrainResult, seconds: dict[str, float]) -> dict[str, float]:
+def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str, float]:
     if "total_flops" not in result or not seconds.get("policy_training"):
         return {}
     per_second = result["total_flops"] / seconds["policy_training"] / result["num_ranks"]
@@ -246,7 +287,7 @@ def _utilisation(result: TrainResult, seconds: dict[str, float]) -> dict[str, fl
     return metrics
 
 
-def log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
+def _log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
     """Writes `samples/train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
     columns = {
         "content": "content",
@@ -260,6 +301,6 @@ def log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
     }
     if needs_previous_logprobs(run.config.grpo, run.config.loss_fn):
         columns["prev_logprobs"] = "prev_logprobs"
-    run.store.apply(
-        experience.handle, sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns)
-    )
+    stage = sample_log_stage(run.logger.samples_dir / f"train_data_step{step}.jsonl", columns)
+    with run.sample_files.best_effort():
+        run.store.apply(experience.handle, stage)

@@ -17,9 +17,11 @@ from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import MasterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.rollout_source import RolloutSource
+from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
@@ -81,6 +83,8 @@ class GRPORun:
         device_count: Slots of the run, and of training and generation.
         resumed_from: Checkpoint that the run goes on from.
         reward_watch: Says when steps go by that teach nothing.
+        sample_files: How files of samples are written, which a run goes on without.
+        reports: Writes what is said of a step while the next one generates.
         env_of_validation_task: Environment name per validation task.
     """
 
@@ -110,6 +114,8 @@ class GRPORun:
     setup_seconds: dict[str, float] = field(default_factory=dict)
     resumed_from: Path | None = None
     reward_watch: RewardWatch = field(default_factory=RewardWatch)
+    sample_files: SampleFiles = field(default_factory=SampleFiles)
+    reports: Backlog = field(default_factory=lambda: Backlog("step-report"))
     env_of_validation_task: dict[str, str] = field(default_factory=dict)
 
 

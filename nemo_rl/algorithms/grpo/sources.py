@@ -57,6 +57,12 @@ class ExperienceSource(Protocol):
         """Generation serves `version`: rollouts may begin."""
         ...
 
+    def draw_ahead(self) -> None:
+        """Gets the prompts ready that are wanted after the current step, while it trains. Does not fail: whoever draws
+        them does.
+        """
+        ...
+
     def trained(self, step: int) -> None:
         """Step `step` is trained."""
         ...
@@ -156,6 +162,11 @@ class SynchronousSource:
             if self._prompts.epoch != state.epoch:
                 state.epoch, state.step_in_epoch = self._prompts.epoch, 0
 
+    def draw_ahead(self) -> None:
+        """Fetches the next batch."""
+        if not self.finished():
+            self._prompts.prefetch()
+
     def trained(self, step: int) -> None:
         """A trained step leaves no state."""
 
@@ -180,8 +191,8 @@ class SynchronousSource:
         return nullcontext(True)
 
     def loader(self) -> HasState:
-        """The run's own."""
-        return self._run.train_loader
+        """Where the run's own stands, or stood before it was asked ahead."""
+        return self._prompts.position()
 
     def saved(self) -> Mapping[str, Any]:
         """The loader is all there is."""

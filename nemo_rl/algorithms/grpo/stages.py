@@ -30,9 +30,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import StageOutput, TokenStage
 from nemo_rl.experience.store import ExperienceStore, Handle
 from nemo_rl.loss.clipped_pg import positive_nll_scale
-from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import masked_mean
-from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.utils.timer import Timer
 
 
@@ -212,15 +211,18 @@ def compute_logprobs(
     loss_cfg: ClippedPGLossConfig,
     timer: Timer,
 ) -> None:
-    """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read."""
+    """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read; both with one call."""
     handle: Any = experience.handle
-    if needs_previous_logprobs(cfg, loss_cfg):
-        experience.handle = store.commit(
-            experience.handle, policy.get_logprobs(handle, timer=timer), prev_logprobs="logprobs"
-        )
-    if needs_reference_logprobs(cfg, loss_cfg):
-        result = policy.get_reference_policy_logprobs(handle, timer=timer)
-        experience.handle = store.commit(experience.handle, result, reference_policy_logprobs="reference_logprobs")
+    previous, reference = needs_previous_logprobs(cfg, loss_cfg), needs_reference_logprobs(cfg, loss_cfg)
+    if not previous and not reference:
+        return
+    if previous and reference:
+        result = policy.get_policy_and_reference_logprobs(handle, timer=timer)
+    else:
+        result = (policy.get_logprobs if previous else policy.get_reference_policy_logprobs)(handle, timer=timer)
+    columns = {"prev_logprobs": "logprobs"} if previous else {}
+    columns |= {"reference_policy_logprobs": "reference_logprobs"} if reference else {}
+    experience.handle = store.commit(handle, result, **columns)
 
 
 def mask_and_weigh(
@@ -278,19 +280,6 @@ def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
     if loss_cfg.positive_example_nll_weight:
         columns += ["rewards", "positive_nll_scale"]
     return columns
-
-
-def train(
-    experience: Experience[Handle],
-    store: ExperienceStore[Handle],
-    policy: PolicyInterface,
-    loss_fn: LossFunction,
-    cfg: GRPOConfig,
-    loss_cfg: ClippedPGLossConfig,
-    timer: Timer,
-) -> TrainResult:
-    """One `policy.train` on the batch; columns that no stage knows go along, for the model and for losses of users."""
-    return policy.train(columns_to_train(experience, store, cfg, loss_cfg), loss_fn, timer=timer)
 
 
 def columns_to_train(

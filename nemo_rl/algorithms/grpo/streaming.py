@@ -9,17 +9,23 @@ accelerators, or in the last one; a step that fails leaves the weights of the st
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.algorithms.grpo.async_source import BUFFER_FILE, ROLLOUTS_FILE, AheadSource, batch_shape, plain_groups
-from nemo_rl.algorithms.grpo.collect import training_plan
+from nemo_rl.algorithms.grpo.async_source import (
+    BUFFER_FILE,
+    ROLLOUTS_FILE,
+    AheadSource,
+    batch_shape,
+    collector_parts,
+    plain_groups,
+    saved_groups,
+)
+from nemo_rl.algorithms.grpo.control_plane import ReportProgress
 from nemo_rl.algorithms.grpo.metrics import step_metrics
-from nemo_rl.algorithms.grpo.sources import prompts_of
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
     apply_staleness_policy,
@@ -31,14 +37,13 @@ from nemo_rl.algorithms.grpo.stages import (
 from nemo_rl.algorithms.grpo.train_on_batch import Trained, recorded_span, score, weigh
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, joined_rows
-from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits
+from nemo_rl.experience.collector import StallPolicy, group_name
+from nemo_rl.experience.columns import joined_rows
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
-from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StallPolicy, StreamCollector
-from nemo_rl.experience.trajectory_collector import group_name
+from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StreamCollector
 from nemo_rl.utils.step_timeline import TRAINING
 
 if TYPE_CHECKING:
@@ -47,6 +52,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNCLIPPED_LAG = 3
+_STALL_ADVICE = {
+    True: "async_rl.stall_watchdog.stall_timeout_s allows more",
+    False: "async_rl.stall_watchdog.stall_action: abort ends the run instead",
+}
 
 
 def sampler_of(cfg: AsyncRLConfig) -> Sampler:
@@ -101,38 +110,36 @@ class StreamingSource(AheadSource[StreamCollector]):
         """Goes on with the prompts and groups of the checkpoint."""
         _restore(self._run, self._cfg, self.collector)
 
-    def draw_ahead(self) -> None:
-        """Draws prompts while something else takes time."""
-        self.collector.draw()
+    def demand(self) -> AbstractContextManager[ReportProgress]:
+        """The span in which the current step waits for its groups and trains on them."""
+        return self._run.control.demand(self._run.state.step, *self.waited_for())
 
-    def parts(self) -> Iterator[Experience[Any]]:
-        """The groups of the current step, each once: scored and filtered, as many at a time as are worth a pass. None
-        where the prompts are used up.
+    def next_part(self, report: ReportProgress) -> Experience[Any] | None:
+        """The next groups of the current step, scored and filtered, as many as are worth a pass; None once it has all
+        that it gets, each once.
 
         Raises:
             StopIteration: The prompts are used up, and what is left of the step is too small.
             CollectorError: The collector cannot deliver.
         """
         run = self._run
-        with run.control.demand(run.state.step, *self.waited_for()) as report:
-            while True:
-                run.progress.phase("waiting for rollouts")
-                with run.timer.time("exposed_generation"):
-                    groups = self.collector.take(self._enough, report)
-                if not groups:
-                    return
-                experience = self._experience(groups)
-                score_rewards(experience.rows, run.config.grpo)
-                experience.metrics |= filter_rows(experience.rows, run.config.grpo)
-                apply_staleness_policy(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
-                experience.metrics["buffer_size"] = float(len(self.collector))
-                experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
-                yield experience
+        run.progress.phase("waiting for rollouts")
+        with run.timer.time("exposed_generation"):
+            groups = self.collector.take(self._enough, report)
+        if not groups:
+            return None
+        experience = self._experience(groups)
+        score_rewards(experience.rows, run.config.grpo)
+        experience.metrics |= filter_rows(experience.rows, run.config.grpo)
+        apply_staleness_policy(experience, run.store, run.config.grpo.async_grpo.mixed_versions, run.state.step)
+        experience.metrics["buffer_size"] = float(len(self.collector))
+        experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
+        return experience
 
     def _enough(self, groups: Sequence[BufferedGroup]) -> bool:
         """Whether a pass over these groups fills the accelerators: by their number, or by their tokens."""
         least = self._cfg.min_prompt_groups_per_batch or self._cfg.min_groups_for_streaming_train
-        if len(groups) >= least:
+        if worth_a_pass(len(groups), self.collector.queue.step, least):
             return True
         packing = self._run.config.policy.sequence_packing
         if not packing.enabled:
@@ -176,6 +183,8 @@ class StreamingSource(AheadSource[StreamCollector]):
 
 def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
     failure, watchdog, grpo = cfg.rollout_failure, cfg.stall_watchdog, run.config.grpo
+    # On lent shards generation stands still by order, for as long as the scheduler likes.
+    aborts = watchdog.stall_action == "abort" and not getattr(run.generation, "lent", False)
     limits = QueueLimits(
         wanted=grpo.num_prompts_per_step,
         last_step=min(grpo.max_num_steps, run.total_steps),
@@ -184,28 +193,17 @@ def _build_collector(run: GRPORun, cfg: AsyncRLConfig) -> StreamCollector:
         min_fraction=failure.min_step_batch_fraction,
         replaces=failure.on_dropped_prompt == "replace",
     )
-    rollouts: Any = run.rollouts
     return StreamCollector(
-        prompts=prompts_of(run),
-        rollouts=rollouts,
-        store=run.store,
-        plan=lambda batch: training_plan(run, batch),
-        start=run.generation.start_on_dispatch_loop,
-        queue=PromptQueue(sampler_of(cfg), limits, run.state.step),
-        generations=grpo.num_generations_per_prompt,
-        failures=FailurePolicy(
+        collector_parts(run),
+        PromptQueue(sampler_of(cfg), limits, run.state.step),
+        FailurePolicy(
             failure.max_infra_attempts_per_prompt,
             failure.max_data_attempts_per_prompt,
             (failure.backoff_base_s, failure.max_backoff_s),
             failure.max_skipped_prompts,
             failure.max_consecutive_dropped_prompts,
         ),
-        # On lent shards generation stands still by order, for as long as the scheduler likes.
-        stall=StallPolicy(
-            watchdog.stall_timeout_s,
-            aborts=watchdog.stall_action == "abort" and not getattr(run.generation, "lent", False),
-        ),
-        record=run.record,
+        StallPolicy(watchdog.stall_timeout_s, aborts, _STALL_ADVICE[aborts]),
     )
 
 
@@ -225,23 +223,13 @@ def _restore(run: GRPORun, cfg: AsyncRLConfig, collector: StreamCollector) -> No
     groups: list[BufferedGroup] = []
     if saved["sampler"] == cfg.sampler.name:
         known = {GroupKey(draw.batch, attempt, number) for draw in batches for _, attempt, number in draw.open}
-        groups = _restored_groups(run, run.resumed_from / BUFFER_FILE, sampler_of(cfg), known)
+        sampler = sampler_of(cfg)
+        oldest = run.state.step - sampler.max_lag if sampler.max_lag is not None else 0
+        groups = saved_groups(run, lambda group: group.generated_at >= oldest and group.key in known)
     else:
         logger.warning("resume=groups_generated_anew reason=sampler_was_%s", saved["sampler"])
     collector.restore(batches, groups)
     logger.info("resume=buffer groups=%d batches=%d", len(groups), len(batches))
-
-
-def _restored_groups(run: GRPORun, file: Path, sampler: Sampler, known: set[GroupKey]) -> list[BufferedGroup]:
-    groups: list[BufferedGroup] = []
-    for plain in torch.load(file, weights_only=True)["groups"]:
-        key, rows = GroupKey(*plain["key"]), BatchedDataDict(plain["rows"])
-        old = sampler.max_lag is not None and plain["generated_at"] < run.state.step - sampler.max_lag
-        if old or key not in known:
-            continue
-        tokens = run.store.write_pending(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
-        groups.append(BufferedGroup(key, tokens, rows, plain["metrics"], plain["generated_at"]))
-    return groups
 
 
 def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
@@ -253,8 +241,9 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
     """
     parts: list[Experience[Any]] = []
     try:
-        for part in source.parts():
-            _train_on_part(run, parts, part)
+        with source.demand() as report:
+            while (part := source.next_part(report)) is not None:
+                _train_on_part(run, parts, part)
         if not parts:
             raise StopIteration
         with run.timer.time("policy_training"), recorded_span(run, TRAINING):

@@ -7,7 +7,7 @@ from nor what becomes of the weights. Invariant: a step that fails leaves the we
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.algorithms.grpo.metrics import step_metrics
 from nemo_rl.algorithms.grpo.stages import (
     Experience,
+    columns_to_train,
     compute_logprobs,
     mask_and_weigh,
     needs_previous_logprobs,
     needs_reference_logprobs,
-    train,
 )
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.utils.record_events import StepSpan
@@ -52,19 +52,20 @@ class Trained:
     result: TrainResult
 
 
-def train_on_batch(run: GRPORun, experience: Experience[Any]) -> Trained:
+def train_on_batch(run: GRPORun, experience: Experience[Any], meanwhile: Callable[[], None]) -> Trained:
     """Trains on the experience of the current step; the weights are then those of version `state.step + 1`.
 
     Args:
         run: The run, whose training accelerators may be used.
         experience: Scored and filtered.
+        meanwhile: Called while the workers train; must not fail.
 
     Raises:
         NonFiniteStepError, WorkerError: The weights are those of the step before.
     """
     score(run, experience)
     weigh(run, experience)
-    result = optimise(run, experience)
+    result = optimise(run, experience, meanwhile)
     return Trained(experience, step_metrics(run, experience, result), result)
 
 
@@ -98,10 +99,15 @@ def weigh(run: GRPORun, experience: Experience[Any], *, first_row: int = 0) -> N
         mask_and_weigh(experience, run.store, run.config.grpo, run.config.loss_fn, global_batch_size, first_row)
 
 
-def optimise(run: GRPORun, experience: Experience[Any]) -> TrainResult:
-    """The optimizer's steps on weighed experience."""
+def optimise(run: GRPORun, experience: Experience[Any], meanwhile: Callable[[], None]) -> TrainResult:
+    """The optimizer's steps on weighed experience; columns that no stage knows go along, for the model and for losses
+    of users.
+    """
     run.progress.phase("training")
     with run.timer.time("training_prep"):
         run.policy.prepare_for_training()
     with run.timer.time("policy_training"), recorded_span(run, TRAINING):
-        return train(experience, run.store, run.policy, run.loss_fn, run.config.grpo, run.config.loss_fn, run.timer)
+        data = columns_to_train(experience, run.store, run.config.grpo, run.config.loss_fn)
+        pending = run.policy.submit_train(data, run.loss_fn, timer=run.timer)
+        meanwhile()
+        return pending.result()

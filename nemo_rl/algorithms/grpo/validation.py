@@ -7,6 +7,7 @@ least one, run, each drawn with the same seeds at every validation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
+from nemo_rl.experience.stage import TokenStage
 from nemo_rl.utils.logger import print_message_log_samples
 
 
@@ -133,14 +135,23 @@ def _roll_out_all(run: GRPORun, step: int) -> _Validated:
         rows.append(columns.rows)
         tasks += batch["task_name"]
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
-        path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
-        run.store.apply(handle, sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0))
         if run.config.logger.num_val_samples_to_print or (run.logger.backends and not texts):
             texts += list(run.store.read(handle, ["content"])["content"])
-        run.store.clear(handle)
+        path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
+        stage = sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0)
+        run.store.keep(handle)
+        run.reports.put(partial(_write_samples, run, handle, stage))
     joined = joined_rows(rows)
     components = {name: joined[name] for name in joined if name.startswith("reward/")}
     return _Validated(joined["total_reward"], joined["generated_lengths"], components, tasks, texts)
+
+
+def _write_samples(run: GRPORun, handle: Any, stage: TokenStage) -> None:
+    try:
+        with run.sample_files.best_effort():
+            run.store.apply(handle, stage)
+    finally:
+        run.store.clear(handle)
 
 
 def _batches(run: GRPORun) -> list[Any]:

@@ -76,6 +76,12 @@ class ScoringPolicy(Protocol):
         """`reference_logprobs [B, S]` under the initial weights, without sampling filters."""
         ...
 
+    def get_policy_and_reference_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+        """`logprobs` and `reference_logprobs` of one batch with one call of the workers; the numbers are those of the
+        two calls.
+        """
+        ...
+
     def get_topk_logits(
         self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict[Any]:
@@ -97,6 +103,19 @@ class TrainingPolicy(Protocol):
         timer: Timer | None = None,
     ) -> TrainResult:
         """One optimizer step per `gbs` samples; with `eval_mode` only the losses."""
+        ...
+
+    def submit_train(
+        self,
+        data: Any,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> Pending[TrainResult]:
+        """`train` without waiting for it."""
         ...
 
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:

@@ -169,7 +169,7 @@ class Policy(PolicyInterface):
         columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
         with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
-        with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+        with timed(timer, submit_label(method)):
             results = self._run_sharded(method, shards, **common)
         merged = BatchedDataDict.from_batches(results)
         return merged if order is None else merged.reorder_data(order)
@@ -184,6 +184,12 @@ class Policy(PolicyInterface):
         """`reference_logprobs [B, S]`; see `PolicyInterface`."""
         return self._score("get_reference_policy_logprobs", data, timer, micro_batch_size=micro_batch_size)
 
+    def get_policy_and_reference_logprobs(
+        self, data: BatchedDataDict[Any], timer: Timer | None = None
+    ) -> BatchedDataDict[Any]:
+        """`logprobs` and `reference_logprobs`, [B, S] each; see `PolicyInterface`."""
+        return self._score("get_policy_and_reference_logprobs", data, timer)
+
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict[Any]:
@@ -194,7 +200,7 @@ class Policy(PolicyInterface):
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: Any,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -202,22 +208,46 @@ class Policy(PolicyInterface):
         mbs: int | None = None,
         timer: Timer | None = None,
     ) -> TrainResult:
-        """See `PolicyInterface`.
+        """`submit_train`, and waits for it.
+
+        Raises:
+            WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
+        """
+        return self.submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer).result()
+
+    def submit_train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> PendingCall[TrainResult]:
+        """See `TrainingPolicy`.
 
         Raises:
             ValueError: The batch does not divide into global batches over the data-parallel ranks.
             UnsupportedColumnsError: It has inputs of the model that the backend does not take.
-            WorkerError: A worker failed; a step whose loss is not finite is refused with the samples named.
         """
         refuse_model_inputs(data)
         gbs, mbs = self._batch_sizes(data.size, gbs, mbs)
         with timed(timer, "policy_training/sharding_data"):
             shards, _ = self.shard(data, gbs, training=True)
         with timed(timer, "policy_training/submit_training_futures"):
-            results = self._run_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        result = self._aggregate(results)
-        self._add_flops(result, data["input_lengths"].tolist(), training=not eval_mode)
-        return result
+            future = self._call_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        return self._pending_training(future, data["input_lengths"].tolist(), training=not eval_mode)
+
+    def _pending_training(
+        self, future: MultiWorkerFuture, lengths: Sequence[int], *, training: bool
+    ) -> PendingCall[TrainResult]:
+        def report(results: list[Any]) -> TrainResult:
+            result = self._aggregate(results)
+            self._add_flops(result, lengths, training=training)
+            return result
+
+        return PendingCall(self.worker_group, future, report, on_error=lambda: None)
 
     def _batch_sizes(self, samples: int, gbs: int | None, mbs: int | None) -> tuple[int, int]:
         gbs = gbs or self.cfg.train_global_batch_size
@@ -461,6 +491,12 @@ class Policy(PolicyInterface):
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
     sizes = parallel_sizes(config, world)
     return NamedSharding(np.arange(world).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp), _AXES)
+
+
+def submit_label(method: str) -> str:
+    """The timer's label of a scoring call, as dashboards know it."""
+    reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
+    return f"{method}/submit_{reference}logprob_futures"
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:

@@ -21,13 +21,16 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.lm_policy import Policy, timed
+from nemo_rl.models.policy.lm_policy import Policy, submit_label, timed
 from nemo_rl.models.policy.pending import PendingCall
 
 if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
 
 Batch = KVBatchMeta | BatchedDataDict[Any]
+
+_PREVIOUS = {"logprobs": "prev_logprobs"}
+_REFERENCE = {"reference_logprobs": "reference_policy_logprobs"}
 
 
 @dataclass(frozen=True)
@@ -122,33 +125,39 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `prev_logprobs`."""
-        self._score_meta("get_logprobs", meta, "prev_logprobs", timer, micro_batch_size)
+        self._score_meta("get_logprobs", meta, _PREVIOUS, timer, micro_batch_size)
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Adds the column `reference_policy_logprobs`."""
-        self._score_meta("get_reference_policy_logprobs", meta, "reference_policy_logprobs", timer, micro_batch_size)
+        self._score_meta("get_reference_policy_logprobs", meta, _REFERENCE, timer, micro_batch_size)
 
     def _score_meta(
-        self, method: str, meta: KVBatchMeta, column: str, timer: Timer | None, micro_batch_size: int | None
-    ) -> None:
+        self,
+        method: str,
+        meta: KVBatchMeta,
+        columns: Mapping[str, str],
+        timer: Timer | None,
+        micro_batch_size: int | None = None,
+    ) -> StoredColumns:
         refuse_model_inputs(meta.fields or ())
         present = set(meta.fields or LP_SEED_FIELDS)
         seed = meta.only_fields([name for name in LP_SEED_FIELDS if name in present])
         with timed(timer, f"{method}/shard_meta"):
             shards = self._shard_meta(seed, None, training=False)
-        with timed(timer, f"{method}/submit_{'' if method == 'get_logprobs' else 'reference_policy_'}logprob_futures"):
+        with timed(timer, submit_label(method)):
             self._run_sharded(
-                f"{method}_presharded", shards, argument="meta", column=column, micro_batch_size=micro_batch_size
+                f"{method}_presharded", shards, argument="meta", columns=columns, micro_batch_size=micro_batch_size
             )
+        return StoredColumns(columns)
 
     def get_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
         """See `Policy`; for a meta the result stays with the rows."""
         if not isinstance(data, KVBatchMeta):
             return super().get_logprobs(data, timer)
         self.get_logprobs_from_meta(data, timer=timer)
-        return StoredColumns({"logprobs": "prev_logprobs"})
+        return StoredColumns(_PREVIOUS)
 
     def get_reference_policy_logprobs(
         self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -157,7 +166,13 @@ class TQPolicy(Policy):
         if not isinstance(data, KVBatchMeta):
             return super().get_reference_policy_logprobs(data, micro_batch_size, timer)
         self.get_reference_policy_logprobs_from_meta(data, micro_batch_size, timer)
-        return StoredColumns({"reference_logprobs": "reference_policy_logprobs"})
+        return StoredColumns(_REFERENCE)
+
+    def get_policy_and_reference_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+        """See `Policy`; for a meta the results stay with the rows, which every rank fetches once."""
+        if not isinstance(data, KVBatchMeta):
+            return super().get_policy_and_reference_logprobs(data, timer)
+        return self._score_meta("get_policy_and_reference_logprobs", data, _PREVIOUS | _REFERENCE, timer)
 
     def get_topk_logits(
         self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -203,6 +218,18 @@ class TQPolicy(Policy):
             UnsupportedColumnsError: They have inputs of the model that the backend does not take.
             WorkerError: A worker failed.
         """
+        return self._submit_train_meta(meta, loss_fn, eval_mode, gbs, mbs, timer, train_fields).result()
+
+    def _submit_train_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFunction,
+        eval_mode: bool,
+        gbs: int | None,
+        mbs: int | None,
+        timer: Timer | None,
+        train_fields: Sequence[str] | None = None,
+    ) -> PendingCall[TrainResult]:
         refuse_model_inputs(meta.fields or ())
         gbs, mbs = self._batch_sizes(meta.size, gbs, mbs)
         with timed(timer, "policy_training/shard_meta"):
@@ -210,14 +237,12 @@ class TQPolicy(Policy):
                 meta.only_fields(train_fields or meta.fields or DP_TRAIN_FIELDS), gbs, training=True
             )
         with timed(timer, "policy_training/submit_training_futures"):
-            results = self._run_sharded(
+            future = self._call_sharded(
                 "train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
             )
-        result = self._aggregate(results)
-        self._add_flops(result, meta.sequence_lengths or [], training=not eval_mode)
-        return result
+        return self._pending_training(future, meta.sequence_lengths or [], training=not eval_mode)
 
-    def train(
+    def submit_train(
         self,
         data: Any,
         loss_fn: LossFunction,
@@ -226,11 +251,11 @@ class TQPolicy(Policy):
         gbs: int | None = None,
         mbs: int | None = None,
         timer: Timer | None = None,
-    ) -> TrainResult:
-        """See `Policy`."""
+    ) -> PendingCall[TrainResult]:
+        """See `Policy`; takes metas and batches."""
         if not isinstance(data, KVBatchMeta):
-            return super().train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
-        return self.train_from_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
+            return super().submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
+        return self._submit_train_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
 
     def submit_microbatches(self, data: Any, timer: Timer | None = None) -> PendingCall[None]:
         """See `TrainingPolicy`."""

@@ -116,18 +116,27 @@ class PolicyWorker(TQWorkerMixin):
         parts = microbatches(data, self.cfg, size)
         return parts, self.backend.max_over_data(len(parts)) - len(parts)
 
-    def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, *, filtered: bool) -> torch.Tensor:
+    def _score(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None, *, policy: bool = False, reference: bool = False
+    ) -> BatchedDataDict[Any]:
+        """Log-probabilities under the current weights, the initial ones, or both, of the same microbatches."""
         parts, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
         width = data["input_ids"].shape[1]
-        rows = [
-            torch.nn.functional.pad(part, (0, width - part.shape[1]))
-            for part in self.backend.logprobs(parts, filtered=filtered, idle=idle)
-        ]
-        return torch.cat([torch.zeros((0, width)), *rows])
+
+        def rows(*, filtered: bool) -> torch.Tensor:
+            scored = self.backend.logprobs(parts, filtered=filtered, idle=idle)
+            padded = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in scored]
+            return torch.cat([torch.zeros((0, width)), *padded])
+
+        scores: dict[str, torch.Tensor] = {"logprobs": rows(filtered=True)} if policy else {}
+        if reference:
+            with self.backend.reference_weights():
+                scores["reference_logprobs"] = rows(filtered=False)
+        return BatchedDataDict(scores)
 
     def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
         """`logprobs [B, S]` under the current weights."""
-        return BatchedDataDict({"logprobs": self._score(data, micro_batch_size, filtered=True)})
+        return self._score(data, micro_batch_size, policy=True)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -137,8 +146,17 @@ class PolicyWorker(TQWorkerMixin):
         Raises:
             RuntimeError: No reference was kept.
         """
-        with self.backend.reference_weights():
-            return BatchedDataDict({"reference_logprobs": self._score(data, micro_batch_size, filtered=False)})
+        return self._score(data, micro_batch_size, reference=True)
+
+    def get_policy_and_reference_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """`logprobs` and `reference_logprobs`, [B, S] each, of the same microbatches.
+
+        Raises:
+            RuntimeError: No reference was kept.
+        """
+        return self._score(data, micro_batch_size, policy=True, reference=True)
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None

@@ -1,0 +1,67 @@
+"""Work that one thread does behind its caller, in the order in which it was given.
+
+Knows nothing of what the work is. Invariants: at most one piece runs, and none waits; what a piece raised is raised
+once, by the next call; after `close` nothing runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+logger = logging.getLogger(__name__)
+
+
+class BacklogStuck(TimeoutError):
+    """A piece of work did not end by its deadline."""
+
+
+class Backlog:
+    """One piece of work at a time.
+
+    Args:
+        name: Of the thread, and in messages.
+        timeout_s: How long a piece may take, as far as somebody waits for it.
+    """
+
+    def __init__(self, name: str, timeout_s: float = 300.0) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._running: Future[object] | None = None
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Begins with `work` as soon as the piece before it is done.
+
+        Raises:
+            Whatever that one raised; then `work` is not begun.
+        """
+        self.settle()
+        self._running = self._pool.submit(work)
+
+    def settle(self) -> None:
+        """Waits until nothing runs.
+
+        Raises:
+            BacklogStuck: Something still does after `timeout_s`.
+            Whatever the last piece raised.
+        """
+        if (error := self._outcome()) is not None:
+            raise error
+
+    def _outcome(self) -> BaseException | None:
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        wait([running], timeout=self._timeout_s)
+        if not running.done():
+            return BacklogStuck(f"{self._name}: not done within {self._timeout_s:.0f} s")
+        return running.exception()
+
+    def close(self) -> None:
+        """Waits until nothing runs, and ends the thread. What fails is logged: whatever ended the caller goes on.
+        Safe to call twice.
+        """
+        if (error := self._outcome()) is not None:
+            logger.error("%s=failed", self._name, exc_info=error)
+        self._pool.shutdown(wait=False)

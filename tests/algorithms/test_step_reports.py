@@ -1,0 +1,132 @@
+"""What is said of a step is written under the next generation, in order, and is lost neither to an error nor at the
+end; the next prompts are fetched while a step trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.grpo.loop import grpo_train
+from nemo_rl.experience.prompts import EpochPrompts
+from tests.algorithms.driver_world import Loader, World, save_in_memory
+from tests.experience.plane_in_process import plane_in_process
+
+TURNS = ("grpo.async_grpo.enabled=false", "grpo.max_num_steps=3")
+
+
+@pytest.fixture(autouse=True)
+def _saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_in_memory(monkeypatch)
+
+
+class Reported(World):
+    """Writes down which metrics and samples are logged, beside what else happens."""
+
+    def __init__(self, tmp_path: Path, **arguments: Any) -> None:
+        super().__init__(tmp_path, *TURNS, **arguments)
+        self.generating = [threading.Event() for _ in range(4)]
+        self.steps: list[int] = []
+        self.fails_at: int | None = None
+
+    def roll_out(self, batch: Any, plan: Any, attempt: int) -> Any:
+        self.generating[plan.step].set()
+        return super().roll_out(batch, plan, attempt)
+
+    def log_metrics(self, metrics: Any, step: int, prefix: str, **_: Any) -> None:
+        if prefix != "train":
+            return
+        if step == self.fails_at:
+            raise OSError(28, "No space left on device")
+        if step < 3:
+            assert self.generating[step].wait(30.0), "the next step waited for this one's report"
+        self.steps.append(step)
+
+
+def test_a_step_is_reported_while_the_next_one_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = plane_in_process(monkeypatch)
+    for folder, arguments in (("here", {}), ("plane", {"plane": plane})):
+        (tmp_path / folder).mkdir()
+        world = Reported(tmp_path / folder, **arguments)
+        grpo_train(world.run)
+        assert world.steps == [1, 2, 3]
+        lines = [(tmp_path / folder / f"train_data_step{step}.jsonl").read_text().count("\n") for step in world.steps]
+        assert lines == [6, 6, 6]
+    assert plane.list_samples("train") == {}
+
+
+def test_a_step_that_is_saved_is_reported_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, *TURNS, "checkpointing.save_period=1")
+    seen: list[int] = []
+    begin = world.run.rollouts.roll_out
+
+    def roll_out(batch: Any, plan: Any, attempt: int) -> Any:
+        seen.append(len(world.logged))
+        return begin(batch, plan, attempt)
+
+    monkeypatch.setattr(world, "roll_out", roll_out)
+    grpo_train(world.run)
+    assert seen == [0, 1, 2] and len(world.logged) == 3
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_report_that_fails_ends_the_run_with_its_error(tmp_path: Path, step: int) -> None:
+    world = Reported(tmp_path)
+    world.fails_at = step
+    with pytest.raises(OSError, match="No space left"):
+        grpo_train(world.run)
+    # The step under which it failed is whole.
+    assert world.run.state.step == min(step + 1, 3) and world.steps == list(range(1, step))
+
+
+def test_a_step_that_fails_does_not_take_the_report_before_it_along(tmp_path: Path) -> None:
+    world = Reported(tmp_path)
+    submit = world.submit_train
+
+    def fail_at_second(*arguments: Any, **named: Any) -> Any:
+        if world.run.state.step == 1:
+            raise RuntimeError("out of memory")
+        return submit(*arguments, **named)
+
+    world.submit_train = fail_at_second  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        grpo_train(world.run)
+    world.run.reports.close()
+    assert world.steps == [1] and world.run.state.step == 1
+
+
+def test_the_next_batch_is_fetched_while_a_step_trains_and_is_not_in_its_checkpoint(tmp_path: Path) -> None:
+    loader = Loader(3)
+    world = World(tmp_path, *TURNS, "checkpointing.save_period=1", loader=loader)
+    fetched: list[int] = []
+    submit = world.submit_train
+
+    def training(*arguments: Any, **named: Any) -> Any:
+        pending = submit(*arguments, **named)
+        result = pending.result
+        pending.result = lambda: (fetched.append(loader.at), result())[1]
+        return pending
+
+    world.submit_train = training  # type: ignore[method-assign]
+    grpo_train(world.run)
+    assert fetched == [2, 3, 3] and world.trained == list(range(9))
+    assert [loader["at"] for loader, _ in world.saved.values()] == [1, 2, 3]
+
+
+def test_what_a_loader_raises_while_it_is_asked_ahead_is_raised_by_who_draws() -> None:
+    class Breaks(Loader):
+        def __iter__(self) -> Any:
+            yield next(super().__iter__())
+            raise LookupError("row 3 is damaged")
+
+    prompts = EpochPrompts(Breaks(), batch_size=3, epoch=0, max_epochs=1)
+    prompts.next()
+    before = prompts.position()
+    assert not prompts.prefetch() and prompts.position() == before
+    with pytest.raises(LookupError, match="row 3"):
+        prompts.next()
