@@ -46,9 +46,9 @@ _ENGINES = "nemo_rl.models.generation.vllm.vllm_generation:VllmGeneration"
 _ENGINE_ACTOR = "nemo_rl.models.generation.vllm.worker:VllmGenerationWorker"
 _RECEIVER = "nemo_rl.models.generation.vllm.receiver_methods:ReceiverMethods"
 _POLICY = "nemo_rl.models.policy.lm_policy:Policy"
-_POOL = "nemo_rl.time_sharing.actors:Orchestrator"
+_POOL = "nemo_rl.time_sharing.agents.actors:Orchestrator"
 _CACHE = "`PolicyWeightCache.build(version)` swaps bytes and version together"
-_MAPPING = "`Job.topology(pool)` checks the mappings (`nemo_rl.time_sharing.topology`)"
+_MAPPING = "`Job.topology(pool)` checks the mappings (`nemo_rl.time_sharing.protocol.topology`)"
 _JOB = "`python -m nemo_rl.time_sharing submit FILE` reads, checks and registers a file (`read_jobs`)"
 
 # Names of control planes: their home, or in words what there is instead.
@@ -122,16 +122,16 @@ CONTROL_PLANE: dict[str, str] = {
         name: f"{_POOL}.{name}"
         for name in ("allocate_pipeline_id", "register_pipeline", "admit_pipeline", "unregister_pipeline")
     },
-    "NemoRLFullFinetunePipeline": "nemo_rl.time_sharing.pipeline:NemoRLFullFinetunePipeline",
-    "NemoRLRLixHooks": "`LentAccelerators` (`nemo_rl.time_sharing.lent`), a control plane of the step loop",
+    "NemoRLFullFinetunePipeline": "nemo_rl.time_sharing.pipelines.grpo:NemoRLFullFinetunePipeline",
+    "NemoRLRLixHooks": "`LentAccelerators` (`nemo_rl.time_sharing.pipelines.lent`), a control plane of the step loop",
     "_expand_workers": "nemo_rl.models.generation.elastic:ElasticGeneration.expand",
     "_shrink_workers": "nemo_rl.models.generation.elastic:ElasticGeneration.shrink",
     "set_weight_version": "nemo_rl.experience.trajectory_collector:TrajectoryCollector.set_weight_version",
     "count_intended_for_step": "nemo_rl.experience.replay_buffer:ReplayBuffer.count_intended_for_step",
-    "RLixVirtualClusterAdapter": "nemo_rl.time_sharing.shared_cluster:SharedCluster",
+    "RLixVirtualClusterAdapter": "nemo_rl.time_sharing.pipelines.shared_cluster:SharedCluster",
     "validate_partial_overlap_topology": _MAPPING,
     "extract_topology_validation_inputs": "`Job.widths()` and `Job.mappings()`",
     "build_cluster_registry_inputs": "`Job.widths()` and `Job.mappings()`",
-    "detect_pipeline_type": "nemo_rl.time_sharing.job:Job.kind",
+    "detect_pipeline_type": "nemo_rl.time_sharing.pipelines.job:Job.kind",
     "register_nemo_rl_pipeline": _JOB,
 }

@@ -17,6 +17,7 @@ from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.logger import Logger
@@ -55,6 +56,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
         run: Any = SimpleNamespace(
             config=config,
             val_loader=[prompts],
+            sample_files=SampleFiles(),
             reports=Backlog("step-report"),
             validation_rollouts=Rollouts(),
             progress=RunProgress(1, console=Console(file=terminal, width=120)),

@@ -94,11 +94,11 @@ def test_every_home_of_a_control_planes_name_exists() -> None:
                 "nemo_rl.models.generation.elastic:ElasticGeneration.refresh",
                 "nemo_rl.models.policy.weight_cache:PolicyWeightCache.version",
                 "nemo_rl.models.generation.vllm.shards:ElasticShards.call",
-                "nemo_rl.time_sharing.agent:Agent.end_progress",
-                "nemo_rl.time_sharing.job:Job.widths",
-                "nemo_rl.time_sharing.job:Job.mappings",
-                "nemo_rl.time_sharing.job:read_jobs",
-                "nemo_rl.time_sharing.lent:LentAccelerators",
+                "nemo_rl.time_sharing.agents.agent:Agent.end_progress",
+                "nemo_rl.time_sharing.pipelines.job:Job.widths",
+                "nemo_rl.time_sharing.pipelines.job:Job.mappings",
+                "nemo_rl.time_sharing.pipelines.job:read_jobs",
+                "nemo_rl.time_sharing.pipelines.lent:LentAccelerators",
             ),
         )
     )
