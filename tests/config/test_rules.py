@@ -75,6 +75,7 @@ ACCEPTED = [
     ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs"],
     ["policy.generation.vllm_cfg.enable_expert_parallel=true"],
     ["policy.generation.vllm_cfg.distributed_executor_backend=mp"],
+    ["policy.generation.vllm_cfg.distributed_executor_backend=ray"],
     ["policy.generation.vllm_cfg.env_vars=null", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs=null"],
     ["policy.dtensor_cfg.lora_cfg={enabled: true, dim: 128, alpha: 512, exclude_modules: ['*out_proj*']}"],
     ["data.custom_dataloader=a.b", "data.num_prompts_per_dataloader=16"],
@@ -300,7 +301,10 @@ BROKEN = [
         "not built yet: LoRA with tensor parallelism; set policy.dtensor_cfg.tensor_parallel_size to 1",
     ),
     (["policy.generation.vllm_cfg.expert_parallel_size=2"], "not built yet: experts shared among several engines"),
-    (["policy.generation.vllm_cfg.distributed_executor_backend=ray"], "'ray' is not built yet: engines whose ranks"),
+    (
+        ["policy.generation.vllm_cfg.distributed_executor_backend=external_launcher"],
+        "'external_launcher' is not built yet: engines whose ranks",
+    ),
     (["policy.generation.temperature=0"], "nothing to learn from; sample with a temperature above 0"),
     (
         ["policy.generation.vllm_cfg.logprobs_mode=raw_logprobs", "policy.generation.temperature=0.8"],

@@ -88,7 +88,8 @@ def engine_spec(
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
     if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
-        kwargs["distributed_executor_backend"] = vllm.distributed_executor_backend or "mp"
+        named = vllm.distributed_executor_backend
+        kwargs["distributed_executor_backend"] = "mp" if named in (None, "ray") else named
         if cuda:
             # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at
             # their end.
