@@ -7,6 +7,7 @@ file, or in both; a reader sees it once.
 
 from __future__ import annotations
 
+import io
 import lzma
 import os
 import re
@@ -45,14 +46,19 @@ def lines_of(record: Path) -> Iterator[bytes]:
     Raises:
         OSError: There is no such record.
     """
-    archived = 0
-    for line in _archived(record):
-        archived += 1
-        yield line
-    with record.open("rb") as file:
-        if not _moved_already(file.readline(), archived):
-            file.seek(0)
-            yield from file
+    seen = archived = 0
+    while True:
+        for piece, size in _pieces(archive_of(record), seen):
+            seen += size
+            lines = piece.splitlines(keepends=True)
+            archived += len(lines)
+            yield from lines
+        growing = record.read_bytes()
+        # Lines leave the growing file only once they are archived: where nothing was since, it was read whole.
+        if next(_pieces(archive_of(record), seen), None) is None:
+            break
+    if not _moved_already(growing.partition(b"\n")[0], archived):
+        yield from io.BytesIO(growing)
 
 
 def mend_archive(record: Path) -> int:
@@ -77,17 +83,19 @@ def _moved_already(first_line: bytes, archived: int) -> bool:
 
 
 def _archived(record: Path) -> Iterator[bytes]:
-    archive = archive_of(record)
-    if archive.exists():
-        for piece, _ in _pieces(archive):
-            yield from piece.splitlines(keepends=True)
+    for piece, _ in _pieces(archive_of(record)):
+        yield from piece.splitlines(keepends=True)
 
 
-def _pieces(archive: Path) -> Iterator[tuple[bytes, int]]:
-    """The whole pieces of an archive and their compressed sizes; a torn last one, whose lines have not left the growing
-    file, is left out.
+def _pieces(archive: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
+    """The whole pieces of an archive from a piece's offset on, and their compressed sizes; a torn last one, whose lines
+    have not left the growing file, is left out. None where there is no archive.
     """
-    rest = archive.read_bytes()
+    if not archive.exists():
+        return
+    with archive.open("rb") as file:
+        file.seek(offset)
+        rest = file.read()
     while rest:
         stream = lzma.LZMADecompressor()
         try:

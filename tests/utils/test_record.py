@@ -229,6 +229,27 @@ def test_memory_and_null_records_speak_the_same_protocol() -> None:
     assert [(e.seq, e.source) for e in memory.entries] == [(0, "a"), (1, "b")]
 
 
+def test_a_reader_sees_every_line_once_while_lines_move_to_the_archive(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path, source="p/driver", archive_bytes=1 << 30) as writer:
+        seen = []
+        for event in EVENTS:
+            writer.emit(event)
+        writer.flush()
+        move_to_archive(path)
+        reader = read_record(path)
+        seen.append(next(reader))
+        # Behind the part of the archive that is read already.
+        for event in EVENTS:
+            writer.emit(event)
+        writer.flush()
+        move_to_archive(path)
+        writer.emit(EVENTS[0])
+        writer.flush()
+        seen += reader
+    assert [entry.event for entry in seen][1:] == [*EVENTS, *EVENTS, EVENTS[0]]
+
+
 def archived(path: Path, events: list[object], resume: bool = False) -> None:
     """Writes events, each of which is moved to the archive."""
     with RecordWriter(path, source="p/driver", archive_bytes=1, resume=resume) as writer:
