@@ -4,10 +4,12 @@ work; and jobs that are no pipelines.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -251,6 +253,42 @@ def test_a_registration_is_known_to_the_scheduler_that_follows_a_killed_one(clus
     assert _until(lambda: _ask(scheduler.describe)["term"] == 2, 60)
     assert list(_ask(scheduler.describe)["pipelines"]) == ["a"]
     _ask(scheduler.register, *arguments)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of its own, of a megabyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_scheduler_whose_disk_is_full_goes_on_when_there_is_room(cluster: None, small_disk: Path) -> None:
+    scheduler = start_scheduler(small_disk, Pool(1, 4), LIMITS)
+    arguments = ("ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]}, {})
+    first = psutil.Process(_ask(scheduler.pid))
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"0" * 4096)
+    # What is left of the last block of the log is written still.
+    known: list[str] = []
+    with pytest.raises(ray.exceptions.RayError):
+        for number in range(1000):
+            ray.get(scheduler.register.remote(f"job{number}", *arguments), timeout=30)
+            known.append(f"job{number}")
+    assert _until(lambda: not first.is_running(), 30), "what is not in the log has not happened"
+    # The next ones find the disk full too.
+    time.sleep(6.0)
+    filler.unlink()
+    assert _until(lambda: _ask(scheduler.describe)["term"] >= 2, 60)
+    assert known and set(known) <= set(_ask(scheduler.describe)["pipelines"]) <= {*known, f"job{len(known)}"}
+    _ask(scheduler.register, "after", *arguments)
 
 
 def test_an_external_job_acquires_yields_to_a_pipeline_and_releases(cluster: None, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ _START_S = 120.0
 _STOP_S = 30.0
 _TICK_S = 0.05
 _TICK_FAILURES = 5
+_AGAIN_S = 2.0
 
 
 class SchedulerInUse(UserError, RuntimeError):
@@ -67,11 +68,21 @@ class SchedulerActor:
         limits: Limits | None = None,
         segment_lines: int = SEGMENT_LINES,
     ) -> None:
+        try:
+            self._begin(log_dir, Pool(nodes, gpus_per_node), limits or Limits(), segment_lines)
+        except (OSError, RecordError):
+            if not _started_anew():
+                raise
+            # Ray gives an actor up whose constructor raises, and starts one anew whose process ends.
+            logger.critical("scheduler=ended reason=log_not_written log_dir=%s", log_dir, exc_info=True)
+            time.sleep(_AGAIN_S)
+            os._exit(1)
+
+    def _begin(self, log_dir: str, pool: Pool, limits: Limits, segment_lines: int) -> None:
         path, newest = newest_segment(Path(log_dir) / "scheduler.jsonl")
         boot = log_end.this_boot()
         past, complete = log_end.read_log(path, boot)
         complete = complete and newest
-        limits = limits or Limits()
         self._log_dir = log_dir
         now = time.time()
         # In step with the machine's clock, which the agents write their records by: the records are merged by time.
@@ -98,7 +109,7 @@ class SchedulerActor:
                 for reply in core.hello():
                     self._notify(reply)
             else:
-                core.open(Pool(nodes, gpus_per_node), limits, time.time(), complete=complete)
+                core.open(pool, limits, time.time(), complete=complete)
         if not complete:
             self._record.sign(boot)
         self._timer = threading.Thread(target=self._tick, name="scheduler-timer", daemon=True)
@@ -277,6 +288,13 @@ class SchedulerActor:
         if command.rank < 0:
             for cluster, held in pipeline.held.items():
                 record.emit(MemoryFreed(cluster, held.gpus))
+
+
+def _started_anew() -> bool:
+    """Whether this process is an actor that Ray started again."""
+    import ray
+
+    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def _watched(work: Future[Any], what: str) -> None:
