@@ -47,6 +47,9 @@ class RecordDamaged(RecordError):
         )
         self.path, self.line, self.offset, self.reason = path, line, offset, reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.line, self.offset, self.reason)
+
     @property
     def intact(self) -> int:
         return self.line - 1
@@ -58,6 +61,10 @@ class RecordUnwritable(RecordError, OSError):
     def __init__(self, path: Path, error: OSError) -> None:
         reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
         super().__init__(f"{path} cannot be written: {reason}; free some and start again: the lines before are intact")
+        self.path, self.error = path, error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.error)
 
 
 class RecordTooNew(RecordError):
@@ -69,6 +76,9 @@ class RecordTooNew(RecordError):
             "with the version that wrote it, or a newer one"
         )
         self.path, self.line, self.version = path, line, version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.line, self.version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +20,7 @@ from nemo_rl.utils.record import (
     RecordDamaged,
     RecordError,
     RecordTooNew,
+    RecordUnwritable,
     RecordWriter,
     decode_line,
     encode_entry,
@@ -227,6 +230,20 @@ def test_memory_and_null_records_speak_the_same_protocol() -> None:
         record.bind("b").emit(EVENTS[1])
         record.flush()
     assert [(e.seq, e.source) for e in memory.entries] == [(0, "a"), (1, "b")]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RecordDamaged(Path("a"), 3, 40, "is torn"),
+        RecordTooNew(Path("a"), 3, 99),
+        RecordUnwritable(Path("a"), OSError(errno.ENOSPC, "No space left on device")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_a_record_reach_another_process(error: RecordError) -> None:
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is type(error) and str(there) == str(error)
 
 
 def test_a_reader_sees_every_line_once_while_lines_move_to_the_archive(tmp_path: Path) -> None:
