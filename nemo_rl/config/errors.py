@@ -10,6 +10,7 @@ import difflib
 import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Causes that lie in the user's files or disks and not in the code, for errors that carry no file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
@@ -89,6 +90,10 @@ class ConfigError(UserError, ValueError):
         self.problems = [str(problem) for problem in problems]
         self.not_built = [problem for problem in problems if isinstance(problem, NotBuilt)]
         self.source = source
+        self._given = tuple(problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._given, self.source)
 
 
 class OverridesError(ConfigError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import errno
+import pickle
 from pathlib import Path
 
 import pytest
 
 import nemo_rl
-from nemo_rl.config.errors import ConfigError, UserError, in_one_line
+from nemo_rl.config.errors import ConfigError, NotBuilt, OverridesError, UserError, in_one_line
 
 PACKAGE = Path(nemo_rl.__file__).parent
 # What these say is for the developer (a broken protocol, a wrong definition), or they never leave the package.
@@ -76,3 +77,11 @@ def test_of_a_file_that_fails_path_and_cause_are_said(tmp_path: Path) -> None:
     assert in_one_line(caught.value) == f"{tmp_path}/gone/file: No such file or directory"
     assert "No space left" in str(in_one_line(OSError(errno.ENOSPC, "No space left on device")))
     assert in_one_line(ConnectionResetError("peer gone")) is None
+
+
+@pytest.mark.parametrize("kind", [ConfigError, OverridesError])
+def test_the_mistakes_of_a_configuration_reach_another_process(kind: type[ConfigError]) -> None:
+    error = kind(["grpo.x: unknown", NotBuilt("policy.draft", "draft models", "leave it out")], "a.yaml")
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is kind and str(there) == str(error)
+    assert (there.problems, there.not_built, there.source) == (error.problems, error.not_built, error.source)
