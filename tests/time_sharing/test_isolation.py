@@ -78,6 +78,12 @@ def test_a_scheduler_that_waits_is_not_blamed_and_one_that_waits_too_long_is() -
     assert any("without having been isolated" in str(violation) for violation in check(without))
 
 
+def test_one_silent_pipeline_says_nothing_of_the_network() -> None:
+    isolation = Isolation()
+    assert [isolation.look(now, {"only": 0.0}, LIMITS) for now in (4.0, 6.0, 11.0, 100.0)] == [None] * 4
+    assert isinstance(isolation.look(100.0, {"one": 0.0, "other": 0.0}, LIMITS), Isolated)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=60))
 def test_isolation_ends_in_time_and_begins_anew_only_after_most_were_heard(heard: list[list[bool]]) -> None:
     isolation, seen = Isolation(), dict.fromkeys("abc", 0.0)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from nemo_rl.time_sharing.log.events import Isolated, Reconnected
 from nemo_rl.time_sharing.protocol.types import Limits
 
+_SEVERAL = 2
+
 
 class Isolation:
     """The scheduler's judgement of its own network.
@@ -30,10 +32,12 @@ class Isolation:
         Args:
             now: Steady time.
             seen: When each pipeline was heard last.
-            limits: Half of `lease_s` without a word is silence; more than half of the pipelines are most.
+            limits: Half of `lease_s` without a word is silence; more than half of the pipelines, two at least, are
+                most.
         """
         silent = sum(now - at > limits.lease_s / 2 for at in seen.values())
-        most = 2 * silent > len(seen)
+        # One silent pipeline says nothing of the network.
+        most = silent >= _SEVERAL and 2 * silent > len(seen)
         if self.since is None:
             self._given_up = self._given_up and most
             if not most or self._given_up or not limits.isolation_s:
