@@ -27,6 +27,7 @@ from nemo_rl.time_sharing.agents.actors import (
     Orchestrator,
     SchedulerInUse,
     agent_actor_name,
+    register_at,
     start_scheduler,
     stop_scheduler,
 )
@@ -250,8 +251,10 @@ def test_a_registration_is_known_to_the_scheduler_that_follows_a_killed_one(clus
     arguments = ("a", "ns", {ACTOR_INFER: 1}, {ACTOR_INFER: [0, 1]}, {})
     _ask(scheduler.register, *arguments)
     os.kill(_ask(scheduler.pid), signal.SIGKILL)
+    # While there is none.
+    register_at(scheduler, ("b", *arguments[1:]), 60.0)
     assert _until(lambda: _ask(scheduler.describe)["term"] == 2, 60)
-    assert list(_ask(scheduler.describe)["pipelines"]) == ["a"]
+    assert list(_ask(scheduler.describe)["pipelines"]) == ["a", "b"]
     _ask(scheduler.register, *arguments)
 
 

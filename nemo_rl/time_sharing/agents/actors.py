@@ -40,6 +40,7 @@ _STOP_S = 30.0
 _TICK_S = 0.05
 _TICK_FAILURES = 5
 _AGAIN_S = 2.0
+_ASK_AGAIN_S = 0.5
 
 
 class SchedulerInUse(UserError, RuntimeError):
@@ -377,6 +378,31 @@ def _wait_until_gone() -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the scheduler actor has not ended within {_STOP_S:g} s of being stopped")
         time.sleep(0.05)
+
+
+def register_at(scheduler: Any, registration: Sequence[Any], timeout_s: float) -> Topology:
+    """Registers a pipeline, also while Ray starts the scheduler anew: a repeated registration changes nothing.
+
+    Args:
+        scheduler: The scheduler actor's handle.
+        registration: Arguments of `SchedulerActor.register`.
+        timeout_s: How long a scheduler that does not answer is asked.
+
+    Raises:
+        RegistrationError: See `Scheduler.register`.
+        RayActorError: No scheduler answered in time.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            topology: Topology = ray.get(scheduler.register.remote(*registration), timeout=timeout_s)
+            return topology
+        except ray.exceptions.RayActorError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_ASK_AGAIN_S)
 
 
 class RayLink:

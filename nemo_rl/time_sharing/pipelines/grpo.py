@@ -150,15 +150,13 @@ class LentPipeline:
         """Makes the pipeline known to the scheduler; its topology. `join` must follow at once: nobody sends heartbeats
         before.
         """
-        import ray
-
+        from nemo_rl.time_sharing.agents.actors import register_at
         from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 
         job = self._job
         options = dict(job.options) | {"incarnation": self._incarnation}
         registration = (job.name, agent_namespace(job.name), job.widths(), job.mappings(), options)
-        topology: Topology = ray.get(self._handles.scheduler.register.remote(*registration), timeout=_REGISTER_S)
-        return topology
+        return register_at(self._handles.scheduler, registration, _REGISTER_S)
 
     def open_record(self) -> RecordWriter:
         """Where the agent writes, beside the scheduler's log."""
