@@ -23,10 +23,7 @@ from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
-from nemo_rl.time_sharing.simulation.fit import fit
-from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
-from nemo_rl.time_sharing.simulation.world import World
-from nemo_rl.time_sharing.simulation_commands import (
+from nemo_rl.time_sharing.simulation.cli import (
     UsageError,
     add_simulate_arguments,
     check_outputs,
@@ -36,6 +33,9 @@ from nemo_rl.time_sharing.simulation_commands import (
     simulate,
     soak,
 )
+from nemo_rl.time_sharing.simulation.fit import fit
+from nemo_rl.time_sharing.simulation.scenario_page import DEFAULT_PAGE, scenario_page
+from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.report import write_report
 from nemo_rl.time_sharing.viewing.timeline import build_timeline
 from nemo_rl.time_sharing.viewing.trace import write_trace
