@@ -84,9 +84,9 @@ def init_ray(
         "worker_process_setup_hook": worker_start.HOOK,
     }
     if ray.is_initialized():
-        return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
+        return _accelerator_of_cluster(device)
     if _joined(echo, runtime_env):
-        return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
+        return _accelerator_of_cluster(device)
     accelerator = resolve_accelerator(device)
     # A local cluster guards its ports with a token; Ray says so at every start.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -107,6 +107,10 @@ def init_ray(
     )
     logger.info("ray=started slots=%s", resources or f"GPU:{ray.cluster_resources().get('GPU', 0):.0f}")
     return accelerator
+
+
+def _accelerator_of_cluster(device: str) -> Accelerator:
+    return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
 
 
 def _joined(echo: bool, runtime_env: dict[str, Any]) -> bool:
@@ -198,7 +202,7 @@ def accelerator_here(device: str) -> Accelerator | None:
         DeviceUnavailableError: `cuda` was asked for and there is none.
     """
     if ray.is_initialized():
-        return resolve_accelerator(device, cluster_gpus=ray.cluster_resources().get("GPU", 0.0))
+        return _accelerator_of_cluster(device)
     named = os.environ.get("RAY_ADDRESS")
     joins = (named not in (None, "", _LOCAL)) or (not named and _running_here() is not None)
     return None if joins else resolve_accelerator(device)

@@ -10,13 +10,13 @@ import fcntl
 import glob
 import mmap
 import os
-import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
+from nemo_rl.utils.abandoned import abandoned
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
 # Mappings of segments that outlive a session, registered once per process and device: registering costs more than a
@@ -145,22 +145,11 @@ def remove_stale_segments() -> int:
     """Removes segments whose sender was killed before it could; how many. A living sender holds a lock on its own."""
     removed = 0
     for path in glob.glob(os.path.join(SHARED_MEMORY_DIR, f"{_PREFIX}*")):
-        try:
-            # One that was made a moment ago may not be locked yet.
-            if time.time() - os.stat(path).st_ctime < _STALE_AFTER_S:
-                continue
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError:
-            # Gone meanwhile, or another user's.
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            removed += 1
-        except OSError:
-            continue
-        finally:
-            os.close(descriptor)
+        # One that was made a moment ago may not be locked yet.
+        with abandoned(path, stale_after_s=_STALE_AFTER_S) as left, suppress(OSError):
+            if left:
+                os.unlink(path)
+                removed += 1
     return removed
 
 

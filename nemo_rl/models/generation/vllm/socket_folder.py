@@ -10,8 +10,9 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
+
+from nemo_rl.utils.abandoned import abandoned
 
 _PREFIX = "nemo_rl-sockets-"
 # One that was made a moment ago may not be locked yet.
@@ -42,21 +43,6 @@ def remove_socket_folder() -> None:
 def remove_abandoned() -> None:
     """Removes the folders of processes that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _remove_if_abandoned(folder)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    try:
-        if time.time() - folder.stat().st_ctime < _STALE_AFTER_S:
-            return
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        # Gone meanwhile, or another user's.
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(descriptor)
+        with abandoned(folder, stale_after_s=_STALE_AFTER_S) as left:
+            if left:
+                shutil.rmtree(folder, ignore_errors=True)
