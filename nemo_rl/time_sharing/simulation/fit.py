@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Priority, Verb
@@ -100,7 +102,7 @@ def fit(entries: Iterable[Entry]) -> Fitted:
             job = jobs.get(entry.source.partition("/")[0])
             if job is not None:
                 _take_pipeline(job, costs, entry)
-    fitted = {name: job for name, job in jobs.items() if job.steps and job.holds and job.lengths}
+    fitted = {name: job for name, job in jobs.items() if job.steps and job.holds and job.lengths and job.requests}
     if not fitted:
         raise FitError("no pipeline of these records trained a step; give scheduler.jsonl and the records beside it")
     first = min(job.at for job in fitted.values())
@@ -219,26 +221,18 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, Any]:
 
 def _engine(requests: Sequence[_Request]) -> tuple[float, float]:
     """`tokens_per_s` and `half_batch` of a shard: seconds per token grow along a line with the requests beside it."""
-    weights = [float(request.tokens) for request in requests]
-    beside = [request.others for request in requests]
-    each = [(request.ended - request.begun) / request.tokens for request in requests]
-    total = sum(weights)
-    mean_beside = sum(w * n for w, n in zip(weights, beside, strict=True)) / total
-    mean_each = sum(w * s for w, s in zip(weights, each, strict=True)) / total
-    spread = sum(w * (n - mean_beside) ** 2 for w, n in zip(weights, beside, strict=True))
-    slope = (
-        sum(w * (n - mean_beside) * (s - mean_each) for w, n, s in zip(weights, beside, each, strict=True)) / spread
-        if spread
-        else 0.0
-    )
-    alone = mean_each - slope * mean_beside
+    beside = np.array([request.others for request in requests])
+    each = np.array([(request.ended - request.begun) / request.tokens for request in requests])
+    tokens = np.array([request.tokens for request in requests], dtype=float)
+    mean_beside, mean_each = np.average(beside, weights=tokens), float(np.average(each, weights=tokens))
+    # Each request counts by its tokens; numpy weighs what it squares.
+    slope, alone = np.polyfit(beside, each, 1, w=np.sqrt(tokens)) if np.ptp(beside) else (0.0, mean_each)
     if slope <= 0:
         return 1.0 / max(mean_each, 1e-6), _UNLIMITED_BATCH
     if alone <= 0:
         # Nothing is gained by running alone: the time of a token is that of the whole batch.
-        alone = mean_each / (1.0 + mean_beside)
-        slope = alone
-    return 1.0 / alone, max(alone / slope, 1e-3)
+        alone = slope = mean_each / (1.0 + mean_beside)
+    return float(1.0 / alone), max(float(alone / slope), 1e-3)
 
 
 def _costs_section(costs: _Costs) -> dict[str, float]:
