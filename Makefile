@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TEST_SESSIONS (0: one; on larger machines as many as there are pairs of cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TEST_SESSIONS (2: tests that start Ray or an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 READY_DEV := $(VENV)/.installed-dev
 RESULTS := results/arithmetic
-TEST_SESSIONS ?= 0
+TEST_SESSIONS ?= 2
 MINUTES ?= 60
 
 export PYTHONUNBUFFERED := 1
@@ -54,7 +54,7 @@ $(RESULTS)/base/config.json: examples/make_tiny_model.py | $(READY)
 
 # NRL_REQUIRE_MOONCAKE=1 (as in .ci/run) turns what cannot run here into failures; otherwise the closing lines name it.
 test: $(READY_DEV) mooncake-libs ## every test
-	$(BIN)/python -m pytest -n $(TEST_SESSIONS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_SESSIONS) --dist loadscope
 
 mooncake-libs: $(VENV)/native ## the shared libraries that Mooncake needs and the system lacks, beside the environment (no root)
 
@@ -69,7 +69,7 @@ test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the in
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
 
-chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with parts of it killed for MINUTES (60)
+chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with each part of it killed in turn for MINUTES (60)
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
 	$(BIN)/python tools/chaos.py --minutes $(MINUTES) --folder results/chaos
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from shapes import make_model, make_prompts  # noqa: E402
+from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
 
 CONFIGS = ROOT / "examples" / "configs"
 ARITHMETIC = {
@@ -176,7 +176,9 @@ def throughput_config(args: argparse.Namespace, model: Path, prompts: Path, cont
 
 
 def throughput(args: argparse.Namespace) -> None:
-    """Samples per second of every contender, over the steps after the second."""
+    """Samples per second of every contender, over the steps after the second and before the last, while whose training
+    nothing is left to generate.
+    """
     import yaml
 
     from nemo_rl.utils.record import read_record
@@ -189,9 +191,10 @@ def throughput(args: argparse.Namespace) -> None:
     rates: dict[str, dict[str, float]] = {}
     contenders = [
         Contender("sync", 0),
-        *(Contender(f"async, age {age}", age) for age in args.ages),
         *(Contender(f"streaming, lookahead {window}", window, streams=True) for window in args.windows),
+        *(Contender(f"async, age {age}", age) for age in args.ages),
     ]
+    print(f"this host adds 20 million numbers in Python in {host_speed_s():.2f} s", flush=True)
     for contender in contenders:
         name = contender.name
         file = name.replace(", ", "_").replace(" ", "_")
@@ -201,7 +204,7 @@ def throughput(args: argparse.Namespace) -> None:
         (record,) = (work / f"logs_{file}").glob("exp_*/record.jsonl")
 
         def later(key: str, metrics: Any = metrics) -> float:
-            values = metrics.scalars(key)[1][2:]
+            values = metrics.scalars(key)[1][2:-1]
             return statistics.mean(values) if values else 0.0
 
         generation = "exposed_generation" if contender.separate else "generation"
@@ -217,7 +220,7 @@ def throughput(args: argparse.Namespace) -> None:
             "longest": later("train/max_gen_tokens_per_sample"),
             "lag": later("train/lag/mean"),
             "mixed_share": later("train/mixed_share"),
-            "hidden_share": read_timeline(read_record(record, recover=True)).hidden_share(first=2),
+            "hidden_share": read_timeline(read_record(record, recover=True)).hidden_share(2, args.steps - 1),
             "wall_s": wall,
         }
         print(f"{name:23s} " + "  ".join(f"{key}={value:,.3f}" for key, value in rates[name].items()), flush=True)

@@ -1,10 +1,15 @@
 """Seconds per phase of a GRPO step on one GPU, against plain vLLM and TRL's GRPOTrainer in the same run.
 
-    python benchmarks/grpo_step.py --shape 0.5b [--steps 4] [--skip trl] [--work DIR]
+    python benchmarks/grpo_step.py --shape 0.5b [--steps 4] [--trl 8,defaults 8 8,liger 16,liger 32,liger] [--skip trl]
+    [--work DIR]
 
 Random weights of a Qwen2.5 shape, bfloat16, colocated, 64 prompts x 8 samples, 512 + 512 tokens, no KL penalty,
-strictly on-policy. Every contender runs in a process of its own, one after the other; figures are medians over the
-steps after the first. Prints a table and, last, the ratios.
+strictly on-policy, and a tokenizer that knows every id. First TRL runs three steps with every setting of `--trl`: a
+micro-batch, with `liger` its Liger kernels, and with `defaults` its correction of the importance weights, which costs
+a pass over all samples and which strictly on-policy training does without (padding-free batches, TRL's GRPO has none).
+The fastest setting counts. Then every contender runs alone on the GPU in a process of its own, in one order and in the
+other; figures are medians over the steps after the first of both runs. Prints a table with the spread of steps and,
+last, the ratios.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 
-from shapes import make_model, make_prompts  # noqa: E402
+from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 512, 512
 
@@ -103,13 +108,13 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
 
 def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
     """Our loop; medians of its own timers."""
-    from nemo_rl.algorithms.grpo.command import run_to_end
+    from nemo_rl.algorithms.commands import grpo_to_end
     from nemo_rl.config import MasterConfig, check_config
     from nemo_rl.utils.metrics_file import read_metrics
 
     config = MasterConfig(**our_config(args, model, prompts))
     check_config(config)
-    if run_to_end(config) != 0:
+    if grpo_to_end(config) != 0:
         raise SystemExit("our run failed")
     metrics = read_metrics(config.logger.log_dir)
 
@@ -117,11 +122,13 @@ def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, 
         values = metrics.scalars(name)[1][1:]
         return statistics.median(values) if values else 0.0
 
-    step = median("timing/train/total_step_time")
+    steps = metrics.scalars("timing/train/total_step_time")[1][1:]
+    step = statistics.median(steps)
     generated = args.prompts * args.generations * args.new_tokens
     refit = metrics.scalars("refit/total_s")[1]
     gib = metrics.scalars("refit/gib")[1]
     return {
+        "steps": steps,
         "step_s": step,
         "generation_s": median("timing/train/generation"),
         "train_s": median("timing/train/policy_training"),
@@ -175,13 +182,38 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
         engine.reset_prefix_cache()
     generation = statistics.median(seconds[1:])
     return {
+        "steps": seconds[1:],
         "generation_s": generation,
         "generation_tokens_per_s": args.prompts * args.generations * args.new_tokens / generation,
     }
 
 
+class TrlSetting(NamedTuple):
+    """How TRL is set up: written `8`, `8,liger`, `8,defaults` or with both words."""
+
+    micro_batch: int
+    liger: bool
+    defaults: bool
+
+    @classmethod
+    def parse(cls, text: str) -> TrlSetting:
+        """Reads it."""
+        size, *words = text.split(",")
+        if not size.isdigit() or set(words) - {"liger", "defaults"}:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a micro-batch, then `liger`, `defaults` or nothing")
+        return cls(int(size), "liger" in words, "defaults" in words)
+
+    def __str__(self) -> str:
+        """As it is written."""
+        words = [word for word, chosen in (("liger", self.liger), ("defaults", self.defaults)) if chosen]
+        return ",".join([str(self.micro_batch), *words])
+
+
 def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
-    """TRL's GRPOTrainer with vLLM colocated on the same model, prompts, lengths and reward."""
+    """TRL's GRPOTrainer with vLLM colocated on the same model, prompts, lengths and reward, with the first of
+    `args.trl`.
+    """
+    setting: TrlSetting = args.trl[0]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     from datasets import load_dataset
     from transformers import TrainerCallback
@@ -198,8 +230,10 @@ def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, A
 
     config = GRPOConfig(
         output_dir=str(Path(args.work) / "trl"),
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=args.prompts * args.generations // 8,
+        per_device_train_batch_size=setting.micro_batch,
+        gradient_accumulation_steps=args.prompts * args.generations // setting.micro_batch,
+        use_liger_kernel=setting.liger,
+        vllm_importance_sampling_correction=setting.defaults,
         num_generations=args.generations,
         max_completion_length=args.new_tokens,
         max_steps=args.steps,
@@ -225,8 +259,9 @@ def run_trl(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, A
     )
     marks.append(time.perf_counter())
     trainer.train()
-    step = statistics.median([b - a for a, b in itertools.pairwise(marks)][1:])
-    return {"step_s": step, "samples_per_s": args.prompts * args.generations / step}
+    steps = [b - a for a, b in itertools.pairwise(marks)][1:]
+    step = statistics.median(steps)
+    return {"steps": steps, "step_s": step, "samples_per_s": args.prompts * args.generations / step}
 
 
 RUNNERS = {"ours": run_ours, "vllm": run_plain_vllm, "trl": run_trl}
@@ -251,7 +286,15 @@ def main() -> None:
         action="store_true",
         help="also compute log-probabilities before the step, as off-policy runs do",
     )
+    parser.add_argument("--once", action="store_true", help="every contender once, in one order")
     parser.add_argument("--skip", nargs="*", default=[], choices=list(RUNNERS))
+    parser.add_argument(
+        "--trl",
+        nargs="+",
+        type=TrlSetting.parse,
+        default=[TrlSetting.parse(text) for text in ("8,defaults", "4", "8", "8,liger", "16,liger", "32,liger")],
+        help="TRL's settings; the fastest counts",
+    )
     parser.add_argument("--work", default="/tmp/nemo_rl_bench")
     parser.add_argument("--only", choices=list(RUNNERS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -262,19 +305,48 @@ def main() -> None:
     if args.only:
         print("RESULT " + json.dumps(RUNNERS[args.only](args, model, prompts)), flush=True)
         return
-    results: dict[str, dict[str, Any]] = {}
-    for name in RUNNERS:
-        if name not in args.skip:
-            results[name] = _in_own_process(name)
-    _print_table(args, results)
+    print(f"this host adds 20 million numbers in Python in {host_speed_s():.2f} s", flush=True)
+    contenders = [name for name in RUNNERS if name not in args.skip]
+    if "trl" in contenders and len(args.trl) > 1:
+        args.trl = [_fastest(args.trl)]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for name in [*contenders, *(() if args.once else reversed(contenders))]:
+        found = _in_own_process(name, ["--trl", str(args.trl[0]), "--steps", str(args.steps)])
+        print(f"{name}: steps of {_seconds(found.get('steps', []))} s", flush=True)
+        results[name] += [found] if found else []
+    _print_table(args, {name: _joined(runs) for name, runs in results.items() if runs})
 
 
-def _in_own_process(name: str) -> dict[str, Any]:
+def _fastest(settings: list[TrlSetting]) -> TrlSetting:
+    """The setting with which TRL's second and third step take least time."""
+    times: dict[TrlSetting, float] = {}
+    for setting in settings:
+        found = _in_own_process("trl", ["--trl", str(setting), "--steps", "3"])
+        if found:
+            times[setting] = found["step_s"]
+            print(f"TRL with {setting}: steps of {_seconds(found['steps'])} s", flush=True)
+    if not times:
+        raise SystemExit("TRL ran with none of its settings")
+    return min(times, key=lambda setting: times[setting])
+
+
+def _seconds(steps: list[float]) -> str:
+    return ", ".join(f"{step:.2f}" for step in steps)
+
+
+def _joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of both runs' steps; of other figures, the mean."""
+    steps = [step for run in runs for step in run["steps"]]
+    joined = {key: statistics.mean(run[key] for run in runs) for key in runs[0] if key != "steps"}
+    return joined | {"median_s": statistics.median(steps), "shortest_s": min(steps), "longest_s": max(steps)}
+
+
+def _in_own_process(name: str, chosen: list[str]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     log = Path("/tmp") / f"bench_{name}.log"
     with log.open("w") as file:
         finished = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--only", name],
+            [sys.executable, __file__, *sys.argv[1:], *chosen, "--only", name],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -283,7 +355,8 @@ def _in_own_process(name: str) -> dict[str, Any]:
     lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
     if finished.returncode or not lines:
         print(
-            f"{name} failed (exit code {finished.returncode}):\n" + "\n".join(log.read_text().splitlines()[-40:]),
+            f"{name} {' '.join(chosen)} failed (exit code {finished.returncode}):\n"
+            + "\n".join(log.read_text().splitlines()[-40:]),
             flush=True,
         )
         return {}
@@ -301,7 +374,10 @@ def _print_table(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -
     if ours and vllm:
         print(f"generation / plain vLLM: {ours['generation_tokens_per_s'] / vllm['generation_tokens_per_s']:.3f}")
     if ours and trl:
-        print(f"samples per second / TRL: {ours['samples_per_s'] / trl['samples_per_s']:.2f}")
+        print(
+            f"seconds a step, TRL with {args.trl[0]} / ours: {trl['median_s'] / ours['median_s']:.2f} "
+            f"({trl['shortest_s'] / ours['longest_s']:.2f} to {trl['longest_s'] / ours['shortest_s']:.2f})"
+        )
 
 
 if __name__ == "__main__":

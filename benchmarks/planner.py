@@ -1,4 +1,4 @@
-"""How long one full plan takes, at four sizes; the last line is the figure in milliseconds for the largest.
+"""How long one full plan takes, at five sizes; the last line is the figure in milliseconds for the largest.
 
     python benchmarks/planner.py
 
@@ -21,7 +21,7 @@ from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.topology import Pool, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Demand, Phase, Priority, Want
 
-SIZES = ((16, 256), (64, 1024), (256, 2560), (1000, 10000))
+SIZES = ((16, 256), (64, 1024), (256, 2560), (1000, 10000), (3000, 30000))
 WIDTH, TRAIN, REPEATS = 64, 16, 5
 
 

@@ -1,19 +1,24 @@
 """Models of well-known shapes with random weights, and prompts of an exact length: what benchmarks run on.
 
-Nothing is downloaded; throughput does not depend on what weights say. The tokenizer is byte-level, so a prompt of N
-ASCII characters has exactly N tokens.
+Nothing is downloaded; throughput does not depend on what weights say. The tokenizer reads byte by byte, so a prompt of
+N ASCII characters has exactly N tokens, and knows every id of the model's vocabulary, so that responses are text of the
+usual length: a trainer that decodes them does the work that it does with a real tokenizer.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import string
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from make_tiny_model import make_tokenizer
@@ -97,13 +102,33 @@ def _config(shape: str) -> Any:
     )
 
 
+def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with a made-up word of five characters for every id above those of bytes and specials."""
+    tokenizer = make_tokenizer()
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    known = len(tokenizer)
+    letters = itertools.product(string.ascii_lowercase, repeat=4)
+    words = ("\u0120" + "".join(word) for word in letters)  # "\u0120" is a space to a byte-level tokenizer
+    description["model"]["vocab"] |= dict(zip(words, range(known, vocabulary), strict=False))
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(description)),
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        chat_template=tokenizer.chat_template,
+        model_max_length=tokenizer.model_max_length,
+    )
+    if len(whole) != vocabulary:
+        raise AssertionError(f"the tokenizer knows {len(whole)} ids of {vocabulary}")
+    return whole
+
+
 def make_config(shape: str, directory: Path) -> Path:
     """Writes configuration and tokenizer of a shape without weights, for engines that start with dummy ones."""
     path = directory / f"{shape}-config"
     config = _config(shape)
     config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
+    _tokenizer(config.vocab_size).save_pretrained(path)
     return path
 
 
@@ -114,14 +139,13 @@ def make_model(shape: str, directory: Path, *, seed: int = 0) -> Path:
     path = directory / shape
     if (path / "config.json").exists():
         return path
-    tokenizer = make_tokenizer()
     config = _config(shape)
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    _tokenizer(config.vocab_size).save_pretrained(path)
     return path
 
 
@@ -134,3 +158,13 @@ def make_prompts(count: int, length: int, path: Path, *, seed: int = 0) -> Path:
             text = "".join(generator.choices(string.ascii_lowercase, k=length))
             file.write(json.dumps({"input": text, "output": "0", "prompt": text}) + "\n")
     return path
+
+
+def host_speed_s() -> float:
+    """Seconds of 20 million additions in Python. Hosts differ by a factor of two in what their processors feed to the
+    accelerators, so figures of two hosts are compared with this beside them.
+    """
+    began, total = time.perf_counter(), 0
+    for number in range(20_000_000):
+        total += number
+    return time.perf_counter() - began

@@ -1,11 +1,12 @@
 """How long a run takes from its command to its first step and from its last step to its end, of two commits.
 
-    python benchmarks/startup.py [--against COMMIT] [--runs 3] [--script grpo|sft]
+    python benchmarks/startup.py [--against COMMIT|FOLDER] [--runs 3] [--script grpo|sft] [--shape tiny|0.5b]
 
-Checks COMMIT out into a temporary worktree and runs the shipped arithmetic configuration for one step, there and here
-in turn, with a tiny model and nothing saved. Prints medians in seconds: until the first step begins, until the process
-has ended after that step, and the processor seconds that all processes of the run had taken by the first step, which
-other work on the machine changes least. `COMMIT` is the parent of the checked-out commit by default.
+Checks COMMIT out into a temporary worktree (FOLDER is one already) and runs the shipped arithmetic configuration for
+one step, there and here in turn, with a tiny model and nothing saved; a larger shape runs in bfloat16 on one GPU.
+Prints medians in seconds: until the first step begins, until the process has ended after that step, and the processor
+seconds that all processes of the run had taken by the first step, which other work on the machine changes least.
+`COMMIT` is the parent of the checked-out commit by default.
 """
 
 from __future__ import annotations
@@ -44,6 +45,20 @@ SCRIPTS = {
 }
 
 
+ON_A_GPU = (
+    "cluster.device=cuda",
+    "policy.precision=bfloat16",
+    "policy.max_total_sequence_length=1024",
+    "policy.sequence_packing.train_mb_tokens=8192",
+    "policy.sequence_packing.logprob_mb_tokens=16384",
+    "policy.generation.max_new_tokens=512",
+    "policy.generation.vllm_cfg.max_model_len=1024",
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.5",
+    "policy.generation.vllm_kwargs.kv_cache_memory_bytes=null",
+    "data.max_input_seq_length=512",
+)
+
+
 @dataclass(frozen=True)
 class Times:
     """Of one run, in seconds.
@@ -61,7 +76,10 @@ class Times:
 
 @contextmanager
 def checked_out(commit: str) -> Iterator[Path]:
-    """A worktree of a commit, for the block."""
+    """A worktree of a commit, for the block, or the folder of that name."""
+    if (Path(commit) / "nemo_rl").is_dir():
+        yield Path(commit).resolve()
+        return
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -72,8 +90,8 @@ def checked_out(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def measured(tree: Path, model: Path, script: str) -> Times:
-    """Runs one step of a checkout's example.
+def measured(tree: Path, model: Path, script: str, settings: tuple[str, ...] = ()) -> Times:
+    """Runs one step of a checkout's example, with further overrides.
 
     Raises:
         RuntimeError: The run failed, or took longer than a quarter of an hour; with what it printed.
@@ -85,9 +103,9 @@ def measured(tree: Path, model: Path, script: str) -> Times:
         command = [sys.executable, f"examples/{program}", "--config", f"examples/configs/{config}"]
         began = time.time()
         process = subprocess.Popen(
-            [*command, *overrides, *places],
+            [*command, *overrides, *places, *settings],
             cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "RAY_ADDRESS": "local", _MARK: mark},
+            env=os.environ | {"PYTHONPATH": on_path(tree), "RAY_ADDRESS": "local", _MARK: mark},
             stdout=said,
             stderr=said,
         )
@@ -105,6 +123,11 @@ def measured(tree: Path, model: Path, script: str) -> Times:
             said.seek(0)
             raise RuntimeError(f"{tree}: exit code {code}\n{said.read()[-4000:]}")
     return Times(step["time"] - step["total_step_time"] - began, processor, ended - step["time"])
+
+
+def on_path(tree: Path) -> str:
+    """`PYTHONPATH` with a checkout before what is there."""
+    return os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
 
 
 def _wait_for_step(logs: Path, process: subprocess.Popen[bytes], mark: str) -> tuple[dict[str, float], float]:
@@ -146,15 +169,22 @@ def main() -> None:
     parser.add_argument("--against", default="HEAD~1", help="commit to compare with")
     parser.add_argument("--runs", type=int, default=3, help="runs of each")
     parser.add_argument("--script", choices=list(SCRIPTS), default="grpo")
+    parser.add_argument("--shape", default="tiny", help="of the model; tiny on CPU, others on a GPU")
     options = parser.parse_args()
+    on_a_gpu = options.shape != "tiny"
     with tempfile.TemporaryDirectory(prefix="startup-model-") as folder, checked_out(options.against) as tree:
         model = Path(folder) / "tiny"
         make = [sys.executable, "examples/make_tiny_model.py", str(model), "--layers", "2", "--hidden", "128"]
-        subprocess.run(make, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+        if on_a_gpu:
+            making = f"make_model({options.shape!r}, Path({folder!r}))"
+            make[1:] = ["-c", f"from pathlib import Path; from shapes import make_model; {making}"]
+            model = Path(folder) / options.shape
+        env = os.environ | {"PYTHONPATH": os.pathsep.join((on_path(ROOT), str(ROOT / "benchmarks")))}
+        subprocess.run(make, cwd=ROOT, env=env, check=True, capture_output=True)
         found: dict[str, list[Times]] = {options.against: [], "here": []}
         for _ in range(options.runs):
             for name, place in ((options.against, tree), ("here", ROOT)):
-                times = measured(place, model, options.script)
+                times = measured(place, model, options.script, ON_A_GPU if on_a_gpu else ())
                 found[name].append(times)
                 load = os.getloadavg()[0]
                 print(f"{name}: {times} load={load:.1f}", file=sys.stderr, flush=True)

@@ -119,19 +119,44 @@ def shared(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Sp
 
 
 def hand_overs(log_dir: Path) -> str:
-    """From the decision to give GPUs to somebody until they are used: a line of figures."""
+    """Lines of figures: from the decision to give GPUs to somebody until they are used, and from the request for
+    training GPUs to the grant, beside what it is held to: twice a sleep and a sync of this run, and 0.5 s.
+    """
+    from nemo_rl.time_sharing.log import events as ev
     from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+    from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Phase
     from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
 
     watch = HandoverWatch()
+    asked: dict[str, float] = {}
+    waits: list[float] = []
+    since: dict[tuple[str, int], tuple[Phase, float]] = {}
+    lasted: dict[Phase, list[float]] = {Phase.SLEEPING: [], Phase.SYNCING: []}
     for entry in merge_by_machine_time(sorted((log_dir / "latest").glob("*.jsonl"))):
         watch.take(entry.time, entry.event)
+        match entry.event:
+            case ev.Requested(cluster=cluster) as request if cluster == ACTOR_TRAIN:
+                asked[request.pipeline] = entry.time
+            case ev.Granted(cluster=cluster) as grant if cluster == ACTOR_TRAIN and grant.pipeline in asked:
+                waits.append(entry.time - asked.pop(grant.pipeline))
+            case ev.RankMoved() as moved:
+                before, began = since.get((moved.pipeline, moved.rank), (Phase.ASLEEP, entry.time))
+                if before in lasted:
+                    lasted[before].append(entry.time - began)
+                since[moved.pipeline, moved.rank] = moved.phase, entry.time
     lines = []
     for what, chosen in (("training", False), ("a rank", True)):
         seconds = [found.seconds for found in watch.found if found.what.startswith("rank") == chosen]
-        p50, p99 = percentile(seconds, 50), percentile(seconds, 99)
-        lines.append(f"{what}: {len(seconds)} hand-overs, p50 {p50:.2f} s, p99 {p99:.2f} s")
-    return "; ".join(lines)
+        lines.append(f"{what}, decision to use: {_spread(seconds)}")
+    floor = sum(percentile(seconds, 50) for seconds in lasted.values())
+    lines.append(f"training, request to grant: {_spread(waits)}; 2 x (sleep + sync) + 0.5 s is {2 * floor + 0.5:.2f} s")
+    return "\n".join(lines)
+
+
+def _spread(seconds: list[float]) -> str:
+    from nemo_rl.time_sharing.viewing.handovers import percentile
+
+    return f"{len(seconds)} hand-overs, p50 {percentile(seconds, 50):.2f} s, p99 {percentile(seconds, 99):.2f} s"
 
 
 def makespan(spans: dict[str, Span]) -> float:

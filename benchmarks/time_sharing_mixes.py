@@ -1,13 +1,14 @@
-"""Runs the shipped mixes of jobs in four ways over generation : train ratios, length spreads and seeds, and prints one
-table per mix.
+"""Runs mixes of jobs in every way of running them, and prints one table per mix.
 
     python benchmarks/time_sharing_mixes.py [--mix two_jobs twelve_jobs two_hundred_jobs] [--seeds 20] [--processes 2]
     [--keep FOLDER]
+    python benchmarks/time_sharing_mixes.py --mix drawn --seeds 6    # all mixes of drawn_mixes.py; or by name
 
-The ratio is that of the job's own generation time alone on its GPUs to its training time. The last line of each mix
-says whether the promises hold: total time against one after the other, the static split and the gap-ratio rule, p99
-slowdown against the last two. Seeds run in turn over all cells, so with `--keep` a run that was cut short can be shown,
-with fewer seeds, or gone on with later.
+The shipped mixes run over generation : train ratios and length spreads; the ratio is that of the job's own generation
+time alone on its GPUs to its training time. Of a drawn mix each seed draws other jobs. The last line of each mix says
+whether the promises hold: total time against one after the other, the static split, the batch queue and the gap-ratio
+rule, p99 slowdown against the last three. Seeds run in turn over all cells, so with `--keep` a run that was cut short
+can be shown, with fewer seeds, or gone on with later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, GAP_RATIO_DECISIONS, OURS, SERIAL, STATIC, WAYS
+from drawn_mixes import CHEAP, DRAWN, drawn
+
+from nemo_rl.time_sharing.simulation.baselines import (
+    GAP_RATIO,
+    GAP_RATIO_DECISIONS,
+    OURS,
+    QUEUE,
+    QUEUE_LIMITS,
+    QUEUES,
+    SERIAL,
+    STATIC,
+    WAYS,
+)
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario, load_scenario
 from nemo_rl.time_sharing.simulation.tables import way_table
@@ -38,8 +51,8 @@ instead of simulated as a whole."""
 
 
 class Cell(NamedTuple):
-    """One column of the table: a mix at one generation : train ratio and length spread; `keep` is where its runs are
-    kept.
+    """One column of the table: a mix at one generation : train ratio and length spread (0 for a drawn mix); `keep` is
+    where its runs are kept. `cheap`: a drawn mix with the hand-overs of a small model.
     """
 
     mix: str
@@ -47,6 +60,16 @@ class Cell(NamedTuple):
     sigma: float
     keep: Path | None
     ways: tuple[str, ...] = WAYS
+    cheap: bool = False
+
+    def scenario(self, seed: int) -> Scenario:
+        if self.mix in DRAWN:
+            return drawn(self.mix, seed, CHEAP if self.cheap else None)
+        return variant(load_scenario(EXAMPLES / f"{self.mix}.yaml"), self.ratio, self.sigma)
+
+    @property
+    def title(self) -> str:
+        return self.mix if self.mix in DRAWN else f"{self.mix}: generation:train {self.ratio:g}:1, sigma {self.sigma:g}"
 
 
 def variant(scenario: Scenario, ratio: float, sigma: float) -> Scenario:
@@ -81,11 +104,11 @@ def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
         kept = _load(cell, seed, name)
         if kept is None:
             if scenario is None or alone is None:
-                scenario = variant(load_scenario(EXAMPLES / f"{cell.mix}.yaml"), cell.ratio, cell.sigma)
+                scenario = cell.scenario(seed)
                 alone = AloneTimes(
                     scenario, {(job, seed): run for job, run in (_load(cell, seed, "alone") or {}).items()}
                 )
-            composed = name in (SERIAL, STATIC) and len(scenario.jobs) >= COMPOSED_FROM
+            composed = name in (SERIAL, STATIC, *QUEUES) and (cell.mix in DRAWN or len(scenario.jobs) >= COMPOSED_FROM)
             kept = {name: compose(scenario, name, seed, alone) if composed else run_way(scenario, name, seed, alone)}
             _save(cell, seed, name, kept)
             _save(cell, seed, "alone", {job: run for (job, _), run in alone.known.items()})
@@ -94,7 +117,12 @@ def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
 
 
 def _file(cell: Cell, seed: int, name: str) -> Path | None:
-    return None if cell.keep is None else cell.keep / f"{cell.mix}-{cell.ratio:g}-{cell.sigma:g}-{seed}-{name}.json"
+    return (
+        None
+        if cell.keep is None
+        else cell.keep
+        / (f"{cell.mix}-{cell.ratio:g}-{cell.sigma:g}{'-cheap' if cell.cheap else ''}-{seed}-{name}.json")
+    )
 
 
 def _load(cell: Cell, seed: int, name: str) -> dict[str, Outcome] | None:
@@ -117,21 +145,21 @@ def _save(cell: Cell, seed: int, name: str, runs: dict[str, Outcome]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mix", nargs="*", default=list(MIXES), choices=MIXES)
+    parser.add_argument("--mix", nargs="*", default=list(MIXES), choices=(*MIXES, "drawn", *DRAWN))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--ratio", nargs="*", type=float, default=list(RATIOS))
     parser.add_argument("--sigma", nargs="*", type=float, default=list(SIGMAS))
     parser.add_argument("--keep", type=Path, help="folder in which each run is kept, and looked for")
     parser.add_argument("--decisions", action="store_true", help="also the gap-ratio rule without its serial cycles")
+    parser.add_argument("--cheap", action="store_true", help="drawn mixes with the hand-overs of a small model")
     chosen = parser.parse_args(arguments)
     ways = (*WAYS, GAP_RATIO_DECISIONS) if chosen.decisions else WAYS
     with ProcessPoolExecutor(chosen.processes, initializer=gc.set_threshold, initargs=(200_000, 20, 20)) as pool:
-        for mix in chosen.mix:
+        for mix in [name for given in chosen.mix for name in (DRAWN if given == "drawn" else (given,))]:
+            cells = [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio]
             run_mix(
-                pool,
-                [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio],
-                chosen.seeds,
+                pool, [Cell(mix, 0.0, 0.0, chosen.keep, ways, chosen.cheap)] if mix in DRAWN else cells, chosen.seeds
             )
 
 
@@ -139,28 +167,30 @@ def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> Non
     began = time.perf_counter()
     todo = [(cell, seed) for seed in range(seeds) for cell in cells]
     runs = dict(zip(todo, pool.map(run_seed, *zip(*todo, strict=True)), strict=True))
-    worst = {"serial": float("inf"), "static": 0.0, "gap": 0.0, "p99_static": 0.0, "p99_gap": 0.0}
+    worst = {"serial": float("inf")}
+    others = {"static": STATIC, "queue": QUEUE, "queue_limits": QUEUE_LIMITS, "gap": GAP_RATIO}
+    if GAP_RATIO_DECISIONS in cells[0].ways:
+        others["decisions"] = GAP_RATIO_DECISIONS
     unfinished = 0
     for cell in cells:
         outcome = {name: [runs[cell, seed][name] for seed in range(seeds)] for name in cell.ways}
-        print(f"{cell.mix}: generation:train {cell.ratio:g}:1, sigma {cell.sigma:g}, {seeds} seeds", flush=True)
+        print(f"{cell.title}, {seeds} seeds", flush=True)
         show(way_table(list(outcome.items())))
         total = {name: statistics.fmean(o.total_s for o in outcome[name]) for name in cell.ways}
         p99 = {name: statistics.fmean(o.p99_slowdown for o in outcome[name]) for name in cell.ways}
         line = {"serial": total[SERIAL] / total[OURS]}
-        for key, other in [("static", STATIC), ("gap", GAP_RATIO), ("decisions", GAP_RATIO_DECISIONS)][
-            : len(cell.ways) - 2
-        ]:
+        for key, other in others.items():
             line |= {key: total[OURS] / total[other], f"p99_{key}": p99[OURS] / p99[other]}
         print("  ours: " + ", ".join(f"{key} {value:.4f}" for key, value in line.items()))
-        worst = {key: (min if key == "serial" else max)(value, line[key]) for key, value in worst.items()}
+        for key, value in line.items():
+            worst[key] = (min if key == "serial" else max)(value, worst.get(key, value))
         unfinished += sum(len(o.unfinished) for o in outcome[OURS])
     print(
         f"{cells[0].mix}: at least {worst['serial']:.2f}x better than one after the other; total at most "
-        f"{worst['static']:.3f} of static split, "
+        f"{worst['static']:.3f} of static split, {worst['queue']:.3f} and {worst['queue_limits']:.3f} of the queue, "
         f"{worst['gap']:.3f} of gap-ratio; p99 slowdown at most {worst['p99_static']:.4f} of static split, "
-        f"{worst['p99_gap']:.4f} of gap-ratio; "
-        f"{unfinished} jobs unfinished; {seeds} seeds in {time.perf_counter() - began:.0f} s\n",
+        f"{worst['p99_queue']:.4f} and {worst['p99_queue_limits']:.4f} of the queue, {worst['p99_gap']:.4f} of "
+        f"gap-ratio; {unfinished} jobs unfinished; {seeds} seeds in {time.perf_counter() - began:.0f} s\n",
         flush=True,
     )
 

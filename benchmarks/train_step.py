@@ -120,6 +120,7 @@ def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path)
         policy=policy_section(args, model, backend, sequence), loss_fn={"reference_policy_kl_penalty": 0.0}
     )
     worker = PolicyWorker(config.policy, init_reference_model=False)
+    worker.build()
     device = worker.backend.device
     peaks = [matmul_tflops(device, args.precision)]
     here = rows(args, sequence) // args.gpus

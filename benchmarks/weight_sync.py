@@ -243,7 +243,7 @@ def serving(engines: Any, elastic: Any, refreshes: int) -> dict[str, float]:
     seconds = []
     for _ in range(refreshes):
         started = time.perf_counter()
-        elastic.refresh(recompute_kv=True)
+        elastic.refresh()
         seconds.append(time.perf_counter() - started)
         time.sleep(0.5)
     stop.set()
@@ -284,6 +284,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.generation.elastic import ElasticGeneration
     from nemo_rl.models.generation.vllm import VllmGeneration
+    from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
     from nemo_rl.weight_sync.session import SyncOptions
 
     model = make_config(args.shape, Path(args.work))
@@ -296,14 +297,9 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
     )
     began = time.perf_counter()
     engines = VllmGeneration(
-        cluster,
-        config.policy,
-        config.cluster,
+        start_engine_actors(cluster, config.policy, config.cluster, seed=1, colocated=False, sleeps=True),
         pad_token_id=256,
         stop_token_ids=[],
-        seed=1,
-        colocated=False,
-        sleeps=True,
     )
     owner: Any = None
     through = None
@@ -338,7 +334,7 @@ def measure(args: argparse.Namespace, rate: float, cuda: bool) -> None:
         first, *runs = (timed_cycle(number, engines, elastic) for number in range(args.cycles + 1))
         median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         grown = runs[-1]["asleep_gib"] - runs[0]["asleep_gib"]
-        refreshed = elastic.refresh()
+        refreshed = elastic.refresh().sync
         pauses = serving(engines, elastic, args.refreshes) if args.refreshes else {}
     finally:
         engines.shutdown()

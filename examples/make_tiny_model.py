@@ -77,11 +77,11 @@ def make_model(
     }
     torch.manual_seed(seed)
     if not experts:
-        return Qwen3ForCausalLM(Qwen3Config(**sizes)).to(torch.float32)
+        return Qwen3ForCausalLM(Qwen3Config(**sizes)).float()
     routed = Qwen3MoeConfig(
         **sizes, moe_intermediate_size=2 * hidden, num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True
     )
-    return Qwen3MoeForCausalLM(routed).to(torch.float32)
+    return Qwen3MoeForCausalLM(routed).float()
 
 
 def save_tiny_model(
@@ -96,7 +96,7 @@ def save_tiny_model(
 ) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """Writes model and tokenizer to `out_dir` and returns the model."""
     tokenizer = make_tokenizer()
-    eos, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    eos, pad = (tokenizer.get_vocab()[token] for token in ("<|im_end|>", "<|endoftext|>"))
     # Rounded up so that the vocabulary divides over any small tensor-parallel size.
     vocab_size = (len(tokenizer) + 63) // 64 * 64
     model = make_model(

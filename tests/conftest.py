@@ -5,6 +5,7 @@ Hypothesis examples have no time limit of their own, since a busy machine is no 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -18,6 +19,8 @@ from types import ModuleType
 import hypothesis
 import psutil
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 _SESSION_MARK = "NRL_TEST_SESSION"
@@ -29,6 +32,26 @@ hypothesis.settings.load_profile("nemo_rl")
 
 # The session has a cluster of its own, whatever else runs on this machine.
 os.environ.setdefault("RAY_ADDRESS", "local")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Of two sessions side by side one starts Ray and engines, and mostly waits for them; the other does the rest."""
+    return _EnginesApart(config, log)
+
+
+class _EnginesApart(LoadScopeScheduling):
+    """A file is given to one session; with two sessions, all files that start Ray or an engine to the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "engines" if self.numnodes <= 2 and _starts_engines(path) else path
+
+
+@functools.cache
+def _starts_engines(path: str) -> bool:
+    text = (ROOT / path).read_text()
+    return "pytest.mark.ray" in text or "pytest.mark.vllm" in text
 
 
 @pytest.fixture(autouse=True)

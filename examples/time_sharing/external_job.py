@@ -19,9 +19,9 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
-from nemo_rl.time_sharing.agents.actors import RayLink, agent_actor_name, start_scheduler, stop_scheduler
+from nemo_rl.time_sharing.agents.actors import RayLink, start_scheduler, stop_scheduler
 from nemo_rl.time_sharing.agents.external import ExternalJob
-from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
 from nemo_rl.time_sharing.protocol.topology import Pool

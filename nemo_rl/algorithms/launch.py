@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from nemo_rl.config import load_master_config
 from nemo_rl.config.errors import UserError, in_one_line
 from nemo_rl.config.master import CompleteConfig, RootConfig
+from nemo_rl.distributed.worker_start import collect_rarely
 from nemo_rl.utils import hub
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.start_phases import StartPhases
@@ -76,6 +77,7 @@ def main(
     Returns:
         The process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
     """
+    collect_rarely()
     parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
     parser.add_argument("--config", type=Path, default=default_config, help=f"YAML file; default {default_config.name}")
     options, overrides = parser.parse_known_args(list(arguments))
@@ -138,7 +140,7 @@ def _run_to_end(
 ) -> int:
     from nemo_rl.algorithms.interrupts import Interrupts, what_is_saved
     from nemo_rl.algorithms.resume import NothingToDo
-    from nemo_rl.utils.report_live import LiveReport
+    from nemo_rl.utils.report import LiveReport
 
     run: Run | None = None
     code, told = EXIT_FAILED, _ToldOnce()

@@ -1,26 +1,32 @@
 """Slots for a run and the policy on them, as every algorithm takes them from its configuration.
 
-Decides nothing about which slots training and generation share; that is each algorithm's set-up.
+Knows how slots are reserved, not who shares them: that is what each algorithm's placement decides. A scheduler that
+lends accelerators brings placements of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.config import ClusterConfig, MasterConfig
 from nemo_rl.config.master import RootConfig
-from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.ray_runtime import RayConnection
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.policy.backend import backend_spec
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
 from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.utils.checkpoint import CheckpointManager
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-def check_policy(config: RootConfig) -> Any:
+
+def check_policy(config: RootConfig) -> PretrainedConfig:
     """Reads the model's configuration and checks that the policy can be built, before anything starts; the model's
     configuration.
 
@@ -67,21 +73,48 @@ def reserve(
     )
 
 
-def start_policy(
+def reserve_all(cluster: ClusterConfig, accelerator: Accelerator, name: str) -> RayVirtualCluster:
+    """Every slot of the configuration."""
+    return reserve(cluster, accelerator, name, [cluster.gpus_per_node] * cluster.num_nodes)
+
+
+class HasCluster(Protocol):
+    """A configuration that says which accelerators it wants."""
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The section."""
+        ...
+
+
+class OwnSlots:
+    """What placements have in common that give one run slots of its own: the Ray cluster, joined or started for it."""
+
+    def __init__(self) -> None:
+        self._ray = RayConnection()
+
+    def connect(self, config: HasCluster) -> Accelerator:
+        """See `init_ray`."""
+        return self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
+
+    def disconnect(self) -> None:
+        """Ends the cluster where this run started it."""
+        self._ray.close()
+
+
+def begin_policy(
     config: RootConfig,
     cluster: RayVirtualCluster,
-    tokenizer: Any,
     checkpointer: CheckpointManager,
     resume: Resume | None,
     *,
     init_reference_model: bool,
-) -> Policy:
-    """The policy, from the checkpoint if there is one; its workers may still be starting.
+) -> RayWorkerGroup:
+    """Starts the actors of the policy, which will load the checkpoint if there is one.
 
     Args:
         config: The run's.
         cluster: Slots; all of them are used.
-        tokenizer: Saved beside checkpoints.
         checkpointer: Owner of the checkpoint.
         resume: What to go on from, or None.
         init_reference_model: Whether the initial weights are kept for reference log-probabilities.
@@ -91,14 +124,29 @@ def start_policy(
     """
     paths = checkpointer.get_resume_paths(resume.checkpoint) if resume is not None else None
     optimizer = paths.optimizer if paths is not None and resume is not None and not resume.fresh_optimizer else None
-    options: dict[str, Any] = {
-        "weights_path": str(paths.weights.resolve()) if paths else None,
-        "optimizer_path": str(optimizer.resolve()) if optimizer else None,
-        "init_reference_model": init_reference_model,
-        "profile": profile_of_run(),
-    }
+    return start_policy_actors(
+        cluster,
+        config.policy,
+        weights_path=str(paths.weights.resolve()) if paths else None,
+        optimizer_path=str(optimizer.resolve()) if optimizer else None,
+        init_reference_model=init_reference_model,
+        profile=profile_of_run(),
+    )
+
+
+def start_policy(
+    config: RootConfig, cluster: RayVirtualCluster, tokenizer: PreTrainedTokenizerBase, actors: RayWorkerGroup
+) -> Policy:
+    """Has the actors load the policy; they may still be at it.
+
+    Args:
+        config: The run's.
+        cluster: Slots; all of them are used.
+        tokenizer: Saved beside checkpoints.
+        actors: What `begin_policy` started.
+    """
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         from nemo_rl.models.policy.tq_policy import TQPolicy
 
-        return TQPolicy(cluster, config.policy, tokenizer, dp_cfg=config.data_plane, **options)
-    return Policy(cluster, config.policy, tokenizer, **options)
+        return TQPolicy(cluster, config.policy, tokenizer, dp_cfg=config.data_plane, actors=actors)
+    return Policy(cluster, config.policy, tokenizer, actors=actors)

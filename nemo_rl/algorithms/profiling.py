@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, STEPS, Profile, asked_profile
-from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.nsight import check_profiler
 from nemo_rl.distributed.worker_calls import WorkerError
 

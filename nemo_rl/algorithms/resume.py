@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -26,6 +26,11 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import MasterConfig, RootConfig
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import flatten_dict
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from nemo_rl.data.loader import Loader
 
 CONFIG_FILE = "config.yaml"
 _LINES = 12
@@ -86,7 +91,7 @@ class Difference:
 
     key: str
     before: Any
-    now: Any
+    now: object
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.now}"
@@ -149,7 +154,7 @@ class Resume:
                 "give it another checkpointing.checkpoint_dir and logger.log_dir"
             )
 
-    def restore_position(self, loader: Any, state: RunState, rows_per_step: int) -> bool:
+    def restore_position(self, loader: Loader, state: RunState, rows_per_step: int) -> bool:
         """Takes a loader to where the checkpoint left the data; False, and an untouched loader, for other data.
 
         Args:
@@ -205,7 +210,7 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
     return Resume(checkpoint, info, obeyed, changed, int(rows), same_data="data" not in changed)
 
 
-def check_same_shape(model: Any, checkpoint: Path) -> None:
+def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:
     """Whether a checkpoint's weights fit the model that is configured, by the sizes in both configurations.
 
     Args:
@@ -244,7 +249,7 @@ def _flat(config: RootConfig) -> dict[str, Any]:
     return flatten_dict(config.model_dump(mode="json", by_alias=True))
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Difference]:
     for key in sorted({*before, *now}):
         if key not in _NOT_COMPARED and before.get(key) != now.get(key):
             yield Difference(key, before.get(key), now.get(key))

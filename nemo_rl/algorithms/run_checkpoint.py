@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +20,9 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
 
+if TYPE_CHECKING:
+    from nemo_rl.data.loader import HasState
+
 LOADER_FILE = "train_dataloader.pt"
 WEIGHTS = Path("policy") / "weights"
 LATEST = "latest"
@@ -28,11 +31,11 @@ LATEST = "latest"
 def begin_checkpoint(
     checkpointer: CheckpointManager,
     policy: Policy,
-    loader: Any,
+    loader: HasState,
     step: int,
-    info: Mapping[str, Any],
+    info: Mapping[str, object],
     config: RootConfig,
-    also: Mapping[str, Any] | None = None,
+    also: Mapping[str, object] | None = None,
 ) -> None:
     """Snapshots policy and loader after a completed step; files are finished in the background.
 

@@ -30,7 +30,7 @@ class RunState:
     total_valid_tokens: int = 0
     val_metrics: dict[str, float] = field(default_factory=dict)
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, object]:
         """The counters that every algorithm's checkpoint has under the same name."""
         return {
             "total_steps": self.step,

@@ -7,13 +7,16 @@ counts alone. Invariant: nothing here changes the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.master import RootConfig
 from nemo_rl.data.errors import DataError
-from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Say = Callable[[str], None]
 
@@ -47,7 +50,7 @@ def check_prompt_lengths(by_task: Mapping[str, Any], limit: int | None, say: Say
             say(f"data.train ({task}): {count} are longer than data.max_input_seq_length={limit} and train nothing")
 
 
-def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: Any, say: Say) -> None:
+def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: PretrainedConfig, say: Say) -> None:
     """Whether a run that took what it found runs where it was meant to.
 
     Args:
@@ -86,7 +89,7 @@ def _spread(rows: int) -> Sequence[int]:
     return range(rows) if rows <= _LOOKED_AT else [number * rows // _LOOKED_AT for number in range(_LOOKED_AT)]
 
 
-def _parameters(model: Any) -> float | None:
+def _parameters(model: PretrainedConfig) -> float | None:
     """Parameters that a token meets, and the embedding."""
     try:
         shape = TransformerShape.from_hf_config(model)

@@ -19,7 +19,7 @@ class AdvantageEstimator(Protocol):
     """Turns rewards into advantages [B, S]."""
 
     def compute_advantage(
-        self, prompt_ids: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, **inputs: Any
+        self, prompt_ids: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, **inputs: object
     ) -> torch.Tensor:
         """Advantages of every token.
 
@@ -54,7 +54,7 @@ class GRPOAdvantageEstimator(_Estimator):
     """Reward minus the group's baseline, over its deviation (https://arxiv.org/abs/2402.03300)."""
 
     def compute_advantage(
-        self, prompt_ids: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, **_: Any
+        self, prompt_ids: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, **_: object
     ) -> torch.Tensor:
         """See `AdvantageEstimator`."""
         rows = self._per_row(prompt_ids, rewards, {})
@@ -73,7 +73,7 @@ class GDPOAdvantageEstimator(_Estimator):
         mask: torch.Tensor,
         *,
         repeated_batch: Mapping[str, Any],
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """See `AdvantageEstimator`."""
         rows = self._per_row(prompt_ids, rewards, repeated_batch)
@@ -94,7 +94,7 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
         *,
         logprobs_policy: torch.Tensor | None = None,
         logprobs_reference: torch.Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """See `AdvantageEstimator`.
 
@@ -123,7 +123,7 @@ class OPDAdvantageEstimator(_Estimator):
         *,
         teacher_logprobs: torch.Tensor,
         prev_logprobs: torch.Tensor,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """See `AdvantageEstimator`."""
         return advantages.distillation_advantages(

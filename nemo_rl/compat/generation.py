@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar
 
 import torch
 
 from nemo_rl.config import GenerationConfig
 
-Config = TypeVar("Config", GenerationConfig, dict[str, Any])
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Config = TypeVar("Config", GenerationConfig, dict[str, object])
 
 
 class GenerationDatumSpec(TypedDict):
@@ -32,7 +35,7 @@ class GenerationOutputSpec(TypedDict):
     truncated: NotRequired[torch.Tensor]
 
 
-def configure_generation_config(config: Config, tokenizer: Any, is_eval: bool = False) -> Config:
+def configure_generation_config(config: Config, tokenizer: PreTrainedTokenizerBase, is_eval: bool = False) -> Config:
     """Fills in what follows from the tokenizer, in place, and returns the configuration.
 
     Args:
@@ -49,6 +52,6 @@ def configure_generation_config(config: Config, tokenizer: Any, is_eval: bool = 
     return config
 
 
-def should_use_async_rollouts(generation_config: GenerationConfig | Mapping[str, Any] | None) -> bool:
+def should_use_async_rollouts(generation_config: GenerationConfig | Mapping[str, object] | None) -> bool:
     """Whether each sample goes through its turns by itself: always, because every engine streams."""
     return generation_config is not None

@@ -7,7 +7,6 @@ interpreter never starts or installs anything.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 
 class PY_EXECUTABLES:
@@ -33,7 +32,7 @@ def get_actor_python_env(actor_class_fqn: str) -> str:
     return ACTOR_ENVIRONMENT_REGISTRY.get(actor_class_fqn, sys.executable)
 
 
-def init_ray(log_dir: str | None = None) -> Any:
+def init_ray(log_dir: str | None = None) -> object:
     """Joins the cluster that RAY_ADDRESS names, or starts one here with an accelerator slot per GPU (CPU slots where
     there is none).
 

@@ -7,7 +7,7 @@ drive is the run that `examples/run_grpo.py` and its like drive.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl.config import EvalMasterConfig, MasterConfig, SFTMasterConfig, check_config
 from nemo_rl.config.errors import UserError
@@ -29,7 +29,7 @@ class ShapeChanged(UserError, TypeError):
     """A function of NeMo-RL's is called with arguments that it does not take here."""
 
 
-def grpo_setup(master_config: MasterConfig | Mapping[str, Any], *others: Any, **named: Any) -> GRPORun:
+def grpo_setup(master_config: MasterConfig | Mapping[str, object], *others: object, **named: object) -> GRPORun:
     """A GRPO run that is ready to be driven; see `nemo_rl.algorithms.grpo.assembly.setup`."""
     _refuse(others, named, "setup(master_config): tokenizer, data and environments come from the configuration")
     from nemo_rl.algorithms.grpo.assembly import setup
@@ -37,7 +37,7 @@ def grpo_setup(master_config: MasterConfig | Mapping[str, Any], *others: Any, **
     return setup(_checked(master_config, MasterConfig))
 
 
-def grpo_train(run: GRPORun, *others: Any, **named: Any) -> None:
+def grpo_train(run: GRPORun, *others: object, **named: object) -> None:
     """Drives a run to its end, rollouts and training in turns, and ends it."""
     _refuse(others, named, "grpo_train(run), with the run that setup gave", run)
     from nemo_rl.algorithms.grpo import loop
@@ -49,7 +49,9 @@ def grpo_train(run: GRPORun, *others: Any, **named: Any) -> None:
         close(run)
 
 
-def async_grpo_train(run: GRPORun, *others: Any, rlix_hooks: RLixHooksProtocol | None = None, **named: Any) -> None:
+def async_grpo_train(
+    run: GRPORun, *others: object, rlix_hooks: RLixHooksProtocol | None = None, **named: object
+) -> None:
     """Drives a run to its end with rollouts ahead of training, and ends it.
 
     Raises:
@@ -67,7 +69,7 @@ def async_grpo_train(run: GRPORun, *others: Any, rlix_hooks: RLixHooksProtocol |
         close(run)
 
 
-def grpo_validate(run: GRPORun, step: int, *others: Any, **named: Any) -> dict[str, float]:
+def grpo_validate(run: GRPORun, step: int, *others: object, **named: object) -> dict[str, float]:
     """Validates and returns the metrics; see `nemo_rl.algorithms.grpo.validation.validate`."""
     _refuse(others, named, "validate(run, step)", run)
     from nemo_rl.algorithms.grpo.validation import validate
@@ -75,13 +77,13 @@ def grpo_validate(run: GRPORun, step: int, *others: Any, **named: Any) -> dict[s
     return validate(run, step)
 
 
-def refit_policy_generation(run: GRPORun, *others: Any, **named: Any) -> None:
+def refit_policy_generation(run: GRPORun, *others: object, **named: object) -> None:
     """Makes generation serve the policy's weights of the last completed step."""
     _refuse(others, named, "refit_policy_generation(run)", run)
     run.control.serve(run.state.step)
 
 
-def sft_setup(master_config: SFTMasterConfig | Mapping[str, Any], *others: Any, **named: Any) -> SFTRun:
+def sft_setup(master_config: SFTMasterConfig | Mapping[str, object], *others: object, **named: object) -> SFTRun:
     """An SFT run that is ready to be driven."""
     _refuse(others, named, "setup(master_config): tokenizer and data come from the configuration")
     from nemo_rl.algorithms.sft.assembly import setup
@@ -89,7 +91,7 @@ def sft_setup(master_config: SFTMasterConfig | Mapping[str, Any], *others: Any, 
     return setup(_checked(master_config, SFTMasterConfig))
 
 
-def sft_train(run: SFTRun, *others: Any, **named: Any) -> None:
+def sft_train(run: SFTRun, *others: object, **named: object) -> None:
     """Drives an SFT run to its end and ends it."""
     _refuse(others, named, "sft_train(run), with the run that setup gave", run)
     from nemo_rl.algorithms.sft import driver
@@ -101,7 +103,7 @@ def sft_train(run: SFTRun, *others: Any, **named: Any) -> None:
         close(run)
 
 
-def sft_validate(run: SFTRun, *others: Any, **named: Any) -> dict[str, float]:
+def sft_validate(run: SFTRun, *others: object, **named: object) -> dict[str, float]:
     """Validates and returns the metrics."""
     _refuse(others, named, "validate(run)", run)
     from nemo_rl.algorithms.sft.driver import validate
@@ -109,13 +111,15 @@ def sft_validate(run: SFTRun, *others: Any, **named: Any) -> dict[str, float]:
     return validate(run)
 
 
-def eval_setup(master_config: EvalMasterConfig | Mapping[str, Any], *others: Any, **named: Any) -> EvalMasterConfig:
+def eval_setup(
+    master_config: EvalMasterConfig | Mapping[str, object], *others: object, **named: object
+) -> EvalMasterConfig:
     """The checked configuration of an evaluation, which `run_env_eval` takes."""
     _refuse(others, named, "setup(master_config)")
     return _checked(master_config, EvalMasterConfig)
 
 
-def run_env_eval(master_config: EvalMasterConfig | Mapping[str, Any], *others: Any, **named: Any) -> Score:
+def run_env_eval(master_config: EvalMasterConfig | Mapping[str, object], *others: object, **named: object) -> Score:
     """Evaluates and returns the score."""
     _refuse(others, named, "run_env_eval(master_config)")
     from nemo_rl.algorithms.evaluation.evaluate import evaluate
@@ -123,13 +127,13 @@ def run_env_eval(master_config: EvalMasterConfig | Mapping[str, Any], *others: A
     return evaluate(_checked(master_config, EvalMasterConfig))
 
 
-def _checked(given: Config | Mapping[str, Any], kind: type[Config]) -> Config:
+def _checked(given: Config | Mapping[str, object], kind: type[Config]) -> Config:
     config = kind.read(given)
     check_config(config)
     return config
 
 
-def _refuse(others: tuple[Any, ...], named: Mapping[str, Any], form: str, run: Any = None) -> None:
+def _refuse(others: tuple[object, ...], named: Mapping[str, object], form: str, run: object = None) -> None:
     wrong_run = run is not None and not hasattr(run, "config")
     if others or named or wrong_run:
         raise ShapeChanged(f"here it is {form}; {_PAGE}")

@@ -6,7 +6,7 @@ The work is `RolloutRunner`'s and `step_environment`'s. Invariant: row i of what
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,16 +18,19 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def run_multi_turn_rollout(
     policy_generation: Any,
-    input_batch: BatchedDataDict[Any],
-    tokenizer: Any,
-    task_to_env: Mapping[str, Any],
+    input_batch: BatchedDataDict,
+    tokenizer: PreTrainedTokenizerBase,
+    task_to_env: Mapping[str, object],
     max_seq_len: int,
     max_rollout_turns: int = 999999,
     greedy: bool = False,
-) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
+) -> tuple[BatchedDataDict, dict[str, object]]:
     """NeMo-RL's call: rolls out a batch and returns it with `message_log`, `total_reward` and `truncated`, and the
     rollout metrics.
 
@@ -58,7 +61,7 @@ def run_multi_turn_rollout(
 run_async_multi_turn_rollout = run_multi_turn_rollout
 
 
-def calculate_rewards(batch: BatchedDataDict[Any], task_to_env: Mapping[str, Any]) -> EnvironmentReturn[Any]:
+def calculate_rewards(batch: BatchedDataDict, task_to_env: Mapping[str, object]) -> EnvironmentReturn[object]:
     """Judges the conversations of a batch, each by the environment of its task.
 
     Args:

@@ -136,8 +136,8 @@ def _docs(chosen: argparse.Namespace) -> None:
 
 
 def differences(
-    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
+    before: Mapping[str, object], after: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
     """Dotted key, old and new value of every key in which two nested mappings differ."""
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
@@ -147,7 +147,7 @@ def differences(
             yield f"{prefix}{key}", old, new
 
 
-def _or_absent(value: Any) -> str:
+def _or_absent(value: object) -> str:
     return "(absent)" if value is _ABSENT else shown(value)
 
 

@@ -27,6 +27,11 @@ class SamplerConfig(Section):
     sample_freshest_first: bool = Field(False, description="windowed: newest groups first.")
     target: str | None = Field(None, description="custom: module:Class.")
 
+    def max_staleness(self) -> int | None:
+        """How many versions old a group may be when it is trained; None where the sampler sets no bound, or its own."""
+        bounds = {"in_order": self.max_lookahead_versions, "ready_first": None, "custom": None}
+        return bounds.get(self.name, self.max_staleness_versions)
+
 
 class NativeTimeoutsConfig(Section):
     """`async_rl.rollout_failure.native`."""

@@ -133,7 +133,7 @@ def _reason(problem: Problem) -> str:
     return f"mistake: {first if '.' in first or not colon else key}"
 
 
-def _variables(node: Any) -> Iterator[str]:
+def _variables(node: object) -> Iterator[str]:
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     for child in children:
         yield from _variables(child)
@@ -141,7 +141,7 @@ def _variables(node: Any) -> Iterator[str]:
         yield from _ENVIRONMENT.findall(node)
 
 
-def _with_variables(node: Any, names: Sequence[str]) -> Any:
+def _with_variables(node: object, names: Sequence[str]) -> Any:
     """The values with a placeholder for every variable that is not set here."""
     if isinstance(node, dict):
         return {key: _with_variables(value, names) for key, value in node.items()}

@@ -74,10 +74,10 @@ class CheckpointingConfig(Section):
     )
     is_async: bool = Field(False, description="Accepted from older recipes; checkpoints never block the step here.")
     pretrained_checkpoint: Annotated[
-        dict[str, Any] | None, NotYet("Megatron checkpoints as a start", regardless=True)
+        dict[str, object] | None, NotYet("Megatron checkpoints as a start", regardless=True)
     ] = Field(None, description="Megatron checkpoint to start from: path, and format megatron_bridge or megatron_lm.")
 
     @field_validator("resume", mode="before")
     @classmethod
-    def _one_name_is_a_list(cls, value: Any) -> Any:
+    def _one_name_is_a_list(cls, value: object) -> Any:
         return [value] if isinstance(value, str) else value

@@ -129,7 +129,7 @@ class DataConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_entries(cls, raw: Any) -> Any:
+    def _fill_entries(cls, raw: object) -> object:
         if not isinstance(raw, Mapping) or not isinstance(raw.get("default"), Mapping):
             return raw
         filled = dict(raw)

@@ -62,7 +62,7 @@ def register_omegaconf_resolvers() -> None:
             OmegaConf.register_new_resolver(name, function)
 
 
-def complete(raw: Mapping[str, Any], root: type[Section]) -> dict[str, Any]:
+def complete(raw: Mapping[str, object], root: type[Section]) -> dict[str, object]:
     """A copy of `raw` under present names, with every omitted key filled in and every interpolation resolved.
 
     Raises:
@@ -71,12 +71,12 @@ def complete(raw: Mapping[str, Any], root: type[Section]) -> dict[str, Any]:
     return resolve(with_defaults(adapt(raw, root).values, root))
 
 
-def with_defaults(raw: Mapping[str, Any], root: type[Section]) -> dict[str, Any]:
+def with_defaults(raw: Mapping[str, object], root: type[Section]) -> dict[str, object]:
     """A copy of `raw` with every omitted key of `root` filled in; interpolations stay as they are."""
     return _fill(raw, root, root.model_construct())
 
 
-def resolve(raw: Mapping[str, Any]) -> dict[str, Any]:
+def resolve(raw: Mapping[str, object]) -> dict[str, object]:
     """A copy of `raw` whose interpolations are replaced by their values.
 
     Raises:
@@ -91,7 +91,7 @@ def resolve(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()} if isinstance(resolved, dict) else {}
 
 
-def _fill(raw: Mapping[str, Any], schema: type[Section], default: Section) -> dict[str, Any]:
+def _fill(raw: Mapping[str, object], schema: type[Section], default: Section) -> dict[str, object]:
     filled = dict(raw)
     for name, field in schema.model_fields.items():
         key = field.alias or name
@@ -116,14 +116,14 @@ def _default_section(default: Section, name: str, kind: type[Section]) -> Sectio
     return value if isinstance(value, kind) else kind()
 
 
-def _default_value(default: Section, name: str, field: FieldInfo) -> Any:
+def _default_value(default: Section, name: str, field: FieldInfo) -> object:
     follows = annotation_of(field, DefaultFrom)
     if follows is not None and name not in default.model_fields_set:
         return follows.interpolation
     return plain(getattr(default, name))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` with sections turned into mappings that hold only what was set."""
     if isinstance(value, Section):
         return value.model_dump(by_alias=True, exclude_unset=True)

@@ -10,7 +10,6 @@ import difflib
 import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 # Causes that lie in the user's files or disks and not in the code, for errors that carry no file name.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
@@ -92,7 +91,7 @@ class ConfigError(UserError, ValueError):
         self.source = source
         self._given = tuple(problems)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._given, self.source)
 
 

@@ -157,7 +157,7 @@ _OLD_TRAIN = (
 )
 _OLD_PATHS = {"train_data_path": ("train", "data_path"), "val_data_path": ("validation", "data_path")}
 # What those releases validated on, where a training set had no part of its own for that.
-_OLD_VALIDATION: dict[str, dict[str, Any]] = {
+_OLD_VALIDATION: dict[str, dict[str, object]] = {
     "DAPOMath17K": {"dataset_name": "DAPOMathAIME2024"},
     "DeepScaler": {"dataset_name": "AIME2024", "repeat": 16},
 }
@@ -176,7 +176,7 @@ class Adapted:
     notes: list[str] = field(default_factory=list)
 
 
-def adapt(raw: Mapping[str, Any], root: type[Section]) -> Adapted:
+def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
     """Moves keys with earlier names, and leaves out those that change nothing here."""
     adapted = Adapted(copy.deepcopy(dict(raw)))
     if _has_training_data(root):
@@ -203,7 +203,7 @@ def find(key: Sequence[str]) -> Foreign | None:
     return next((entry for entry in FOREIGN if entry.matches(names)), None)
 
 
-def unknown_leaves(values: Any, schema: type[Section] | None, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
+def unknown_leaves(values: object, schema: type[Section] | None, prefix: Key = ()) -> Iterator[tuple[Key, object]]:
     """Every key below `values` that its section does not have, with its value."""
     if isinstance(values, list):
         for index, item in enumerate(values):
@@ -220,7 +220,7 @@ def unknown_leaves(values: Any, schema: type[Section] | None, prefix: Key = ()) 
             yield from unknown_leaves(value, section_within(known), key)
 
 
-def switched_off(values: Mapping[str, Any], root: type[Section], key: Sequence[str]) -> str | None:
+def switched_off(values: Mapping[str, object], root: type[Section], key: Sequence[str]) -> str | None:
     """The innermost section around `key` that is not enabled, if there is one."""
     schema: type[Section] | None = root
     found = None

@@ -49,7 +49,7 @@ _Loader.add_implicit_resolver(
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str) -> object:
     """A YAML document as plain containers.
 
     Raises:
@@ -67,7 +67,7 @@ def read_layers(path: str | Path) -> list[Layer]:
     return _read(Path(path), ())
 
 
-def merge(layers: Sequence[Layer]) -> dict[str, Any]:
+def merge(layers: Sequence[Layer]) -> dict[str, object]:
     """One mapping from all layers: mappings merge key by key, anything else replaces.
 
     A mapping with `_override_: true` replaces the mapping below it; a value `???` lets the one below show.
@@ -78,7 +78,7 @@ def merge(layers: Sequence[Layer]) -> dict[str, Any]:
     return merged
 
 
-def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_mappings(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     """`above` over `below`, by the rules of `merge`."""
     if above.get(REPLACE) is True:
         below = {}

@@ -92,7 +92,7 @@ def kind_of_file(path: str | Path | None) -> type[MasterConfig | SFTMasterConfig
     return SFTMasterConfig if "sft" in sections else EvalMasterConfig if "eval" in sections else MasterConfig
 
 
-def _override(values: dict[str, Any], override: Override, kind: type[CompleteConfig]) -> dict[str, Any]:
+def _override(values: dict[str, Any], override: Override, kind: type[CompleteConfig]) -> dict[str, object]:
     changed = apply(
         values, override, lambda key: is_known(kind, key), lambda key: names_in(kind, key) or names_beside(values, key)
     )
@@ -104,7 +104,7 @@ def _override(values: dict[str, Any], override: Override, kind: type[CompleteCon
     return changed
 
 
-def _nested(key: Sequence[str], value: Any) -> dict[str, Any]:
+def _nested(key: Sequence[str], value: object) -> dict[str, Any]:
     nested: Any = value
     for part in reversed(key):
         nested = {part: nested}

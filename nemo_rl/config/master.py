@@ -8,7 +8,7 @@ its own.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -36,7 +36,7 @@ class CompleteConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, raw: Any, info: ValidationInfo) -> Any:
+    def _complete(cls, raw: object, info: ValidationInfo) -> object:
         return complete(raw, cls) if isinstance(raw, dict) and info.context != COMPLETE else raw
 
 
@@ -83,6 +83,15 @@ class MasterConfig(RootConfig):
     async_rl: AsyncRLConfig | None = Field(
         None, description="Training on prompt groups as they finish (the single controller)."
     )
+
+    def max_staleness(self) -> int | None:
+        """How many versions older than the weights that train on them the tokens of a group may be; None for any
+        number.
+        """
+        if self.async_rl is not None:
+            return self.async_rl.sampler.max_staleness()
+        ahead = self.grpo.async_grpo
+        return ahead.max_trajectory_age_steps if ahead.enabled else 0
 
 
 class SFTMasterConfig(RootConfig):

@@ -85,7 +85,7 @@ def parse_value(text: str, where: str) -> Any:
     return _split_tight_pairs(value) if text[0] in "[{" else value
 
 
-def _split_tight_pairs(value: Any) -> Any:
+def _split_tight_pairs(value: object) -> Any:
     """YAML reads `{a:1}` as a key `a:1` without a value; on the command line it means `{a: 1}`."""
     if isinstance(value, list):
         return [_split_tight_pairs(item) for item in value]
@@ -102,11 +102,11 @@ def _split_tight_pairs(value: Any) -> Any:
 
 
 def apply(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     override: Override,
     is_known: Callable[[Key], bool],
     siblings: Callable[[Key], Iterable[str]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A copy of `values` with one override applied.
 
     Args:
@@ -135,7 +135,7 @@ def apply(
     return changed
 
 
-def parse_hydra_overrides(config: DictConfig | Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
+def parse_hydra_overrides(config: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> DictConfig:
     """Applies overrides to a loaded configuration, as NeMo-RL's run scripts do; interpolations stay unresolved.
 
     Raises:
@@ -148,7 +148,7 @@ def parse_hydra_overrides(config: DictConfig | Mapping[str, Any], overrides: Seq
     return OmegaConf.create(named)
 
 
-def names_beside(values: Mapping[str, Any], key: Key) -> list[str]:
+def names_beside(values: Mapping[str, object], key: Key) -> list[str]:
     """The keys of the mapping in which `key` was looked for."""
     node: Any = values
     for part in key[:-1]:
@@ -156,7 +156,7 @@ def names_beside(values: Mapping[str, Any], key: Key) -> list[str]:
     return [str(name) for name in node] if isinstance(node, Mapping) else []
 
 
-def _step(node: Any, part: str) -> Any:
+def _step(node: object, part: str) -> object:
     if isinstance(node, list) and part.isdigit() and int(part) < len(node):
         return node[int(part)]
     return node[part] if isinstance(node, dict) and part in node else _ABSENT
@@ -165,14 +165,14 @@ def _step(node: Any, part: str) -> Any:
 _ABSENT = object()
 
 
-def _exists(values: dict[str, Any], key: Key) -> bool:
+def _exists(values: dict[str, object], key: Key) -> bool:
     node: Any = values
     for part in key:
         node = _step(node, part)
     return node is not _ABSENT
 
 
-def _at(values: dict[str, Any], key: Key) -> Any:
+def _at(values: dict[str, object], key: Key) -> object:
     return at(values, key, default=None)
 
 
@@ -181,7 +181,7 @@ def _holder(values: dict[str, Any], override: Override) -> Any:
     for depth, part in enumerate(override.key[:-1]):
         child = _step(node, part)
         if (child is _ABSENT or child is None) and isinstance(node, dict):
-            child = dict[str, Any]()
+            child = dict[str, object]()
             node[part] = child
         if not isinstance(child, (dict, list)):
             above = ".".join(override.key[: depth + 1])

@@ -11,12 +11,11 @@ import os
 from collections.abc import Callable, Iterator
 
 from nemo_rl.config.async_rl import AsyncRLConfig
+from nemo_rl.config.backend_rules import DTENSOR_RULES, MEGATRON_RULES
 from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
-from nemo_rl.config.dtensor_rules import DTENSOR_RULES
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.megatron_rules import MEGATRON_RULES
 from nemo_rl.config.placement import (
     ParallelSizesError,
     data_parallel_size,

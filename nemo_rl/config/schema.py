@@ -135,7 +135,7 @@ def kind_of(annotation: Any) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "mapping"
-    if annotation is Any:
+    if annotation is object:
         return "anything"
     return {str: "text", int: "int", float: "float", bool: "bool"}.get(annotation, str(annotation))
 
@@ -192,7 +192,7 @@ def reference_page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as YAML would have it on one line."""
     if isinstance(value, float) and value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e9):
         return f"{value:g}"

@@ -70,7 +70,7 @@ class Section(BaseModel):
     )
 
     @classmethod
-    def read(cls, given: Self | Mapping[str, Any]) -> Self:
+    def read(cls, given: Self | Mapping[str, object]) -> Self:
         """The section itself, or one made of a plain mapping, as scripts written for NeMo-RL hold them.
 
         Raises:
@@ -83,7 +83,7 @@ class Section(BaseModel):
             raise KeyError(key)
         return getattr(self, self._attribute(key))
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         if key not in self:
             raise KeyError(key)
         setattr(self, self._attribute(key), value)
@@ -100,7 +100,7 @@ class Section(BaseModel):
         """Pairs of YAML key and value, in the schema's order."""
         return ((key, self[key]) for key in self.keys())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The section as plain containers under its YAML keys."""
         return self.model_dump(mode="python", by_alias=True)
 
@@ -182,7 +182,7 @@ def not_built(key: str, value: object, part: str, instead: str) -> NotBuilt:
     return NotBuilt(key, part, f"{key}: {shown} is not built yet: {part}; {instead}")
 
 
-def _refused(key: str, value: Any, default: Any, mark: NotYet) -> Iterator[NotBuilt]:
+def _refused(key: str, value: object, default: object, mark: NotYet) -> Iterator[NotBuilt]:
     if mark.values:
         if value in mark.values:
             yield not_built(key, value, mark.why, mark.instead or "choose another value")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ABSENT: Any = object()
+ABSENT: object = object()
 
 
-def at(node: Any, key: Sequence[str | int], default: Any = ABSENT) -> Any:
+def at(node: object, key: Sequence[str | int], default: object = ABSENT) -> Any:
     """The value at a key, `default` where there is none."""
     for part in key:
         if isinstance(node, Mapping) and part in node:
@@ -20,7 +20,7 @@ def at(node: Any, key: Sequence[str | int], default: Any = ABSENT) -> Any:
     return node
 
 
-def put(node: dict[str, Any], key: Sequence[str], value: Any) -> None:
+def put(node: dict[str, Any], key: Sequence[str], value: object) -> None:
     """Sets a value, with mappings made on the way where nothing, or null, is there."""
     for part in key[:-1]:
         if node.get(part) is None:
@@ -29,7 +29,7 @@ def put(node: dict[str, Any], key: Sequence[str], value: Any) -> None:
     node[key[-1]] = value
 
 
-def take(node: Any, key: Sequence[str | int]) -> None:
+def take(node: object, key: Sequence[str | int]) -> None:
     """Removes a key, where it is there."""
     holder = at(node, key[:-1]) if key else ABSENT
     if isinstance(holder, dict):

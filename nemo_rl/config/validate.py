@@ -47,7 +47,7 @@ class Examined(Generic[Config]):
     notes: list[str] = field(default_factory=list)
 
 
-def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = None) -> Config:
+def validate(raw: Mapping[str, object], kind: type[Config], source: str | None = None) -> Config:
     """Checks a merged mapping and returns the configuration; notes go to the log.
 
     Args:
@@ -69,7 +69,7 @@ def validate(raw: Mapping[str, Any], kind: type[Config], source: str | None = No
     return examined.config
 
 
-def examine(raw: Mapping[str, Any], kind: type[Config]) -> Examined[Config]:
+def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
     """Everything that is to be said about a merged mapping.
 
     Raises:
@@ -124,7 +124,7 @@ def _mandatory(node: object, prefix: str = "") -> Iterator[str]:
         yield prefix.removesuffix(".")
 
 
-def _required_sections(raw: Mapping[str, Any], kind: type[CompleteConfig]) -> Iterator[str]:
+def _required_sections(raw: Mapping[str, object], kind: type[CompleteConfig]) -> Iterator[str]:
     policy = raw.get("policy")
     generates = field_of(kind, "grpo") is not None
     if generates and isinstance(policy, Mapping) and "generation" in policy and policy["generation"] is None:
@@ -132,7 +132,7 @@ def _required_sections(raw: Mapping[str, Any], kind: type[CompleteConfig]) -> It
 
 
 def _without_echoes(
-    errors: list[ErrorDetails], given: Mapping[str, Any], filled: Mapping[str, Any]
+    errors: list[ErrorDetails], given: Mapping[str, object], filled: Mapping[str, object]
 ) -> list[ErrorDetails]:
     """The errors about keys that were given; a default that follows a wrong value is wrong too, and not worth a second
     line.
@@ -141,24 +141,24 @@ def _without_echoes(
     return original or errors
 
 
-def _is_given(given: Any, key: Key) -> bool:
+def _is_given(given: object, key: Key) -> bool:
     return at(given, key) is not ABSENT
 
 
-def _parsed(filled: Mapping[str, Any], kind: type[Config]) -> tuple[Config | None, list[ErrorDetails]]:
+def _parsed(filled: Mapping[str, object], kind: type[Config]) -> tuple[Config | None, list[ErrorDetails]]:
     try:
         return kind.model_validate(filled, context=COMPLETE), []
     except ValidationError as error:
         return None, error.errors(include_url=False)
 
 
-def _is_unused(filled: Mapping[str, Any], kind: type[Section], key: Key) -> bool:
+def _is_unused(filled: Mapping[str, object], kind: type[Section], key: Key) -> bool:
     names = [str(part) for part in key]
     known = len(names) > 1 and names[-1] in names_in(kind, names)
     return known and names[-1] != "enabled" and switched_off(filled, kind, names) is not None
 
 
-def _strangers(raw: Mapping[str, Any], kind: type[Section]) -> list[str]:
+def _strangers(raw: Mapping[str, object], kind: type[Section]) -> list[str]:
     """Sections that neither NeMo-RL nor a slip of the pen explains."""
     sections = _sections(kind)
     return [
@@ -179,7 +179,7 @@ def _sections(kind: type[Section]) -> list[str]:
     return [known.alias or name for name, known in kind.model_fields.items()]
 
 
-def _describe(errors: list[ErrorDetails], raw: Mapping[str, Any], kind: type[Section]) -> list[Problem]:
+def _describe(errors: list[ErrorDetails], raw: Mapping[str, object], kind: type[Section]) -> list[Problem]:
     lines: dict[str, list[str]] = {}
     problems: list[Problem] = []
     for error in errors:
@@ -208,7 +208,7 @@ def _dotted(key: Key) -> str:
     return ".".join(str(part) for part in key)
 
 
-def key_of(error: ErrorDetails, raw: Mapping[str, Any]) -> Key:
+def key_of(error: ErrorDetails, raw: Mapping[str, object]) -> Key:
     """The key a pydantic error is about, without the names of union branches that pydantic puts between."""
     node: Any = raw
     key: list[str | int] = []
@@ -253,7 +253,7 @@ def _suggestion(name: str, valid: list[str], kind: type[Section]) -> str:
     return f" Valid here: {', '.join(valid)}." if 0 < len(valid) <= 20 else ""
 
 
-def _without(raw: Mapping[str, Any], errors: list[ErrorDetails], kind: type[Config]) -> Config | None:
+def _without(raw: Mapping[str, object], errors: list[ErrorDetails], kind: type[Config]) -> Config | None:
     """The configuration without the keys that have a mistake; None where it takes more than that."""
     pruned = copy.deepcopy(dict(raw))
     for error in errors:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from nemo_rl.data.prompts import load_prompt, load_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # One conversation: dicts with `role`, `content` and `token_ids` (int64 [length]); assistant messages also carry
 # `generation_logprobs`, and losses need `token_loss_mask`. A plain dict because environments and processors of users
 # add keys of their own.
 LLMMessageLogType = list[dict[str, Any]]
 # The same before tokenization: `role` and `content` only.
-FlatMessagesType = dict[str, Any]
+FlatMessagesType = dict[str, object]
 
 
 class DatumSpec(TypedDict):
@@ -26,7 +29,7 @@ class DatumSpec(TypedDict):
 
     message_log: LLMMessageLogType
     length: int
-    extra_env_info: dict[str, Any] | None
+    extra_env_info: dict[str, object] | None
     loss_multiplier: float
     idx: int
     task_name: NotRequired[str]
@@ -58,4 +61,6 @@ class TaskDataSpec:
 
 
 # (row, how to prompt, tokenizer, longest prompt in tokens, row index) -> prompt
-TaskDataProcessFnCallable = Callable[[Mapping[str, Any], TaskDataSpec, Any, int, int], DatumSpec]
+TaskDataProcessFnCallable = Callable[
+    [Mapping[str, object], TaskDataSpec, "PreTrainedTokenizerBase", int, int], DatumSpec
+]

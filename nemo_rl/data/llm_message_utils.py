@@ -7,14 +7,17 @@ ids of a formatted log, joined, are the ids of the whole rendered conversation c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import LLMMessageLogType, TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str]) -> LLMMessageLogType:
@@ -47,7 +50,7 @@ def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, An
     aligned with `token_ids`.
     """
     keys = dict.fromkeys(key for message in message_log for key in message)
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key in keys:
         example = next(message[key] for message in message_log if key in message)
         if isinstance(example, torch.Tensor):
@@ -66,7 +69,7 @@ def batched_message_log_to_flat_message(
     message_logs: Sequence[LLMMessageLogType],
     pad_value_dict: Mapping[str, float] | None = None,
     make_sequence_length_divisible_by: int = 1,
-) -> tuple[BatchedDataDict[Any], torch.Tensor]:
+) -> tuple[BatchedDataDict, torch.Tensor]:
     """Flattens each log and pads all of them on the right to one length.
 
     Args:
@@ -81,7 +84,7 @@ def batched_message_log_to_flat_message(
     lengths = torch.tensor([len(flat["token_ids"]) for flat in flats], dtype=torch.int32)
     longest = int(lengths.max()) if flats else 0
     width = -(-longest // make_sequence_length_divisible_by) * make_sequence_length_divisible_by
-    columns: BatchedDataDict[Any] = BatchedDataDict()
+    columns: BatchedDataDict = BatchedDataDict()
     for key in dict.fromkeys(key for flat in flats for key in flat):
         example = next(flat[key] for flat in flats if key in flat)
         if isinstance(example, torch.Tensor):
@@ -93,13 +96,13 @@ def batched_message_log_to_flat_message(
 
 
 def get_formatted_message_log(
-    message_log: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
+    message_log: Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
     task_data_spec: TaskDataSpec | None = None,
     add_bos_token: bool = False,
     add_eos_token: bool = False,
     add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> LLMMessageLogType:
     """Renders a conversation through the chat template and tokenizes it message by message.
 
@@ -134,7 +137,7 @@ def get_formatted_message_log(
     return formatted
 
 
-def prompted(message_log: Sequence[Mapping[str, Any]], spec: TaskDataSpec | None) -> list[dict[str, Any]]:
+def prompted(message_log: Sequence[Mapping[str, object]], spec: TaskDataSpec | None) -> list[dict[str, object]]:
     """The messages with the task's prompt around the first user message and its system prompt in front."""
     messages = [dict(message) for message in message_log]
     if spec is not None and spec.prompt is not None:
@@ -147,10 +150,10 @@ def prompted(message_log: Sequence[Mapping[str, Any]], spec: TaskDataSpec | None
 
 
 def render_chat(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
     add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
     """The conversation, and the tools it may use, as text.
 
@@ -165,9 +168,11 @@ def render_chat(
         )
     from jinja2 import TemplateError
 
+    # Its type has no place for what templates of users take.
+    render: Callable[..., object] = tokenizer.apply_chat_template
     try:
         return str(
-            tokenizer.apply_chat_template(
+            render(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -182,7 +187,7 @@ def render_chat(
         ) from error
 
 
-def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """Token ids of the text as it stands, without special tokens added; int64 [length]."""
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -16,8 +16,26 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from nemo_rl.data.errors import DataError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-Batch = BatchedDataDict[Any]
+Batch = BatchedDataDict
 CustomLoader = Callable[..., tuple[Batch, dict[str, Iterator[Batch]]]]
+
+
+class HasState(Protocol):
+    """Something whose state goes into a checkpoint."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain values."""
+        ...
+
+
+class Loader(HasState, Protocol):
+    """Batches, from where its state says."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Continues from `state_dict()`."""
+        ...
 
 
 class EpochBatches:
@@ -99,7 +117,7 @@ class _EpochIterator:
 def make_loader(
     dataset: Any,
     batch_size: int,
-    collate_fn: Callable[[Sequence[Any]], Batch],
+    collate_fn: Callable[[Sequence[object]], Batch],
     *,
     shuffle: bool,
     seed: int,
@@ -155,11 +173,11 @@ class MultipleLoaders:
         self.loaders = dict(loaders)
         self._loaders_per_batch = loaders_per_batch
         self._custom = custom
-        self._records: dict[str, Any] = {}
+        self._records: dict[str, object] = {}
         self._turn = 0
         self._iterators: dict[str, Iterator[Batch]] | None = None
 
-    def set_records(self, records: Mapping[str, Any]) -> None:
+    def set_records(self, records: Mapping[str, object]) -> None:
         """What a custom function is to know at the next batch, as keyword arguments."""
         self._records = dict(records)
 
@@ -185,7 +203,7 @@ class MultipleLoaders:
             batch = next(iterators[name])
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state of every loader, and whose turn it is."""
         return {"turn": self._turn, "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()}}
 

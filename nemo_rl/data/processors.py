@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
 from nemo_rl.config.dotted import import_dotted
@@ -17,11 +17,18 @@ from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _CUT_TO = 4
 
 
 def math_hf_data_processor(
-    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    datum_dict: Mapping[str, object],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    idx: int,
 ) -> DatumSpec:
     """A row with `messages` [user: problem, assistant: expected answer]; the answer goes to the environment as
     `ground_truth`.
@@ -39,7 +46,11 @@ def math_hf_data_processor(
 
 
 def math_data_processor(
-    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    datum_dict: Mapping[str, object],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    idx: int,
 ) -> DatumSpec:
     """A row with `problem` and `expected_answer`."""
     problem, answer = _column(datum_dict, "problem"), _column(datum_dict, "expected_answer")
@@ -55,7 +66,11 @@ def math_data_processor(
 
 
 def multichoice_qa_processor(
-    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    datum_dict: Mapping[str, object],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    idx: int,
 ) -> DatumSpec:
     """A row with `question`, `options` (letter to text) and `answer` (a letter)."""
     options = _column(datum_dict, "options")
@@ -78,7 +93,11 @@ def multichoice_qa_processor(
 
 
 def helpsteer3_data_processor(
-    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    datum_dict: Mapping[str, object],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    idx: int,
 ) -> DatumSpec:
     """A row with `messages` whose last one is the wanted response; the conversation before it is the prompt."""
     messages = _column(datum_dict, "messages")
@@ -99,7 +118,11 @@ def helpsteer3_data_processor(
 
 
 def state_processor(
-    datum_dict: Mapping[str, Any], task_data_spec: TaskDataSpec, tokenizer: Any, max_seq_length: int, idx: int
+    datum_dict: Mapping[str, object],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    idx: int,
 ) -> DatumSpec:
     """A row with `messages` that begins with the prompt, and `state`: JSON that its environment is given back as
     metadata.
@@ -112,7 +135,7 @@ def state_processor(
 def sft_processor(
     datum_dict: Mapping[str, Any],
     task_data_spec: TaskDataSpec,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     idx: int,
     add_bos: bool = True,
@@ -181,11 +204,11 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
 
 
 def _prompt(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     info: dict[str, Any],
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     spec: TaskDataSpec,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     idx: int,
 ) -> DatumSpec:
@@ -194,7 +217,7 @@ def _prompt(
 
 
 def _datum(
-    log: LLMMessageLogType, info: dict[str, Any] | None, row: Mapping[str, Any], max_seq_length: int, idx: int
+    log: LLMMessageLogType, info: dict[str, Any] | None, row: Mapping[str, object], max_seq_length: int, idx: int
 ) -> DatumSpec:
     length, loss_multiplier = sum(len(message["token_ids"]) for message in log), 1.0
     if length > max_seq_length:
@@ -213,7 +236,7 @@ def _datum(
     )
 
 
-def _question_and_answer(row: Mapping[str, Any]) -> tuple[str, str]:
+def _question_and_answer(row: Mapping[str, object]) -> tuple[str, str]:
     messages = _column(row, "messages")
     if len(messages) < 2:
         raise DataError(
@@ -223,7 +246,7 @@ def _question_and_answer(row: Mapping[str, Any]) -> tuple[str, str]:
     return str(messages[0]["content"]), str(messages[1]["content"])
 
 
-def _column(row: Mapping[str, Any], name: str) -> Any:
+def _column(row: Mapping[str, object], name: str) -> Any:
     if name not in row:
         raise DataError(
             f"a row of {row.get('task_name')}: there is no column {name!r}.{did_you_mean(name, row)} It has "

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset
 
@@ -20,6 +20,9 @@ from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.raw import RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class TaskDatasets:
     train_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
 
 
-def load_datasets(tokenizer: Any, config: DataConfig) -> TaskDatasets:
+def load_datasets(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> TaskDatasets:
     """Loads every dataset of `data.train` and `data.validation`.
 
     Args:
@@ -80,7 +83,7 @@ def with_options(processor: TaskDataProcessFnCallable, config: DataConfig) -> Ta
 
 
 _PROCESSOR_OPTIONS = ("add_bos", "add_eos", "add_generation_prompt")
-_Entry = tuple[DatasetConfig, RawDataset, Any]
+_Entry = tuple[DatasetConfig, RawDataset, object]
 
 
 def _load(
@@ -99,7 +102,9 @@ def _load(
     return loaded
 
 
-def processed(parts: Sequence[tuple[RawDataset, Any]], tokenizer: Any, max_seq_length: int) -> AllTaskProcessedDataset:
+def processed(
+    parts: Sequence[tuple[RawDataset, Any]], tokenizer: PreTrainedTokenizerBase, max_seq_length: int
+) -> AllTaskProcessedDataset:
     """Rows of one or several datasets as prompts, each by its own task's processor.
 
     Args:

@@ -9,17 +9,22 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.prompts import load_text
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # Chat template null: contents follow each other as they are.
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def get_tokenizer(config: TokenizerConfig | Mapping[str, Any], trust_remote_code: bool = False) -> Any:
+def get_tokenizer(
+    config: TokenizerConfig | Mapping[str, object], trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Loads a tokenizer.
 
     Args:

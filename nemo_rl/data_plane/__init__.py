@@ -1,4 +1,6 @@
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nemo_rl.lazy import names_in
 
 if TYPE_CHECKING:
     from nemo_rl.config import DataPlaneConfig as DataPlaneConfig
@@ -20,10 +22,4 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = names_in(__name__, _HOMES)

@@ -49,7 +49,7 @@ class Padded:
     lengths: tuple[int, ...]
 
 
-Column = torch.Tensor | Jagged | Padded | Sequence[Any]
+Column = torch.Tensor | Jagged | Padded | Sequence[object]
 
 
 def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer]]:
@@ -90,8 +90,8 @@ def encode(columns: Mapping[str, Column], rows: int) -> dict[Layout, list[Buffer
 
 
 def decode_padded(
-    layout: Layout, buffers: Sequence[Any], columns: Collection[str], width: int, pad: Mapping[str, float]
-) -> dict[str, Any]:
+    layout: Layout, buffers: Sequence[object], columns: Collection[str], width: int, pad: Mapping[str, float]
+) -> dict[str, object]:
     """Columns of a block as tensors [N, ...]; token columns are padded to `width`, or to their longest row where that
     is longer.
 
@@ -110,7 +110,7 @@ def decode_padded(
     )
 
 
-def decode_jagged(layout: Layout, buffers: Sequence[Any], columns: Collection[str]) -> dict[str, Any]:
+def decode_jagged(layout: Layout, buffers: Sequence[object], columns: Collection[str]) -> dict[str, object]:
     """Columns of a block: token columns as `Jagged`, rows' as tensors, objects as lists."""
     return _decode(
         layout, buffers, columns, lambda slot, parts, lengths: Jagged(_typed(parts, slot, sum(lengths)), tuple(lengths))
@@ -122,11 +122,11 @@ def _decode(
     buffers: Sequence[Any],
     columns: Collection[str],
     of_tokens: Callable[[Slot, list[Buffer], list[int]], torch.Tensor | Jagged],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Columns of a block; `of_tokens` makes a token column of its rows' bytes."""
     rows = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
     lengths = _lengths(rows)
-    decoded: dict[str, Any] = {}
+    decoded: dict[str, object] = {}
     for slot, offset, steps in _placed(layout):
         if slot.column not in columns:
             continue
@@ -224,7 +224,7 @@ def _typed(parts: Sequence[Buffer], slot: Slot, values: int) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts)).view(slot.torch_dtype).view(values, *slot.shape)
 
 
-def _encode_object(name: str, row: int, value: Any) -> Buffer:
+def _encode_object(name: str, row: int, value: object) -> Buffer:
     if _is_plain(value):
         mark, payload = _JSON, json.dumps(value).encode()
     else:
@@ -242,7 +242,7 @@ def _decode_object(row: Buffer) -> Any:
     return torch.load(io.BytesIO(payload), weights_only=True)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether JSON gives back the very value."""
     if isinstance(value, dict):
         return (
@@ -253,7 +253,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def _storable(name: str, row: int, value: Any) -> Any:
+def _storable(name: str, row: int, value: object) -> object:
     """The object with tensors of its own: saving a view would save all that it is a view of."""
     if isinstance(value, torch.Tensor):
         own = value.detach().cpu()

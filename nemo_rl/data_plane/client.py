@@ -71,11 +71,11 @@ class StoredClient(DataPlaneClient):
         self._tasks: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A copy in another process attaches on its own and owns nothing.
         return self.__dict__ | {"_storage": None, "_on_close": None, "_lock": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
@@ -112,7 +112,7 @@ class StoredClient(DataPlaneClient):
         sample_ids: Sequence[str],
         partition_id: str,
         fields: Any | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
         names = list(fields.keys()) if fields is not None else []
@@ -127,9 +127,9 @@ class StoredClient(DataPlaneClient):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        columns: Mapping[str, Any],
+        columns: Mapping[str, object],
         lengths: Sequence[int],
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`; columns go to bytes without a jagged tensor in between."""
         counts = tuple(int(length) for length in lengths)
@@ -147,7 +147,7 @@ class StoredClient(DataPlaneClient):
         sample_ids: Sequence[str],
         partition_id: str,
         columns: Mapping[str, Column],
-        tags: Sequence[Mapping[str, Any]] | None,
+        tags: Sequence[Mapping[str, object]] | None,
     ) -> KVBatchMeta:
         ids = list(sample_ids)
         if tags is not None and len(tags) != len(ids):
@@ -165,7 +165,11 @@ class StoredClient(DataPlaneClient):
         return meta
 
     def _write(
-        self, ids: list[str], partition_id: str, blocks: Mapping[Layout, Any], tags: Sequence[Mapping[str, Any]] | None
+        self,
+        ids: list[str],
+        partition_id: str,
+        blocks: Mapping[Layout, Any],
+        tags: Sequence[Mapping[str, object]] | None,
     ) -> None:
         rows = self.storage.locate(partition_id, ids, create=True)
         named = {next_generation(layout, rows.blocks).name: buffers for layout, buffers in blocks.items()}
@@ -221,16 +225,16 @@ class StoredClient(DataPlaneClient):
         *,
         width: int = 0,
         pad_value_dict: Mapping[str, float] | None = None,
-    ) -> BatchedDataDict[Any]:
+    ) -> BatchedDataDict:
         """See `DataPlaneClient`; bytes go straight into the padded tensors."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for layout, buffers, columns in self._fetch(sample_ids, partition_id, select_fields):
             found.update(decode_padded(layout, buffers, columns, width, pad_value_dict or {}))
         return BatchedDataDict({name: found[name] for name in select_fields if name in found})
 
     def _fetch(
         self, sample_ids: Sequence[str], partition_id: str, columns: Sequence[str]
-    ) -> Iterable[tuple[Layout, list[Any], list[str]]]:
+    ) -> Iterable[tuple[Layout, list[object], list[str]]]:
         if not len(sample_ids) or not len(columns):
             return
         rows = self.storage.locate(partition_id, sample_ids, create=False)
@@ -249,7 +253,7 @@ class StoredClient(DataPlaneClient):
         elif sample_ids is None:
             warnings.warn(f"partition {partition_id!r} has no rows to clear", RuntimeWarning, stacklevel=2)
 
-    def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
         """See `DataPlaneClient`."""
         return {identity: _users_tags(tags) for identity, tags in self.storage.list(partition_id).items()}
 
@@ -311,7 +315,12 @@ class StoredClient(DataPlaneClient):
         return self._ready(partition_id, ids[:half], required) + self._ready(partition_id, ids[half:], required)
 
     def _claim(
-        self, partition_id: str, task: str, ids: list[str], tags: Mapping[str, Mapping[str, Any]], fields: Sequence[str]
+        self,
+        partition_id: str,
+        task: str,
+        ids: list[str],
+        tags: Mapping[str, Mapping[str, object]],
+        fields: Sequence[str],
     ) -> KVBatchMeta:
         if ids:
             self.put_samples(ids, partition_id, tags=[{_CLAIMED + task: True} for _ in ids])
@@ -396,7 +405,7 @@ def _wire_form(column: Column) -> Any:
     )
 
 
-def _users_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
+def _users_tags(tags: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in tags.items() if not name.startswith(_TAGS_OF_OURS)}
 
 

@@ -58,7 +58,7 @@ def pack_per_token_field(val: torch.Tensor, lengths: torch.Tensor | Sequence[int
 
 
 def pack_jagged_fields(
-    fields: Mapping[str, Any],
+    fields: Mapping[str, object],
     *,
     lengths: torch.Tensor | Sequence[int] | None,
     token_aligned_fields: Collection[str] = TOKEN_ALIGNED_FIELDS,
@@ -128,7 +128,7 @@ def materialize(
     layout: Literal["padded", "jagged"] = "padded",
     pad_value_dict: Mapping[str, float] | None = None,
     pad_to_seqlen: int = 0,
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict:
     """A batch as consumers take it.
 
     Args:
@@ -140,7 +140,7 @@ def materialize(
     Raises:
         TypeError: A value is neither a tensor nor objects.
     """
-    batch: BatchedDataDict[Any] = BatchedDataDict()
+    batch: BatchedDataDict = BatchedDataDict()
     for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows
         value = td[name]
         pad = (pad_value_dict or {}).get(name, 0)

@@ -33,7 +33,7 @@ def read_columns(
     layout: Literal["padded", "jagged"] = "padded",
     pad_value_dict: Mapping[str, float] | None = None,
     width: int | None = None,
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict:
     """Columns of a meta's rows, in its order.
 
     Args:
@@ -54,7 +54,7 @@ def read_columns(
     return batch
 
 
-def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:
     """Adds columns to a meta's rows; padding of token columns stays here.
 
     Raises:
@@ -79,10 +79,10 @@ def kv_first_write(
     sample_ids: Sequence[str],
     dp_client: DataPlaneClient,
     partition_id: str,
-    extra_info: Mapping[str, Any] | None = None,
+    extra_info: Mapping[str, object] | None = None,
     task_name: str | None = "train",
     pad_to_multiple: int = 1,
-    tags: Sequence[Mapping[str, Any]] | None = None,
+    tags: Sequence[Mapping[str, object]] | None = None,
 ) -> KVBatchMeta:
     """Writes a rollout once: every tensor and object column of the batch, known or not.
 

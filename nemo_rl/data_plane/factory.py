@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.client import StoredClient
@@ -37,7 +37,7 @@ def check_data_plane(cfg: DataPlaneConfig) -> None:
 
 
 def build_data_plane_client(
-    cfg: DataPlaneConfig | Mapping[str, Any] | None,
+    cfg: DataPlaneConfig | Mapping[str, object] | None,
     *,
     bootstrap: bool = True,
     address: TransferQueueAddress | None = None,

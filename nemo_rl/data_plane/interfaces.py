@@ -88,8 +88,8 @@ class DataPlaneClient(ABC):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        fields: Any | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        fields: object | None = None,
+        tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
         """Writes columns and tags of rows; rows and columns that exist are written over.
 
@@ -129,9 +129,9 @@ class DataPlaneClient(ABC):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        columns: Mapping[str, Any],
+        columns: Mapping[str, object],
         lengths: Sequence[int],
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
         """`put_samples` of a padded batch: token columns travel without their padding.
 
@@ -154,7 +154,7 @@ class DataPlaneClient(ABC):
         *,
         width: int = 0,
         pad_value_dict: Mapping[str, float] | None = None,
-    ) -> BatchedDataDict[Any]:
+    ) -> BatchedDataDict:
         """`get_samples` as a padded batch.
 
         Args:
@@ -172,7 +172,7 @@ class DataPlaneClient(ABC):
             pad_to_seqlen=width,
         )
 
-    def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
         """Tags of every row of a partition, by id.
 
         Raises:
@@ -211,7 +211,9 @@ class Storage(Protocol):
         """
         ...
 
-    def put(self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, Any]] | None) -> None:
+    def put(
+        self, rows: Located, blocks: Mapping[str, Sequence[object]], tags: Sequence[Mapping[str, object]] | None
+    ) -> None:
         """Writes blocks, one buffer of uint8 per row each, and replaces tags."""
         ...
 

@@ -17,7 +17,7 @@ from nemo_rl.data_plane.schema import MESSAGE_LOG_BULK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
-def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, object]:
     """Columns of message logs.
 
     Returns:
@@ -50,7 +50,7 @@ def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -
     }
 
 
-def attach_message_log_view(batch: BatchedDataDict[Any]) -> None:
+def attach_message_log_view(batch: BatchedDataDict) -> None:
     """Adds `message_log`, whose tensors are views into the batch's own token columns; nothing to do without the columns
     of `decompose_message_log`.
     """
@@ -70,8 +70,8 @@ def _messages(
     contents: list[str],
     ids_BS: torch.Tensor,
     logprobs_BS: torch.Tensor | None,
-) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+) -> list[dict[str, object]]:
+    messages: list[dict[str, object]] = []
     start = 0
     for length, role, content in zip(lengths, roles, contents, strict=False):
         message: dict[str, Any] = {"role": role, "content": content, "token_ids": ids_BS[row, start : start + length]}

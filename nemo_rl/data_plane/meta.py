@@ -34,7 +34,7 @@ class KVBatchMeta:
     fields: list[str] | None = None
     sequence_lengths: list[int] | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
-    tags: list[dict[str, Any]] | None = None
+    tags: list[dict[str, object]] | None = None
 
     def __post_init__(self) -> None:
         if self.tags is not None and len(self.tags) != len(self.sample_ids):
@@ -52,7 +52,7 @@ class KVBatchMeta:
         """Number of rows."""
         return len(self.sample_ids)
 
-    def stamp_tags(self, values: dict[str, Sequence[Any]]) -> None:
+    def set_tags(self, values: dict[str, Sequence[Any]]) -> None:
         """Sets tags in place, one value per row and name.
 
         Raises:

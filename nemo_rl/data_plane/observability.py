@@ -17,15 +17,17 @@ import torch
 
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.metrics_endpoint import MetricsEndpoint
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.http_server import BackgroundServer, metrics_handler
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
+
+_ANY_ADDRESS = "0.0.0.0"
 T = TypeVar("T")
-Event = Mapping[str, Any]
+Event = Mapping[str, object]
 
 
 def log_event(event: Event) -> None:
@@ -49,15 +51,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self.inner = inner
         self._on_event = on_event or _ignore
         self._counts = _Counts()
-        self._endpoint: MetricsEndpoint | None = None
+        self._endpoint: BackgroundServer | None = None
 
     def serve_metrics(self, port: int = 0) -> str:
         """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`."""
         if self._endpoint is None:
-            self._endpoint = MetricsEndpoint(self.prometheus_text, port=port)
-        return self._endpoint.address
+            handler = metrics_handler(self.prometheus_text)
+            self._endpoint = BackgroundServer(handler, host=_ANY_ADDRESS, port=port, name="data-plane-metrics")
+        return f"{_ANY_ADDRESS}:{self._endpoint.port}"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A copy in another process counts what goes through it there.
         return {"inner": self.inner, "_on_event": self._on_event}
 
@@ -170,8 +173,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        fields: Any | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        fields: object | None = None,
+        tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
         size = nbytes(fields) if fields is not None else 0
@@ -184,9 +187,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self,
         sample_ids: Sequence[str],
         partition_id: str,
-        columns: Mapping[str, Any],
+        columns: Mapping[str, object],
         lengths: Sequence[int],
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient`."""
         size = nbytes(columns)
@@ -208,7 +211,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         *,
         width: int = 0,
         pad_value_dict: Mapping[str, float] | None = None,
-    ) -> BatchedDataDict[Any]:
+    ) -> BatchedDataDict:
         """See `DataPlaneClient`."""
         work = partial(
             self.inner.get_padded, sample_ids, partition_id, select_fields, width=width, pad_value_dict=pad_value_dict
@@ -224,7 +227,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         )
         self._counts.clear(partition_id, sample_ids)
 
-    def list_samples(self, partition_id: str) -> dict[str, dict[str, Any]]:
+    def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
         """See `DataPlaneClient`."""
         return self.inner.list_samples(partition_id)
 

@@ -16,7 +16,7 @@ from nemo_rl.data_plane.errors import DataPlaneError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
-def broadcast_batch(fetch: Callable[[], BatchedDataDict[Any]], group: dist.ProcessGroup) -> BatchedDataDict[Any]:
+def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
     """What `fetch` gives on the group's first rank, on all of its ranks.
 
     Args:
@@ -32,7 +32,7 @@ def broadcast_batch(fetch: Callable[[], BatchedDataDict[Any]], group: dist.Proce
     (said,) = _receive_header(group, leader)
     if isinstance(said, str):
         raise DataPlaneError(f"rank {leader} could not fetch the rows that this rank shares: {said}")
-    batch: BatchedDataDict[Any] = BatchedDataDict()
+    batch: BatchedDataDict = BatchedDataDict()
     for name, value in said:
         if isinstance(value, _TensorForm):
             tensor = torch.empty(value.shape, dtype=value.dtype)
@@ -50,7 +50,7 @@ class _TensorForm:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-def _lead(fetch: Callable[[], BatchedDataDict[Any]], group: dist.ProcessGroup, leader: int) -> BatchedDataDict[Any]:
+def _lead(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
     try:
         batch = fetch()
     except Exception as error:
@@ -69,7 +69,7 @@ def _lead(fetch: Callable[[], BatchedDataDict[Any]], group: dist.ProcessGroup, l
 
 
 def _receive_header(group: dist.ProcessGroup, leader: int) -> list[Any]:
-    said: list[Any] = [None]
+    said: list[object] = [None]
     dist.broadcast_object_list(said, src=leader, group=group)
     return said
 

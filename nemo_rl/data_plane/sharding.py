@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_rl.data_plane.column_io import batch_width
 from nemo_rl.data_plane.meta import KVBatchMeta
@@ -43,7 +42,7 @@ class BatchPlan:
         info = meta.extra_info
         return BatchPlan(info.get(WIDTH) or batch_width(meta), *(info.get(name) for name in _PLAN))
 
-    def apply_to(self, batch: SlicedDataDict[Any]) -> SlicedDataDict[Any]:
+    def apply_to(self, batch: SlicedDataDict) -> SlicedDataDict:
         """The batch with this plan's microbatches."""
         batch.micro_batch_indices = self.micro_batch_indices
         batch.micro_batch_lengths = self.micro_batch_lengths

@@ -58,15 +58,15 @@ class TQWorkerMixin:
         """The backend's own chunk of a step."""
 
     @abstractmethod
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
         """The backend's own log-probabilities."""
 
     @abstractmethod
-    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
         """The backend's own reference log-probabilities."""
 
     @abstractmethod
-    def get_policy_and_reference_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_policy_and_reference_logprobs(self, data: Any, micro_batch_size: int | None = None) -> BatchedDataDict:
         """The backend's own log-probabilities of both."""
 
     # -- attaching ----------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class TQWorkerMixin:
 
     def _fetch(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, fetch_policy: FetchPolicy = "auto"
-    ) -> SlicedDataDict[Any]:
+    ) -> SlicedDataDict:
         """This rank's rows, padded and cut as planned.
 
         Args:
@@ -125,7 +125,7 @@ class TQWorkerMixin:
                 "fetch_policy='leader_broadcast' needs a replica group, and no other rank shares this one's rows"
             )
 
-        def read() -> BatchedDataDict[Any]:
+        def read() -> BatchedDataDict:
             return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=plan.width)
 
         batch = broadcast_batch(read, group) if group is not None and fetch_policy != "independent" else read()
@@ -133,7 +133,7 @@ class TQWorkerMixin:
         attach_message_log_view(batch)
         return plan.apply_to(SlicedDataDict(batch.get_dict()))
 
-    def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+    def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
         """Adds columns to the rows, from the leader of the ranks that made them.
 
         Raises:
@@ -159,8 +159,8 @@ class TQWorkerMixin:
     # -- entry points -------------------------------------------------------------------------------------------------
 
     def train_presharded(
-        self, meta: KVBatchMeta, loss_fn: Any, *, eval_mode: bool, gbs: int, mbs: int
-    ) -> dict[str, Any]:
+        self, meta: KVBatchMeta, loss_fn: object, *, eval_mode: bool, gbs: int, mbs: int
+    ) -> dict[str, object]:
         """`train` on this rank's rows."""
         return self.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 

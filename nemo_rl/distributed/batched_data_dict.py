@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 from nemo_rl.distributed import batch_sharding
 from nemo_rl.distributed.batch_sharding import DynamicBatchingArgs, SequencePackingArgs, ShardPlan
 
-DictT = TypeVar("DictT", default=Any)  # the TypedDict that documents the columns
+DictT = TypeVar("DictT", default=object, covariant=True)  # the TypedDict that documents the columns
 Column = Any  # a tensor, or a list with one item per row
 
 

@@ -15,11 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CellType, ModuleType
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d
+
+from nemo_rl.distributed.accelerators import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +36,8 @@ class _Dropped:
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    old: Any
-    new: Any
+    old: object
+    new: object
 
 
 class Communicators:
@@ -51,6 +54,21 @@ class Communicators:
         self._timeout = timedelta(seconds=timeout_s)
         self._host_group = host_group
         self._dropped: list[_Dropped] = []
+
+    @classmethod
+    def of_ranks(cls, accelerator: Accelerator, timeout_s: float) -> Self:
+        """Joins the ranks of this process's worker group, on its own accelerator. Collective.
+
+        Args:
+            accelerator: Kind of slot.
+            timeout_s: Deadline of collectives.
+        """
+        backend = accelerator.process_group_backend
+        if accelerator.is_cuda:
+            torch.cuda.set_device(accelerator.torch_device())
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        return cls(backend, timeout_s, dist.new_group(backend="gloo"))
 
     @property
     def dropped(self) -> bool:
@@ -130,11 +148,11 @@ def _replace_everywhere(swaps: Sequence[_Swap]) -> None:
         swaps = in_tuples
 
 
-def _replaced(items: Iterable[Any], new_of: Mapping[int, _Swap]) -> list[Any]:
+def _replaced(items: Iterable[object], new_of: Mapping[int, _Swap]) -> list[object]:
     return [new_of[id(item)].new if id(item) in new_of else item for item in items]
 
 
-def _replace_in_dict(holder: dict[Any, Any], new_of: Mapping[int, _Swap]) -> None:
+def _replace_in_dict(holder: dict[object, object], new_of: Mapping[int, _Swap]) -> None:
     for key in [key for key, value in holder.items() if id(value) in new_of]:
         holder[key] = new_of[id(holder[key])].new
     for key in [key for key in holder if id(key) in new_of]:

@@ -137,7 +137,7 @@ class NamedSharding:
         return f"NamedSharding(shape={self.shape}, layout={self._layout.tolist()})"
 
 
-def _as_rank_grid(layout: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
+def _as_rank_grid(layout: Sequence[object] | NDArray[Any]) -> NDArray[np.int64]:
     try:
         grid = np.asarray(layout)
     except ValueError as error:

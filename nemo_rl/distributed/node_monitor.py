@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30

@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.config.errors import UserError
 
@@ -28,7 +27,7 @@ class ProfilerUnavailable(UserError, RuntimeError):
     """Workers are to be profiled where Nsight Systems cannot."""
 
 
-def runtime_env(env_vars: dict[str, str], profiled_as: str | None) -> dict[str, Any]:
+def runtime_env(env_vars: dict[str, str], profiled_as: str | None) -> dict[str, object]:
     """Ray's runtime environment of a worker.
 
     Args:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import psutil
 import ray
@@ -22,7 +23,7 @@ from ray.exceptions import RayError
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed import worker_start
-from nemo_rl.distributed.devices import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
+from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import kill_and_wait
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ _LOCAL = "local"
 _ANSWER_S = 5.0
 _START_ATTEMPTS = 3
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
+Started = TypeVar("Started")
+
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="ray-start")
 _END_TIMEOUT_S = 10.0
 
@@ -240,36 +243,65 @@ def _end_half_started(before: set[psutil.Process]) -> None:
     )
 
 
-class RayStart:
-    """Ray coming up beside other work.
+class RayStart(Generic[Started]):
+    """Ray, and what starts on it first, coming up beside other work.
 
     Args:
-        connect: Joins or starts Ray; its kind of accelerator.
+        start: Joins or starts Ray.
+
+    Attributes:
+        started: Its answer.
     """
 
-    def __init__(self, connect: Callable[[], Accelerator]) -> None:
+    def __init__(self, start: Callable[[], Started]) -> None:
         # Ray tells every thread but the main one that it leaves signals alone.
         logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
-        self._accelerator = _STARTER.submit(connect)
+        self.started = _STARTER.submit(start)
 
-    def result(self) -> Accelerator:
-        """Waits until Ray is up.
+    def result(self) -> Started:
+        """Waits until it is up.
 
         Raises:
             RayStartError, DeviceUnavailableError: See `init_ray`.
         """
-        return self._accelerator.result()
+        return self.started.result()
 
-    def end(self, disconnect: Callable[[], None]) -> None:
-        """Leaves the cluster with `disconnect`, once it is known whether it came up."""
-        wait([self._accelerator])
-        disconnect()
+    def end(self, end: Callable[[Started], None], disconnect: Callable[[], None]) -> None:
+        """Once it is known whether it came up, ends what did and leaves the cluster with `disconnect`."""
+        wait([self.started])
+        try:
+            if self.started.exception() is None:
+                end(self.started.result())
+        finally:
+            disconnect()
 
 
 def shutdown_ray() -> None:
     """Leaves the cluster; ends it when this process started it. Safe to call twice."""
     if ray.is_initialized():
         ray.shutdown()
+
+
+class _StartAhead:
+    """A start of Ray that nobody waits for yet; None where there is none."""
+
+    accelerator: Future[Accelerator] | None = None
+
+
+@contextmanager
+def starting_ahead(*, device: str, cpu_slots: int) -> Iterator[None]:
+    """Ray comes up beside what the block does first, such as imports, until a `RayConnection` in it is opened; ends it
+    where none was. For arguments see `init_ray`.
+    """
+    if not ray.is_initialized():
+        _StartAhead.accelerator = RayStart(lambda: init_ray(device=device, cpu_slots=cpu_slots)).started
+    try:
+        yield
+    finally:
+        started, _StartAhead.accelerator = _StartAhead.accelerator, None
+        if started is not None:
+            wait([started])
+            shutdown_ray()
 
 
 class RayConnection:
@@ -280,8 +312,9 @@ class RayConnection:
 
     def open(self, *, device: str, cpu_slots: int) -> Accelerator:
         """See `init_ray`."""
-        self._owned = not ray.is_initialized()
-        return init_ray(device=device, cpu_slots=cpu_slots)
+        started, _StartAhead.accelerator = _StartAhead.accelerator, None
+        self._owned = started is not None or not ray.is_initialized()
+        return started.result() if started is not None else init_ray(device=device, cpu_slots=cpu_slots)
 
     def close(self) -> None:
         """Leaves the cluster; ends it where `open` started it. Safe to call twice."""

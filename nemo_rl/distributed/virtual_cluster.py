@@ -2,25 +2,27 @@
 
 `RayVirtualCluster` reserves slots as placement groups (one per node), tells which physical device is behind each slot,
 and hands out rendezvous addresses. It does not know what runs on the slots. Invariants: a slot belongs to one bundle of
-one placement group for as long as the cluster lives; no rendezvous port is handed out twice.
+one placement group for as long as the cluster lives; no rendezvous port is handed out twice, for some minutes not
+even to another run on the machine. Asks Ray rather than a worker process where it can: the first of those takes seconds
+to start.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
-import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.devices import CPU, CUDA, Accelerator
+from nemo_rl.distributed.accelerators import CPU, CUDA, Accelerator
+from nemo_rl.distributed.ports import free_ports
 from nemo_rl.lazy import names_of
 
 logger = logging.getLogger(__name__)
@@ -51,37 +53,20 @@ class Slot:
 
 
 @ray.remote(num_cpus=0)
-def _describe_slot() -> tuple[str, str, list[str]]:
-    context = ray.get_runtime_context()
-    return (
-        context.get_node_id(),
-        ray.util.get_node_ip_address(),
-        [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
-    )
+def _gpu_of_slot() -> int | str:
+    (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return int(gpu) if str(gpu).isdecimal() else str(gpu)
 
 
-def _device(gpu: str) -> int | str:
-    return int(gpu) if gpu.isdecimal() else gpu
-
-
-@ray.remote(num_cpus=0)
-def _free_ports(low: int, high: int, count: int, taken: list[int]) -> list[int]:
-    candidates = [port for port in range(low, high + 1) if port not in set(taken)]
-    random.shuffle(candidates)
-    found: list[int] = []
-    for port in candidates:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            break
-    return found
+def first_not_reserved(groups: Sequence[PlacementGroup], timeout_s: float) -> int | None:
+    """Waits until all groups are reserved: None; otherwise gives all of them back, and says which was not in time."""
+    deadline = time.monotonic() + timeout_s
+    for index, group in enumerate(groups):
+        if not group.wait(max(0.0, deadline - time.monotonic())):
+            for other in groups:
+                remove_placement_group(other)
+            return index
+    return None
 
 
 class RayVirtualCluster:
@@ -164,18 +149,13 @@ class RayVirtualCluster:
             placement_group([dict(bundle) for _ in range(count)], strategy=self._strategy, name=f"{self.name}-{index}")
             for index, count in enumerate(self._bundle_counts)
         ]
-        deadline = time.monotonic() + self._timeout_s
-        for index, group in enumerate(groups):
-            ready, _ = ray.wait([group.ready()], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                for other in groups:
-                    remove_placement_group(other)
-                raise ResourceInsufficientError(
-                    f"cluster {self.name!r}: node {index} could not reserve {self._bundle_counts[index]} x "
-                    f"{self.accelerator.ray_resource} within "
-                    f"{self._timeout_s:.0f} s; free now: "
-                    f"{ray.available_resources().get(self.accelerator.ray_resource, 0.0):.0f}"
-                )
+        late = first_not_reserved(groups, self._timeout_s)
+        if late is not None:
+            raise ResourceInsufficientError(
+                f"cluster {self.name!r}: node {late} could not reserve {self._bundle_counts[late]} x "
+                f"{self.accelerator.ray_resource} within {self._timeout_s:.0f} s; free now: "
+                f"{ray.available_resources().get(self.accelerator.ray_resource, 0.0):.0f}"
+            )
         return groups
 
     def places(self) -> list[tuple[int, int]]:
@@ -186,17 +166,22 @@ class RayVirtualCluster:
         """Every slot in rank order, with its node and physical device."""
         if self._slots is None:
             places = self.places()
-            answers = ray.get(
-                [self._on(node, bundle, _describe_slot).remote() for node, bundle in places], timeout=self._timeout_s
-            )
-            running: dict[str, int] = {}
-            slots = []
-            for (node, bundle), (node_id, node_ip, gpus) in zip(places, answers, strict=True):
-                number = running.get(node_id, 0)
-                running[node_id] = number + 1
-                slots.append(Slot(node, bundle, node_id, node_ip, _device(gpus[0]) if gpus else number))
-            self._slots = slots
+            groups = self.get_placement_groups()
+            tables = {node: placement_group_table(groups[node])["bundles_to_node_id"] for node, _ in places}
+            node_ids = [tables[node][bundle] for node, bundle in places]
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            self._slots = [
+                Slot(node, bundle, node_id, addresses[node_id], device)
+                for (node, bundle), node_id, device in zip(places, node_ids, self._devices(node_ids), strict=True)
+            ]
         return self._slots
+
+    def _devices(self, node_ids: Sequence[str]) -> list[int | str]:
+        if not self.accelerator.is_cuda:
+            return [node_ids[:index].count(node_id) for index, node_id in enumerate(node_ids)]
+        # Which GPU Ray gave to a bundle only a task in it is told.
+        asked = [self._on(node, bundle, _gpu_of_slot).remote() for node, bundle in self.places()]
+        return ray.get(asked, timeout=self._timeout_s)
 
     def actor_name(self, group: str, rank: int) -> dict[str, str]:
         """Ray options that name the actor of a worker group's rank; none here, where nobody looks for actors."""
@@ -223,11 +208,13 @@ class RayVirtualCluster:
             ResourceInsufficientError: Fewer than `count` ports of the range are free.
         """
         low, high = self._ports
-        place = self.places()[0] if node_rank is None else (node_rank, 0)
-        ports = ray.get(
-            self._on(*place, _free_ports).remote(low, high, count, sorted(self._handed_out)),
-            timeout=self._timeout_s,
-        )
+        slot = next(slot for slot in self.slots() if node_rank is None or slot.node_rank == node_rank)
+        question = (low, high, count, sorted(self._handed_out))
+        if slot.node_id == ray.get_runtime_context().get_node_id():
+            ports = free_ports(*question)
+        else:
+            there = self._on(slot.node_rank, slot.bundle_index, ray.remote(num_cpus=0)(free_ports))
+            ports = ray.get(there.remote(*question), timeout=self._timeout_s)
         if len(ports) < count:
             raise ResourceInsufficientError(
                 f"cluster {self.name!r}: {len(ports)} of {count} ports free in {low}-{high}; widen "

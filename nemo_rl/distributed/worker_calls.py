@@ -1,7 +1,8 @@
-"""Waiting for workers: the first failure is reported at once, with who failed and where.
+"""Calls of Ray actors: waiting for many workers, and single actors on the driver's node.
 
 A collective in which one worker died never returns on the others, so waiting in rank order could hang on a healthy
-worker. `wait_for_workers` watches all of them and raises on the first failure. Every wait has a deadline.
+worker. `wait_for_workers` watches all of them and raises on the first failure, with who failed and where. Invariants:
+every wait has a deadline; what a single actor raised is raised here as it was, with its own type.
 """
 
 from __future__ import annotations
@@ -11,19 +12,29 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.config.errors import UserError
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+Actor = TypeVar("Actor")
+
 TIMEOUT_VARIABLE = "NRL_WORKER_TIMEOUT_SECONDS"
 _ROOT_CAUSE_WAIT_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class WorkerError(UserError, RuntimeError):
-    """A worker raised or died. The message names worker, rank, node and the remote traceback."""
+    """A worker raised or died. The message names worker, rank and node, and unless what was raised is a `UserError` the
+    remote traceback.
+    """
 
 
 class WorkerDiedError(WorkerError):
@@ -54,7 +65,7 @@ def worker_timeout_s() -> float:
 
 
 def wait_for_workers(
-    refs: Sequence[ray.ObjectRef[Any]],
+    refs: Sequence[ray.ObjectRef[object]],
     identities: Sequence[WorkerIdentity],
     *,
     what: str,
@@ -93,7 +104,7 @@ def wait_for_workers(
 
 
 def _root_failure(
-    first: WorkerError, others: Sequence[tuple[ray.ObjectRef[Any], WorkerIdentity]], what: str
+    first: WorkerError, others: Sequence[tuple[ray.ObjectRef[object], WorkerIdentity]], what: str
 ) -> WorkerError:
     """The failure to report: a worker whose peer died often raises a moment before the death itself is known."""
     if isinstance(first, WorkerDiedError) or not others:
@@ -105,7 +116,7 @@ def _root_failure(
     return next((failure for failure in failures if isinstance(failure, WorkerDiedError)), first)
 
 
-def worker_failure(ref: ray.ObjectRef[Any], identity: WorkerIdentity, what: str) -> WorkerError | None:
+def worker_failure(ref: ray.ObjectRef[object], identity: WorkerIdentity, what: str) -> WorkerError | None:
     """The failure behind a finished call, None if it succeeded."""
     try:
         ray.get(ref, timeout=60.0)
@@ -115,9 +126,10 @@ def worker_failure(ref: ray.ObjectRef[Any], identity: WorkerIdentity, what: str)
             return _caused(WorkerError(f"{what}: {identity} could not start: {_last_line(text)}\n{text}"), error)
         return _caused(WorkerDiedError(f"{what}: {identity} died: {text}"), error)
     except RayTaskError as error:
+        # What a user can put right says what to do; where in the code it was found does not help.
+        trace = "" if isinstance(error.cause, UserError) else f"\n{_plain(error)}"
         return _caused(
-            WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}\n{_plain(error)}"),
-            error.cause,
+            WorkerError(f"{what}: {identity} raised {type(error.cause).__name__}: {error.cause}{trace}"), error.cause
         )
     except RayError as error:
         return _caused(WorkerError(f"{what}: {identity} failed: {_plain(error)}"), error)
@@ -141,3 +153,46 @@ def _last_line(traceback: str) -> str:
             break
         tail.insert(0, line)
     return "\n".join(tail) or traceback
+
+
+def start_actor(kind: type, *args: object) -> Any:
+    """An actor on this node that needs no accelerator.
+
+    Args:
+        kind: Its class.
+        args: For its constructor.
+    """
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join(
+        dict.fromkeys([package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    )
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class: Any = ray.remote(kind)
+    # It waits for others most of the time; spinning threads would take their cores.
+    env = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    return actor_class.options(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": env}).remote(*args)
+
+
+def call(ref: ObjectRef[object], *, what: str, timeout_s: float) -> Any:
+    """The answer of an actor.
+
+    Raises:
+        WorkerDiedError: Its process ended.
+        WorkerTimeoutError: No answer within the deadline.
+    """
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except RayTaskError as error:
+        raise error.cause from error
+    except GetTimeoutError as error:
+        raise WorkerTimeoutError(f"{what}: no answer within {timeout_s:.0f} s") from error
+    except RayActorError as error:
+        raise WorkerDiedError(f"{what}: its process died: {error}") from error
+
+
+def stop_actor(actor: ActorHandle[Actor] | None) -> None:
+    """Lets an actor close what it holds, and ends it. Nothing to do for None."""
+    if actor is None or not ray.is_initialized():
+        return
+    ray.wait([actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)
+    ray.kill(actor)

@@ -46,7 +46,7 @@ def resolve_fqn(fqn: str) -> Any:
 class RayWorkerBuilder:
     """What to build on every slot: a class by its dotted name, and its constructor arguments."""
 
-    def __init__(self, fqn: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, fqn: str, *args: object, **kwargs: object) -> None:
         self.fqn = fqn
         self.args = args
         self.kwargs = kwargs
@@ -63,7 +63,7 @@ class MultiWorkerFuture:
         what: Name of the call.
     """
 
-    futures: list[ray.ObjectRef[Any]]
+    futures: list[ray.ObjectRef[object]]
     called_workers: list[int]
     return_from: list[int] = field(default_factory=list)
     what: str = ""
@@ -179,11 +179,13 @@ class RayWorkerGroup:
             env["CUDA_VISIBLE_DEVICES"] = ""
         return env
 
-    def _options(self, slots: list[Slot], runtime_env: dict[str, Any], max_concurrency: int | None) -> dict[str, Any]:
+    def _options(
+        self, slots: list[Slot], runtime_env: dict[str, object], max_concurrency: int | None
+    ) -> dict[str, object]:
         # Slightly less than an equal share, so that helper probes on the same bundle still fit.
         share = 0.9 / self.cluster.max_colocated_worker_groups
         first = slots[0]
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "num_cpus": 0,
             "scheduling_strategy": self.cluster.strategy_for(first.node_rank, first.bundle_index),
             "runtime_env": runtime_env,
@@ -206,30 +208,26 @@ class RayWorkerGroup:
         """Size of the data-parallel axis."""
         return self.sharding_annotations.get_axis_size("data_parallel")
 
-    def slots_of(self, worker_idx: int) -> list[Slot]:
-        """The slots that a worker owns."""
-        return self._slots[worker_idx]
-
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
         """Index of the first worker of a data-parallel shard."""
         return self.sharding_annotations.get_ranks_by_coord(data_parallel=dp_shard_idx)[0]
 
-    def _call(self, worker_idx: int, method: str, kwargs: dict[str, Any]) -> ray.ObjectRef[Any]:
+    def _call(self, worker_idx: int, method: str, kwargs: dict[str, object]) -> ray.ObjectRef[object]:
         return getattr(self.workers[worker_idx], method).remote(**kwargs)
 
-    def run_single_worker_single_data(self, method: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef[Any]:
+    def run_single_worker_single_data(self, method: str, worker_idx: int, **kwargs: object) -> ray.ObjectRef[object]:
         """Calls one worker; the reference of its answer."""
         return self._call(worker_idx, method, kwargs)
 
     def run_all_workers_single_data(
-        self, method: str, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
+        self, method: str, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: object
     ) -> MultiWorkerFuture:
         """Calls every worker (or those at coordinate 0 of the given axes) with the same arguments."""
         called = [rank for rank in range(self.world_size) if self._is_zero_on(rank, run_rank_0_only_axes or ())]
         return self._future(method, called, [kwargs] * len(called))
 
     def run_all_workers_multiple_data(
-        self, method: str, common_kwargs: dict[str, Any] | None = None, **per_worker: Sequence[Any]
+        self, method: str, common_kwargs: dict[str, object] | None = None, **per_worker: Sequence[object]
     ) -> MultiWorkerFuture:
         """Calls worker i with the i-th entry of every list.
 
@@ -254,8 +252,8 @@ class RayWorkerGroup:
         in_sharded_axes: Sequence[str] = (),
         replicate_on_axes: Sequence[str] = (),
         output_is_replicated: Sequence[str] = (),
-        common_kwargs: dict[str, Any] | None = None,
-        **sharded: Any,
+        common_kwargs: dict[str, object] | None = None,
+        **sharded: object,
     ) -> MultiWorkerFuture:
         """Calls workers with their shard of each argument.
 
@@ -309,7 +307,7 @@ class RayWorkerGroup:
         coordinates = self.sharding_annotations.get_worker_coords(rank)
         return all(coordinates.get(axis, 0) == 0 for axis in axes)
 
-    def _future(self, method: str, called: list[int], calls: Sequence[dict[str, Any]]) -> MultiWorkerFuture:
+    def _future(self, method: str, called: list[int], calls: Sequence[dict[str, object]]) -> MultiWorkerFuture:
         refs = [self._call(rank, method, kwargs) for rank, kwargs in zip(called, calls, strict=True)]
         return MultiWorkerFuture(refs, called, list(range(len(called))), f"{self.name_prefix}.{method}")
 

@@ -20,8 +20,8 @@ from nemo_rl.environments.interfaces import EnvironmentReturn
 
 
 def step_environment(
-    handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], *, timeout_s: float, name: str
-) -> EnvironmentReturn[Any]:
+    handle: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object], *, timeout_s: float, name: str
+) -> EnvironmentReturn[object]:
     """Calls `step` and checks what comes back.
 
     Args:
@@ -46,7 +46,7 @@ def step_environment(
     return _checked(returned, len(message_logs), name)
 
 
-def environment_metrics(handle: Any, batch: Mapping[str, Any], *, timeout_s: float, name: str) -> dict[str, float]:
+def environment_metrics(handle: Any, batch: Mapping[str, object], *, timeout_s: float, name: str) -> dict[str, float]:
     """What an environment measures of a finished batch (`global_post_process_and_metrics`).
 
     Args:
@@ -98,9 +98,13 @@ def _call_actor(
 
 
 def _call_object(
-    environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any], timeout_s: float, name: str
-) -> Any:
-    future: Future[Any] = Future()
+    environment: object,
+    message_logs: Sequence[LLMMessageLogType],
+    metadata: Sequence[object],
+    timeout_s: float,
+    name: str,
+) -> object:
+    future: Future[object] = Future()
     # A daemon, so that an environment that never returns cannot keep the process alive.
     Thread(
         target=_run, args=(future, environment, message_logs, metadata), name=f"environment-{name}", daemon=True
@@ -117,7 +121,7 @@ def _call_object(
 
 
 def _run(
-    future: Future[Any], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[Any]
+    future: Future[Any], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object]
 ) -> None:
     try:
         future.set_result(environment.step(list(message_logs), list(metadata)))
@@ -132,7 +136,7 @@ def _too_slow(name: str, count: int, timeout_s: float) -> EnvironmentFailure:
     )
 
 
-def _checked(returned: Any, size: int, name: str) -> EnvironmentReturn[Any]:
+def _checked(returned: object, size: int, name: str) -> EnvironmentReturn[object]:
     if not isinstance(returned, tuple) or not 5 <= len(returned) <= 6:
         raise EnvironmentFailure(f"environment {name} returned a {type(returned).__name__}, not an EnvironmentReturn")
     result = EnvironmentReturn(*returned)
@@ -157,7 +161,7 @@ def _checked(returned: Any, size: int, name: str) -> EnvironmentReturn[Any]:
     )
 
 
-def _rewards(rewards: Any, size: int, name: str) -> torch.Tensor | dict[str, torch.Tensor]:
+def _rewards(rewards: object, size: int, name: str) -> torch.Tensor | dict[str, torch.Tensor]:
     if not isinstance(rewards, Mapping):
         return _finite(_tensor(rewards, "rewards", size, name).float(), "rewards", name)
     wrong = [key for key in rewards if not str(key).startswith("reward/")]
@@ -172,7 +176,7 @@ def _rewards(rewards: Any, size: int, name: str) -> torch.Tensor | dict[str, tor
     }
 
 
-def _tensor(values: Any, what: str, size: int, name: str) -> torch.Tensor:
+def _tensor(values: object, what: str, size: int, name: str) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -195,5 +199,5 @@ def _finite(rewards: torch.Tensor, what: str, name: str) -> torch.Tensor:
     return rewards
 
 
-def _count(values: Any) -> str:
+def _count(values: object) -> str:
     return str(len(values)) if isinstance(values, Sequence) else f"a {type(values).__name__} as"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -51,7 +50,7 @@ class Run:
     succeeded: bool
 
 
-class CodeEnvironment(EnvironmentInterface[dict[str, Any]]):
+class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.code`.
 
     The reward is 1 when the code runs and, if the metadata has `tests` (Python that runs after it), those pass, or if
@@ -61,14 +60,14 @@ class CodeEnvironment(EnvironmentInterface[dict[str, Any]]):
         cfg: the keys of `env.code`.
     """
 
-    def __init__(self, cfg: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeEnvConfig.model_validate(dict(cfg))
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn[dict[str, Any]]:
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
         """Runs the code of B responses; a response without code ends its conversation."""
         codes = [code_in(str(log[-1]["content"])) for log in message_log_batch]
         runs = list(self._threads.map(self._run, codes, metadata))
@@ -91,7 +90,7 @@ class CodeEnvironment(EnvironmentInterface[dict[str, Any]]):
         """Waits for running code, which its deadline bounds."""
         self._threads.shutdown()
 
-    def _run(self, code: str | None, metadata: Mapping[str, Any]) -> Run | None:
+    def _run(self, code: str | None, metadata: Mapping[str, object]) -> Run | None:
         if code is None:
             return None
         return run_python(f"{code}\n{metadata.get('tests') or ''}", self.cfg.run_timeout_s)
@@ -193,7 +192,7 @@ def _cut(output: str) -> str:
     )
 
 
-def _reward(run: Run | None, metadata: Mapping[str, Any]) -> float:
+def _reward(run: Run | None, metadata: Mapping[str, object]) -> float:
     if run is None or not run.succeeded:
         return 0.0
     if metadata.get("tests"):

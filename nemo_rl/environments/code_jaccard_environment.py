@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -22,20 +21,20 @@ _FENCED = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-class CodeJaccardEnvironment(EnvironmentInterface[dict[str, Any]]):
+class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.code_jaccard`.
 
     Args:
         cfg: the keys of `env.code_jaccard`.
     """
 
-    def __init__(self, cfg: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeJaccardEnvConfig.model_validate(dict(cfg))
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn[dict[str, Any]]:
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
         """Compares B responses with their references."""
         answers = [code_of(response_of(log)) for log in message_log_batch]
         rewards = [

@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-MetadataT = TypeVar("MetadataT", default=Any)
+MetadataT = TypeVar("MetadataT", default=object)
 Observation = dict[str, str]
 
 
@@ -49,11 +49,11 @@ class ActorOnRequest(abc.ABCMeta):
     `Env.options(...).remote(cfg)`. `Env(cfg)` stays a plain object.
     """
 
-    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+    def remote(cls, *args: object, **kwargs: object) -> Any:
         """Starts an actor of this class; the handle."""
         return cls.options().remote(*args, **kwargs)
 
-    def options(cls, **options: Any) -> Any:
+    def options(cls, **options: object) -> Any:
         """The actor class with Ray's options; without any it takes no CPU slot and no accelerator, as it waits for its
         own helpers.
         """
@@ -84,9 +84,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
     ) -> EnvironmentReturn[MetadataT]:
         """Takes B conversations that end with an assistant message, and what is known of each, and judges them."""
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """What the environment measures of a finished validation, logged as `validation/<environment>/<name>`.
 
         Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -28,14 +27,14 @@ _THINK_THEN_ANSWER = re.compile(
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 
-class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
+class MathEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.math`.
 
     Args:
         cfg: the keys of `env.math`.
     """
 
-    def __init__(self, cfg: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = MathEnvConfig.model_validate(dict(cfg))
         self._is_math = self.cfg.verifier_type == "math"
         verifier = self.cfg.math_verify_impl if self._is_math else self.cfg.verifier_type
@@ -44,8 +43,8 @@ class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn[dict[str, Any]]:
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
         """Verifies B responses."""
         verdicts = self._verify(
             [
@@ -58,9 +57,7 @@ class MathEnvironment(EnvironmentInterface[dict[str, Any]]):
         )
 
     @override
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """Adds the share of right answers, and how many were given up at the deadline."""
         metrics = {"verify_timeouts": float(self._pool.timeouts)}
         if "rewards" in batch and len(batch["rewards"]):
@@ -90,8 +87,8 @@ class MathMultiRewardEnvironment(MathEnvironment):
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn[dict[str, Any]]:
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
         """Verifies B responses."""
         responses = [response_of(log) for log in message_log_batch]
         answers = [answer_in(response) for response in responses]
@@ -123,10 +120,10 @@ def response_of(message_log: LLMMessageLogType) -> str:
 
 def _finished(
     verdicts: Sequence[Verdict],
-    metadata: Sequence[dict[str, Any]],
+    metadata: Sequence[dict[str, object]],
     rewards: torch.Tensor | dict[str, torch.Tensor],
     stop_strings: list[str] | None,
-) -> EnvironmentReturn[dict[str, Any]]:
+) -> EnvironmentReturn[dict[str, object]]:
     size = len(verdicts)
     said = ["Environment: correct" if verdict.reward == 1.0 else "Environment: incorrect" for verdict in verdicts]
     return EnvironmentReturn(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -21,21 +20,21 @@ from nemo_rl.environments.math_environment import response_of
 from nemo_rl.environments.verifier_pool import VerifierPool
 
 
-class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
+class ReasoningGymEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.reasoning_gym`.
 
     Args:
         cfg: the keys of `env.reasoning_gym`.
     """
 
-    def __init__(self, cfg: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = ReasoningGymEnvConfig.model_validate(dict(cfg))
         self._pool = VerifierPool("reasoning_gym", self.cfg.num_workers, self.cfg.verify_timeout_s)
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn[dict[str, Any]]:
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
         """Verifies B responses."""
         tag = {"tag": self.cfg.answer_tag}
         verdicts = self._pool.verify(

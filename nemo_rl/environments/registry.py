@@ -8,12 +8,15 @@ are read here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError, EnvConfig, EnvironmentConfig
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.environments.errors import UnknownEnvironment
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _CLASSES: dict[str, str] = {
     "math": "nemo_rl.environments.math_environment.MathEnvironment",
@@ -72,7 +75,7 @@ def environment_settings(config: EnvironmentConfig | None) -> dict[str, Any]:
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 
-def create_env(name: str, env_configs: EnvConfig | Mapping[str, Any]) -> Any:
+def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> ActorHandle[object]:
     """Starts an environment as a Ray actor, without an accelerator.
 
     Args:
@@ -91,14 +94,14 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, Any]) -> Any:
 
     env_configs = _whole(name, env_configs)
     found = environment_class(name, section_of(name, env_configs))
-    actor = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
+    actor: Any = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
     return actor.options(num_cpus=0, num_gpus=0, max_concurrency=1).remote(
         environment_settings(section_of(name, env_configs))
     )
 
 
-def _whole(name: str, given: EnvConfig | Mapping[str, Any]) -> EnvConfig:
+def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:
     if isinstance(given, EnvConfig):
         return given
     sections = {**EnvConfig.model_fields, **_CLASSES}
@@ -114,5 +117,5 @@ def section_of(name: str, env_configs: EnvConfig) -> EnvironmentConfig | None:
     return type(env_configs).model_validate({name: {}}).of(name)
 
 
-def _plain_class(found: Any) -> Any:
+def _plain_class(found: object) -> object:
     return getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)

@@ -7,7 +7,9 @@ has an environment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+from ray.actor import ActorHandle
 
 from nemo_rl.config import DataConfig, EnvConfig
 from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
@@ -15,13 +17,21 @@ from nemo_rl.data.errors import DataError
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.environments.registry import create_env, environment_class, section_of
 
-ResponseData = tuple[AllTaskProcessedDataset, AllTaskProcessedDataset | None, dict[str, Any], dict[str, Any]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ResponseData = tuple[
+    AllTaskProcessedDataset,
+    AllTaskProcessedDataset | None,
+    dict[str, ActorHandle[object]],
+    dict[str, ActorHandle[object]],
+]
 
 
 def setup_response_data(
-    tokenizer: Any,
-    data_config: DataConfig | Mapping[str, Any],
-    env_configs: EnvConfig | Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig | Mapping[str, object],
+    env_configs: EnvConfig | Mapping[str, object],
     is_vlm: bool = False,
 ) -> ResponseData:
     """Loads datasets and starts environments.
@@ -50,7 +60,7 @@ def setup_response_data(
     return datasets.train, datasets.validation, *_by_task(datasets, actors)
 
 
-def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str, Any]:
+def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str, ActorHandle[object]]:
     """One actor per name; every class is looked up before the first actor starts."""
     wanted = list(dict.fromkeys(names))
     for name in wanted:
@@ -58,6 +68,8 @@ def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str
     return {name: create_env(name, env_configs) for name in wanted}
 
 
-def _by_task(datasets: TaskDatasets, actors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _by_task(
+    datasets: TaskDatasets, actors: dict[str, ActorHandle[object]]
+) -> tuple[dict[str, ActorHandle[object]], dict[str, ActorHandle[object]]]:
     train = {task: actors[env] for task, env in datasets.env_of_task.items()}
     return train, {task: actors[env] for task, env in datasets.env_of_validation_task.items()}

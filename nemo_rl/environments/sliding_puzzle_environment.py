@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import torch
 from typing_extensions import override
@@ -23,20 +23,27 @@ _ACTION = re.compile(r"<action>\s*(.*?)\s*</action>", re.DOTALL)
 _STOP = ["</action>"]
 
 
-class SlidingPuzzleEnvironment(EnvironmentInterface[dict[str, Any]]):
+class PuzzleState(TypedDict):
+    """What is known of a puzzle: its board, and how many moves were made."""
+
+    board: Board
+    moves: int
+
+
+class SlidingPuzzleEnvironment(EnvironmentInterface[PuzzleState]):
     """`env.sliding_puzzle`.
 
     Args:
         cfg: the keys of `env.sliding_puzzle`.
     """
 
-    def __init__(self, cfg: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = SlidingPuzzleEnvConfig.model_validate(dict(cfg))
 
     @override
     def step(
-        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn[dict[str, Any]]:
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[PuzzleState]
+    ) -> EnvironmentReturn[PuzzleState]:
         """Plays one action in each of B puzzles."""
         turns = [
             self._play(str(log[-1]["content"]), state) for log, state in zip(message_log_batch, metadata, strict=True)
@@ -55,8 +62,8 @@ class SlidingPuzzleEnvironment(EnvironmentInterface[dict[str, Any]]):
             answers=[action for _, _, action in turns],
         )
 
-    def _play(self, response: str, state: Mapping[str, Any]) -> tuple[Board, str, str | None]:
-        board: Board = state["board"]
+    def _play(self, response: str, state: PuzzleState) -> tuple[Board, str, str | None]:
+        board = state["board"]
         actions = _ACTION.findall(response)
         if not actions:
             return board, "\nNo action was found; answer with <action>up</action>, down, left or right.\n", None

@@ -15,12 +15,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.prompts import PromptSource
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_source import Rollout
@@ -29,6 +30,9 @@ from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import GroupCommitted, GroupDropped, WaitBegun, WaitEnded
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +53,7 @@ class CollectorStalled(CollectorError):
 class GroupRollouts(Protocol):
     """Rolls single groups out."""
 
-    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
+    async def roll_out_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> Rollout:
         """The samples of one prompt."""
         ...
 
@@ -85,9 +89,9 @@ class CollectorParts:
 
     prompts: PromptSource
     rollouts: GroupRollouts
-    store: ExperienceStore[Any]
+    store: ExperienceStore
     plan: Callable[[int], RolloutPlan]
-    start: Callable[[Coroutine[Any, Any, Any]], Future[Any]]
+    start: Callable[[Coroutine[object, object, object]], Future[Any]]
     generations: int
     record: Record
 
@@ -125,7 +129,7 @@ class Collector:
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def _begin_task(self, key: GroupKey, rollout: Coroutine[Any, Any, None]) -> None:
+    def _begin_task(self, key: GroupKey, rollout: Coroutine[object, object, None]) -> None:
         """On the loop, under the lock."""
         self._tasks[key] = task = asyncio.create_task(rollout)
         task.add_done_callback(lambda ended: self._ended(key, ended))
@@ -148,7 +152,7 @@ class Collector:
         if tasks:
             self._parts.start(_cancel_all(tasks)).result(timeout=_LAUNCH_S)
 
-    async def _write_pending(self, columns: Any) -> Any:
+    async def _write_pending(self, columns: RolloutColumns) -> BatchHandle:
         """Writes a finished group into the store, which answers in its own time; other requests go on meanwhile."""
         return await asyncio.wrap_future(self._writes.submit(self._parts.store.write_pending, columns))
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import Trajectory
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,23 @@ class RolloutColumns:
             `mixed_kv` [B] (whether tokens attended to keys of older weights), and `reward/<name>` where given.
     """
 
-    tokens: Any
-    rows: BatchedDataDict[Any]
+    tokens: BatchHandle
+    rows: BatchedDataDict
+
+
+def in_process(handle: BatchHandle) -> BatchedDataDict:
+    """The batch that a handle is.
+
+    Raises:
+        TypeError: It refers to rows that are stored elsewhere.
+    """
+    if not isinstance(handle, BatchedDataDict):
+        raise TypeError(f"expected a batch in this process, got a reference to {handle.size} rows of a data plane")
+    return handle
 
 
 def rollout_columns(
-    batch: BatchedDataDict[Any],
+    batch: BatchedDataDict,
     trajectories: Sequence[Trajectory],
     *,
     pad_token_id: int,
@@ -95,7 +109,7 @@ def _is_flagged(trajectory: Trajectory, flag: str) -> bool:
     return isinstance(trajectory.metadata, Mapping) and bool(trajectory.metadata.get(flag))
 
 
-def joined_rows(parts: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
+def joined_rows(parts: Sequence[BatchedDataDict]) -> BatchedDataDict:
     """The row columns of several batches in one; a reward component that a batch's environments do not give is 0 there.
 
     Args:
@@ -106,7 +120,7 @@ def joined_rows(parts: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
     return BatchedDataDict.from_batches(filled)
 
 
-def _training_messages(trajectory: Trajectory, token_versions: bool) -> list[dict[str, Any]]:
+def _training_messages(trajectory: Trajectory, token_versions: bool) -> list[dict[str, object]]:
     messages = [_training_message(message) for message in trajectory.message_log]
     if token_versions:
         versions = torch.full((sum(trajectory.generated),), -1, dtype=torch.int32)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from ray.actor import ActorHandle
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
 from nemo_rl.data_plane.errors import DataPlaneError
@@ -20,8 +20,8 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.worker_calls import call, start_actor, stop_actor
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
-from nemo_rl.experience.remote import call, start_actor, stop_actor
 from nemo_rl.experience.rollout_actor import (
     ActorSources,
     GenerationElsewhere,
@@ -33,7 +33,8 @@ from nemo_rl.experience.rollout_actor import (
 )
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.stage import TokenStage
-from nemo_rl.models.policy.tq_policy import StoredColumns
+from nemo_rl.experience.store import Applied, SpentHandles
+from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,10 @@ class DataPlaneStore:
         self._multiple = multiple
         self._partition = partition
         self._owned: dict[str, dict[str, None]] = {}
-        self._runner: Any = None
+        self._spent = SpentHandles()
+        self._runner: ActorHandle[StageRunner] | None = None
         self._runner_lock = threading.Lock()
-        self._rollouts: Any = None
+        self._rollouts: ActorHandle[RolloutActor] | None = None
 
     def rollouts(
         self,
@@ -103,7 +105,7 @@ class DataPlaneStore:
             raise
         self._clear_since(before)
 
-    def write(self, columns: KVBatchMeta | BatchedDataDict[Any]) -> KVBatchMeta:
+    def write(self, columns: BatchHandle) -> KVBatchMeta:
         """Takes over rows that a rollout wrote, or writes a batch."""
         if isinstance(columns, KVBatchMeta):
             meta = columns
@@ -123,71 +125,85 @@ class DataPlaneStore:
         """Writes rows that no step owns yet."""
         return write_rollout(self._client, columns, self._partition, self._multiple)
 
-    def update(self, handle: KVBatchMeta, columns: Mapping[str, Any]) -> KVBatchMeta:
+    def update(self, handle: BatchHandle, columns: Mapping[str, object]) -> KVBatchMeta:
         """Adds columns."""
-        write_columns(self._client, handle, columns)
-        return handle.with_fields(list(columns))
+        meta = self._current(handle)
+        write_columns(self._client, meta, columns)
+        return self._changed("update", meta, columns)
 
-    def commit(self, handle: KVBatchMeta, result: StoredColumns, **renamed: str) -> KVBatchMeta:
+    def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> KVBatchMeta:
         """Takes note of what the workers wrote.
 
         Raises:
+            TypeError: They gave it back.
             ValueError: They wrote it under another name.
         """
+        meta = self._current(handle)
+        if not isinstance(result, StoredColumns):
+            raise TypeError(f"expected columns that were stored with their rows, got {sorted(result)} in this process")
         for column, name in renamed.items():
             if result.columns.get(name) != column:
                 raise ValueError(
                     f"the policy stored {name!r} as {result.columns.get(name)!r}, the column {column!r} was expected"
                 )
-        return handle.with_fields(list(renamed))
+        return self._changed("commit", meta, renamed)
 
-    def read(self, handle: KVBatchMeta, columns: Sequence[str]) -> BatchedDataDict[Any]:
+    def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
         """The named columns, brought into this process."""
-        self._check(handle, columns)
-        return read_columns(self._client, handle, columns, pad_value_dict=self._pad_values)
+        return read_columns(self._client, self._with(handle, columns), columns, pad_value_dict=self._pad_values)
 
-    def columns(self, handle: KVBatchMeta) -> list[str]:
+    def columns(self, handle: BatchHandle) -> list[str]:
         """What the meta says is written."""
-        return list(handle.fields or ())
+        return list(self._current(handle).fields or ())
 
-    def stamp(self, handle: KVBatchMeta, tags: Mapping[str, torch.Tensor]) -> None:
+    def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> KVBatchMeta:
         """Tags lie in the meta."""
-        handle.stamp_tags({name: value.tolist() for name, value in tags.items()})
+        annotated = self._changed("annotate", self._current(handle), ())
+        annotated.set_tags({name: value.tolist() for name, value in tags.items()})
+        return annotated
 
-    def tag(self, handle: KVBatchMeta, name: str) -> torch.Tensor:
+    def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
         """See `ExperienceStore`."""
-        return torch.tensor(handle.tag(name))
+        return torch.tensor(self._current(handle).tag(name))
 
-    def apply(self, handle: KVBatchMeta, stage: TokenStage) -> dict[str, torch.Tensor]:
+    def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
         """Runs the stage beside the rows; its columns stay there."""
-        self._check(handle, stage.reads)
+        meta = self._with(handle, stage.reads)
+        rows = call(
+            self.start_runner().apply.remote(meta, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S
+        )
+        return Applied(self._changed("apply", meta, stage.writes) if stage.writes else meta, rows)
+
+    def start_runner(self) -> ActorHandle[StageRunner]:
+        """The actor that stages run in; started here for the first time, without waiting for it."""
         with self._runner_lock:
             if self._runner is None:
                 self._runner = start_actor(StageRunner, self._client, self._pad_values)
-        rows = call(self._runner.apply.remote(handle, stage), what=f"stage {stage.name}", timeout_s=_STAGE_TIMEOUT_S)
-        handle.fields = handle.with_fields(stage.writes).fields
-        return rows
+            return self._runner
 
-    def select(self, handle: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:
+    def select(self, handle: BatchHandle, rows: Sequence[int]) -> KVBatchMeta:
         """Some of the rows."""
-        return handle.subset(list(rows))
+        return self._current(handle).subset(list(rows))
 
-    def select_columns(self, handle: KVBatchMeta, columns: Sequence[str]) -> KVBatchMeta:
+    def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> KVBatchMeta:
         """The rows as a reader of these columns sees them."""
-        self._check(handle, columns)
-        return handle.only_fields(columns)
+        return self._with(handle, columns).only_fields(columns)
 
-    def concat(self, handles: Sequence[KVBatchMeta]) -> KVBatchMeta:
+    def concat(self, handles: Sequence[BatchHandle]) -> KVBatchMeta:
         """The rows of all."""
-        return handles[0].concat(*handles[1:])
+        first, *others = [self._current(handle) for handle in handles]
+        return first.concat(*others)
 
-    def keep(self, handle: KVBatchMeta) -> None:
+    def keep(self, handle: BatchHandle) -> None:
         """The rows are not cleared with their step."""
-        self._disown(handle.partition_id, handle.sample_ids)
+        meta = self._current(handle)
+        self._disown(meta.partition_id, meta.sample_ids)
 
-    def clear(self, handle: KVBatchMeta) -> None:
+    def clear(self, handle: BatchHandle) -> None:
         """Drops the rows."""
-        self._clear(handle.partition_id, handle.sample_ids)
+        meta = self._current(handle)
+        self._clear(meta.partition_id, meta.sample_ids)
+        self._spent.spend(meta, "clear")
 
     def _clear_since(self, before: Mapping[str, set[str]]) -> None:
         for partition, ids in self._owned.items():
@@ -202,15 +218,27 @@ class DataPlaneStore:
         for identity in ids:
             self._owned.get(partition, {}).pop(identity, None)
 
-    def _check(self, handle: KVBatchMeta, columns: Sequence[str]) -> None:
-        missing = [name for name in columns if name not in (handle.fields or ())]
-        if missing:
-            raise KeyError(f"columns {missing} were never written; there are {sorted(handle.fields or ())}")
+    def _current(self, handle: BatchHandle) -> KVBatchMeta:
+        self._spent.check(handle)
+        if not isinstance(handle, KVBatchMeta):
+            raise TypeError(f"expected rows of the data plane, got a batch of {handle.size} rows in this process")
+        return handle
+
+    def _with(self, handle: BatchHandle, columns: Sequence[str]) -> KVBatchMeta:
+        """The meta, whose rows have these columns."""
+        meta = self._current(handle)
+        if missing := [name for name in columns if name not in (meta.fields or ())]:
+            raise KeyError(f"columns {missing} were never written; there are {sorted(meta.fields or ())}")
+        return meta
+
+    def _changed(self, verb: str, meta: KVBatchMeta, columns: Iterable[str]) -> KVBatchMeta:
+        self._spent.spend(meta, verb)
+        return meta.with_fields(list(columns))
 
     def close(self) -> None:
         """Ends the actors; the client belongs to the policy."""
-        for actor in (self._runner, self._rollouts):
-            stop_actor(actor)
+        stop_actor(self._runner)
+        stop_actor(self._rollouts)
         self._runner = self._rollouts = None
 
 

@@ -12,7 +12,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from nemo_rl.config import EnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.registry import section_of
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _GATHER_S = 0.01
 _CALLS = 32
@@ -30,11 +33,11 @@ class EnvironmentHandle:
     """An environment of this run: its name, the actor or object, and the deadline of one call in seconds."""
 
     name: str
-    handle: Any
+    handle: object
     timeout_s: float = 600.0
 
     @classmethod
-    def of(cls, name: str, actor: Any, env_configs: EnvConfig) -> EnvironmentHandle:
+    def of(cls, name: str, actor: ActorHandle[object], env_configs: EnvConfig) -> EnvironmentHandle:
         """An actor with the deadline that `env.<name>.step_timeout_s` gives it."""
         section = section_of(name, env_configs)
         return cls(name, actor) if section is None else cls(name, actor, section.step_timeout_s)
@@ -54,8 +57,8 @@ class StepOutcome:
         answer: What the environment read as the answer; None where it read none.
     """
 
-    observation: dict[str, Any]
-    metadata: Any
+    observation: dict[str, object]
+    metadata: object
     stop_strings: list[str] | None
     reward: float
     components: dict[str, float]
@@ -74,9 +77,9 @@ class EnvironmentBatcher:
 
     def __init__(self, environment: EnvironmentHandle) -> None:
         self._environment = environment
-        self._waiting: list[tuple[LLMMessageLogType, Any, asyncio.Future[StepOutcome]]] = []
+        self._waiting: list[tuple[LLMMessageLogType, object, asyncio.Future[StepOutcome]]] = []
 
-    async def step(self, message_log: LLMMessageLogType, metadata: Any) -> StepOutcome:
+    async def step(self, message_log: LLMMessageLogType, metadata: object) -> StepOutcome:
         """The environment's answer to one conversation.
 
         Raises:

@@ -8,7 +8,7 @@ while samples arrive, `end_progress_batch`, `before_training`, `before_weight_sy
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 from nemo_rl.config.errors import UserError
 
@@ -29,7 +29,7 @@ def time_sharing_enabled() -> bool:
 class RLixHooksProtocol(Protocol):
     """What a control plane hooks into."""
 
-    def on_trajectory_collector_created(self, collector: Any) -> None:
+    def on_trajectory_collector_created(self, collector: object) -> None:
         """The collector exists and waits for its first version; generation may be asked for from here on.
 
         Under a control plane generation serves the run's version when this returns.
@@ -75,7 +75,7 @@ class RLixHooksProtocol(Protocol):
 class NoOpRLixHooks:
     """No control plane."""
 
-    def on_trajectory_collector_created(self, collector: Any) -> None:
+    def on_trajectory_collector_created(self, collector: object) -> None:
         """Does nothing."""
 
     def begin_progress_batch(self, step: int, target: int, completed: int) -> None:

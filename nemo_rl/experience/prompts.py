@@ -9,19 +9,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from nemo_rl.data.loader import Loader
 
 
 @dataclass(frozen=True)
 class Position:
     """Where a loader stands: its own state, and how many epochs are over."""
 
-    loader_state: dict[str, Any]
+    loader_state: dict[str, object]
     epoch: int
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The loader's state, so that a position is saved as a loader is."""
         return self.loader_state
 
@@ -36,7 +39,7 @@ class PromptSource(Protocol):
         """Fetches the next batch without drawing it; whether there is one."""
         ...
 
-    def next(self) -> BatchedDataDict[Any]:
+    def next(self) -> BatchedDataDict:
         """The next batch; StopIteration after the last epoch."""
         ...
 
@@ -51,7 +54,7 @@ class _Fetched:
 
     before: Position
     epoch: int
-    batch: BatchedDataDict[Any] | None
+    batch: BatchedDataDict | None
     error: Exception | None = None
 
 
@@ -68,9 +71,9 @@ class EpochPrompts:
         epoch: Of the batch that was drawn last.
     """
 
-    def __init__(self, loader: Any, *, batch_size: int, epoch: int, max_epochs: int) -> None:
+    def __init__(self, loader: Loader, *, batch_size: int, epoch: int, max_epochs: int) -> None:
         self._loader = loader
-        self._iterator: Iterator[BatchedDataDict[Any]] = iter(loader)
+        self._iterator: Iterator[BatchedDataDict] = iter(loader)
         self._max_epochs = max_epochs
         self._fetched: _Fetched | None = None
         self.batch_size = batch_size
@@ -84,7 +87,7 @@ class EpochPrompts:
             self._fetched = self._fetch()
         return self._fetched.batch is not None
 
-    def next(self) -> BatchedDataDict[Any]:
+    def next(self) -> BatchedDataDict:
         """The next batch; at an epoch's end the next epoch's first.
 
         Raises:

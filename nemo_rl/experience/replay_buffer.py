@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle
 
 
 class StaleGroupError(RuntimeError):
@@ -39,15 +42,15 @@ class BufferedGroup:
 
     Attributes:
         key: Its place in the run.
-        tokens: Handle of its token columns, set aside in the store.
+        tokens: Handle of its token columns, pending in the store.
         rows: Its small columns [G].
         metrics: What its rollouts measured.
         generated_at: Version that was published when its generation began.
     """
 
     key: GroupKey
-    tokens: Any
-    rows: BatchedDataDict[Any]
+    tokens: BatchHandle
+    rows: BatchedDataDict
     metrics: dict[str, Any] = field(default_factory=dict)
     generated_at: int = 0
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, mint_ids
-from nemo_rl.experience.remote import call
+from nemo_rl.distributed.worker_calls import call
+from nemo_rl.experience.columns import RolloutColumns, in_process, mint_ids
 from nemo_rl.experience.rollout_source import Rollout, RolloutSource
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.utils.record import MemoryRecord, Record
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 
 class GenerationElsewhere(Protocol):
@@ -36,7 +39,7 @@ class GenerationElsewhere(Protocol):
 class ShardOwner(Protocol):
     """Who owns the shards."""
 
-    def serving(self) -> Mapping[int, Any]:
+    def serving(self) -> Mapping[int, object]:
         """The shards that take requests."""
         ...
 
@@ -84,10 +87,10 @@ class RolloutActor:
     def rollout_to_tq(
         self,
         purpose: Purpose,
-        batch: BatchedDataDict[Any],
+        batch: BatchedDataDict,
         plan: RolloutPlan,
         attempt: int,
-        serving: Mapping[int, Any] | None = None,
+        serving: Mapping[int, object] | None = None,
     ) -> Rollout:
         """Rolls a numbered batch out on the shards that serve; `tokens` of the result is a meta."""
         if self._generation is not None and serving is not None:
@@ -115,7 +118,7 @@ def write_rollout(client: DataPlaneClient, columns: RolloutColumns, partition: s
     """
     versions = columns.rows["weight_version"].tolist() if "weight_version" in columns.rows else None
     return kv_first_write(
-        columns.tokens,
+        in_process(columns.tokens),
         sample_ids=mint_ids(columns.rows["prompt_number"].tolist()),
         dp_client=client,
         partition_id=partition,
@@ -135,13 +138,15 @@ class RemoteRollouts:
         owner: Owns the shards that the actor uses, and hears which of them died there.
     """
 
-    def __init__(self, actor: Any, purpose: Purpose, record: Record, owner: ShardOwner | None = None) -> None:
+    def __init__(
+        self, actor: ActorHandle[object], purpose: Purpose, record: Record, owner: ShardOwner | None = None
+    ) -> None:
         self._actor = actor
         self._purpose = purpose
         self._record = record
         self._owner = owner
 
-    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+    def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`."""
         serving = self._owner.serving() if self._owner is not None else None
         ref = self._actor.rollout_to_tq.remote(self._purpose, batch, plan, attempt, serving)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nemo_rl.experience.rollouts import Trajectory
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[str, Any]:
+def rollout_metrics(trajectories: Sequence[Trajectory], max_turns: int) -> dict[str, object]:
     """Turns, terminations, token counts and rewards; `histogram/*` are lists with one entry per sample.
 
     Args:
@@ -60,7 +60,7 @@ def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Args:
         parts: What `rollout_metrics` gave for each group.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for name in parts[0] if parts else ():
         values = [part[name] for part in parts]
         if name.startswith("histogram/"):

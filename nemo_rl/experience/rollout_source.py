@@ -16,7 +16,7 @@ import torch
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns, rollout_columns
+from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns
 from nemo_rl.experience.rollout_metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory
 from nemo_rl.utils.record import Entry
@@ -41,7 +41,7 @@ class Rollout:
 class RolloutSource(Protocol):
     """Gives the rollouts of a numbered batch of prompts."""
 
-    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+    def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         """Rolls out generation batch `attempt` (from 0) of step `plan.step`."""
         ...
 
@@ -60,11 +60,11 @@ class LiveRollouts:
         self._pad_token_id = pad_token_id
         self._multiple = multiple
 
-    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+    def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`."""
         return self._finished(batch, self._runner.run(batch, plan), plan)
 
-    async def roll_out_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> Rollout:
+    async def roll_out_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> Rollout:
         """The samples of one prompt, awaited where requests are dispatched; columns also say which weights made each
         token.
         """
@@ -72,7 +72,7 @@ class LiveRollouts:
 
     def _finished(
         self,
-        batch: BatchedDataDict[Any],
+        batch: BatchedDataDict,
         trajectories: list[Trajectory],
         plan: RolloutPlan,
         *,
@@ -92,11 +92,15 @@ class RecordedRollouts:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+    def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`."""
         rollout = self._source.roll_out(batch, plan, attempt)
         columns = rollout.columns
-        plain = {"tokens": columns.tokens.get_dict(), "rows": columns.rows.get_dict(), "metrics": rollout.metrics}
+        plain = {
+            "tokens": in_process(columns.tokens).get_dict(),
+            "rows": columns.rows.get_dict(),
+            "metrics": rollout.metrics,
+        }
         path = _file(self._directory, plan.step, attempt)
         torch.save(plain, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
@@ -114,7 +118,7 @@ class ReplayedRollouts:
                 "grpo.rollout_record first"
             )
 
-    def roll_out(self, batch: BatchedDataDict[Any], plan: RolloutPlan, attempt: int) -> Rollout:
+    def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         """See `RolloutSource`.
 
         Raises:

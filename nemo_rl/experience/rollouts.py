@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,11 +26,14 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     GenerationSamplingParams,
     VersionSpan,
+    request_seed,
 )
-from nemo_rl.models.generation.seeds import request_seed
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import TokensGenerated
 from nemo_rl.utils.record_events import VersionSpan as RecordedSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RolloutGenerator(Protocol):
@@ -40,7 +43,7 @@ class RolloutGenerator(Protocol):
         """Continues one prompt."""
         ...
 
-    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run_on_dispatch_loop(self, work: Coroutine[object, object, object]) -> Any:
         """Runs a coroutine where requests are dispatched, and waits for it."""
         ...
 
@@ -127,7 +130,7 @@ class RolloutRunner:
     def __init__(
         self,
         generation: RolloutGenerator,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         environments: Mapping[str, EnvironmentHandle],
         record: Record | None = None,
     ) -> None:
@@ -137,11 +140,11 @@ class RolloutRunner:
         self._record: Record = record or NullRecord()
         self._shared: dict[str, EnvironmentBatcher] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Batchers belong to the loop of one process.
         return self.__dict__ | {"_shared": {}}
 
-    def run(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
+    def run(self, batch: BatchedDataDict, plan: RolloutPlan) -> list[Trajectory]:
         """Rolls out every row.
 
         Args:
@@ -156,7 +159,7 @@ class RolloutRunner:
         """
         return self._generation.run_on_dispatch_loop(self._run_all(batch, plan))
 
-    async def run_group(self, batch: BatchedDataDict[Any], plan: RolloutPlan) -> list[Trajectory]:
+    async def run_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> list[Trajectory]:
         """As `run`, awaited where requests are dispatched; groups that run at the same time share their environments'
         batched calls.
         """
@@ -165,7 +168,7 @@ class RolloutRunner:
         return await self._run_all(batch, plan, self._shared)
 
     async def _run_all(
-        self, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher] | None = None
+        self, batch: BatchedDataDict, plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher] | None = None
     ) -> list[Trajectory]:
         batchers = batchers or {
             name: EnvironmentBatcher(environment) for name, environment in self._environments.items()
@@ -180,7 +183,7 @@ class RolloutRunner:
             raise
 
     async def _run_one(
-        self, row: int, batch: BatchedDataDict[Any], plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher]
+        self, row: int, batch: BatchedDataDict, plan: RolloutPlan, batchers: Mapping[str, EnvironmentBatcher]
     ) -> Trajectory:
         task = batch["task_name"][row]
         if task not in batchers:
@@ -244,7 +247,7 @@ class RolloutRunner:
         trajectory.truncated = result.truncated
 
     def _append_observation(
-        self, trajectory: Trajectory, ids: list[int], observation: dict[str, Any], max_total: int
+        self, trajectory: Trajectory, ids: list[int], observation: dict[str, object], max_total: int
     ) -> list[int]:
         tokens = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
         # One token of room must remain, or the next turn could not answer.
@@ -276,7 +279,7 @@ def _stop_strings(plan: RolloutPlan, more: Sequence[str] | None) -> tuple[str, .
     return tuple(dict.fromkeys([*plan.stop_strings, *(more or ())]))
 
 
-def number_samples(batch: BatchedDataDict[Any], generations: int, first_prompt: int = 0) -> BatchedDataDict[Any]:
+def number_samples(batch: BatchedDataDict, generations: int, first_prompt: int = 0) -> BatchedDataDict:
     """Repeats every prompt `generations` times in place and numbers prompts and samples, which seeds and groups follow.
 
     Args:

@@ -34,14 +34,14 @@ def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = F
     return TokenStage(write_samples, reads, params={"path": str(path), "names": dict(columns), "append": append})
 
 
-def write_samples(columns: BatchedDataDict[Any], *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:
+def write_samples(columns: BatchedDataDict, *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:
     """Writes one line per row."""
     lengths = columns["input_lengths"].tolist()
     write_rows(Path(path), {name: _per_row(columns[column], lengths) for column, name in names.items()}, append=append)
     return StageOutput({}, {})
 
 
-def _per_row(column: Any, lengths: list[int]) -> Any:
+def _per_row(column: object, lengths: list[int]) -> Any:
     if not isinstance(column, torch.Tensor) or column.ndim < 2:
         return column
     return [row[:length] for row, length in zip(column.cpu().numpy(), lengths, strict=True)]

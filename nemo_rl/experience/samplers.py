@@ -265,7 +265,7 @@ BUILT_IN: Mapping[str, type] = {
 """The samplers of `async_rl.sampler.name`; `custom` names a class of the user's."""
 
 
-def custom_sampler(target: str, settings: Mapping[str, Any]) -> Sampler:
+def custom_sampler(target: str, settings: Mapping[str, object]) -> Sampler:
     """A sampler of the user's.
 
     Args:

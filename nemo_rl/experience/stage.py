@@ -7,7 +7,6 @@ is two stages with a reduction by the driver between them. Knows no store.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ class TokenStage:
     run: Callable[..., StageOutput]
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -59,15 +58,3 @@ class TokenStage:
         if missing:
             raise KeyError(f"stage {self.name} reads {missing}, which the batch lacks; it has {sorted(columns)}")
         return self.run(columns, **self.params)
-
-
-class ApplyInProcess:
-    """Runs stages on a batch held by this process: writes their columns into it and returns their rows."""
-
-    def __init__(self, batch: BatchedDataDict) -> None:
-        self.batch = batch
-
-    def __call__(self, stage: TokenStage) -> dict[str, torch.Tensor]:
-        output = stage(self.batch)
-        self.batch.update(output.columns)
-        return output.rows

@@ -2,29 +2,71 @@
 
 Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`; whether rows lie in
 this process or on a data plane is the store's business. Here is the interface and the in-process store, whose handle is
-the batch itself. Knows no stage by name. Invariants: after `clear` a handle's rows are gone; token columns are as wide
-as the longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
+the batch itself. Knows no stage by name. Invariants: a handle never changes, and every verb that changes rows gives a
+new one and refuses the old one from then on; after `clear` a handle's rows are gone; token columns are as wide as the
+longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.columns import RolloutColumns, in_process
 from nemo_rl.experience.stage import TokenStage
 
-Handle = TypeVar("Handle")
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle, Scores
+
+
 _TAG = "tag/"
 
 
-class ExperienceStore(Protocol[Handle]):
-    """Holds the columns of a step's rows."""
+class SpentHandleError(RuntimeError):
+    """A verb was given a handle whose rows were changed or cleared since."""
+
+
+class SpentHandles:
+    """Handles that a verb of a store has replaced; held weakly, told apart by identity."""
+
+    def __init__(self) -> None:
+        self._verbs: dict[int, tuple[weakref.ref[BatchHandle], str]] = {}
+
+    def spend(self, handle: BatchHandle, verb: str) -> None:
+        """No verb takes this handle from now on. From any thread."""
+        key = id(handle)
+        self._verbs[key] = weakref.ref(handle, lambda _: self._verbs.pop(key, None)), verb
+
+    def check(self, handle: BatchHandle) -> None:
+        """Whether verbs take the handle.
+
+        Raises:
+            SpentHandleError: One of them gave a new handle in its place, or cleared its rows.
+        """
+        spent = self._verbs.get(id(handle))
+        if spent is not None and spent[0]() is handle:
+            instead = "its rows are gone" if spent[1] == "clear" else f"use the handle that `{spent[1]}` returned"
+            raise SpentHandleError(f"the handle was spent by `{spent[1]}`: {instead}")
+
+
+class Applied(NamedTuple):
+    """What `apply` gives: the handle from then on, and the stage's row scalars [B]."""
+
+    handle: BatchHandle
+    rows: dict[str, torch.Tensor]
+
+
+class ExperienceStore(Protocol):
+    """Holds the columns of a step's rows.
+
+    Every verb but `write` raises `SpentHandleError` for a handle in whose place a verb gave a new one.
+    """
 
     def step(self) -> AbstractContextManager[None]:
         """The span in which the rows of a step live: those written in it and not cleared are cleared at its end,
@@ -32,25 +74,25 @@ class ExperienceStore(Protocol[Handle]):
         """
         ...
 
-    def write(self, columns: Any) -> Handle:
+    def write(self, columns: BatchHandle) -> BatchHandle:
         """Stores new rows, or takes over those that a rollout stored already; the handle under which they are known."""
         ...
 
-    def write_pending(self, columns: RolloutColumns) -> Handle:
+    def write_pending(self, columns: RolloutColumns) -> BatchHandle:
         """Stores rows that wait for a later step, whichever ends meanwhile; `write` takes their handle over. From any
         thread.
         """
         ...
 
-    def update(self, handle: Handle, columns: Mapping[str, Any]) -> Handle:
+    def update(self, handle: BatchHandle, columns: Mapping[str, object]) -> BatchHandle:
         """Adds columns (or replaces them) for all rows of a handle."""
         ...
 
-    def commit(self, handle: Handle, result: Any, **renamed: str) -> Handle:
+    def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> BatchHandle:
         """Takes over what a policy call returned: `column=name_in_result`."""
         ...
 
-    def read(self, handle: Handle, columns: Sequence[str]) -> BatchedDataDict[Any]:
+    def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
         """The named columns, in row order.
 
         Raises:
@@ -58,49 +100,49 @@ class ExperienceStore(Protocol[Handle]):
         """
         ...
 
-    def columns(self, handle: Handle) -> list[str]:
+    def columns(self, handle: BatchHandle) -> list[str]:
         """Names of the columns that a handle's rows have."""
         ...
 
-    def stamp(self, handle: Handle, tags: Mapping[str, torch.Tensor]) -> None:
+    def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> BatchHandle:
         """Notes numbers about rows, [B] each, to decide by; they go wherever `select` and `concat` take the rows, and
         cost no call.
         """
         ...
 
-    def tag(self, handle: Handle, name: str) -> torch.Tensor:
+    def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
         """What was noted, [B].
 
         Raises:
-            KeyError: Some row was never stamped with it.
+            KeyError: Some row was never annotated with it.
         """
         ...
 
-    def apply(self, handle: Handle, stage: TokenStage) -> dict[str, torch.Tensor]:
-        """Runs a stage where the rows are; its row scalars [B]. From any thread.
+    def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
+        """Runs a stage where the rows are. From any thread.
 
         Raises:
             Whatever the stage raised.
         """
         ...
 
-    def select(self, handle: Handle, rows: Sequence[int]) -> Handle:
+    def select(self, handle: BatchHandle, rows: Sequence[int]) -> BatchHandle:
         """A handle on some of the rows."""
         ...
 
-    def select_columns(self, handle: Handle, columns: Sequence[str]) -> Handle:
+    def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> BatchHandle:
         """A handle that shows a reader only the named columns."""
         ...
 
-    def concat(self, handles: Sequence[Handle]) -> Handle:
+    def concat(self, handles: Sequence[BatchHandle]) -> BatchHandle:
         """One handle on the rows of several."""
         ...
 
-    def keep(self, handle: Handle) -> None:
+    def keep(self, handle: BatchHandle) -> None:
         """The rows outlive their step: whoever keeps them clears them."""
         ...
 
-    def clear(self, handle: Handle) -> None:
+    def clear(self, handle: BatchHandle) -> None:
         """Forgets the rows of a handle. From any thread."""
         ...
 
@@ -120,88 +162,108 @@ class InProcessStore:
     def __init__(self, pad_token_id: int, multiple: int = 1) -> None:
         self._pad_values = pad_values(pad_token_id)
         self._multiple = multiple
+        self._spent = SpentHandles()
 
     def step(self) -> AbstractContextManager[None]:
         """Rows go when nobody holds their batch any more."""
         return nullcontext()
 
-    def write(self, columns: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def write(self, columns: BatchHandle) -> BatchedDataDict:
         """Takes the columns over."""
-        return BatchedDataDict(columns.get_dict())
+        return BatchedDataDict(in_process(columns).get_dict())
 
-    def write_pending(self, columns: RolloutColumns) -> BatchedDataDict[Any]:
+    def write_pending(self, columns: RolloutColumns) -> BatchedDataDict:
         """The columns wait as they are."""
-        return columns.tokens
+        return in_process(columns.tokens)
 
-    def update(self, handle: BatchedDataDict[Any], columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+    def update(self, handle: BatchHandle, columns: Mapping[str, object]) -> BatchedDataDict:
         """Adds columns."""
-        handle.update(columns)
-        return handle
+        return self._changed("update", handle, columns)
 
-    def commit(
-        self, handle: BatchedDataDict[Any], result: BatchedDataDict[Any], **renamed: str
-    ) -> BatchedDataDict[Any]:
-        """Copies the result's columns under their new names."""
-        return self.update(handle, {column: result[name] for column, name in renamed.items()})
+    def commit(self, handle: BatchHandle, result: Scores, **renamed: str) -> BatchedDataDict:
+        """Takes the result's columns under their new names.
 
-    def read(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
+        Raises:
+            TypeError: The result lies on a data plane.
+        """
+        if not isinstance(result, BatchedDataDict):
+            raise TypeError(f"expected the columns of a result, got {result}: they are not in this process")
+        return self._changed("commit", handle, {column: result[name] for column, name in renamed.items()})
+
+    def read(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
         """The named columns.
 
         Raises:
             KeyError: A column was never written.
         """
-        missing = [name for name in columns if name not in handle]
+        batch = self._current(handle)
+        missing = [name for name in columns if name not in batch]
         if missing:
-            raise KeyError(f"columns {missing} were never written; there are {sorted(handle)}")
-        return BatchedDataDict({name: handle[name] for name in columns})
+            raise KeyError(f"columns {missing} were never written; there are {sorted(batch)}")
+        return BatchedDataDict({name: batch[name] for name in columns})
 
-    def columns(self, handle: BatchedDataDict[Any]) -> list[str]:
+    def columns(self, handle: BatchHandle) -> list[str]:
         """The batch's keys, but for tags."""
-        return [name for name in handle if not name.startswith(_TAG)]
+        return [name for name in self._current(handle) if not name.startswith(_TAG)]
 
-    def stamp(self, handle: BatchedDataDict[Any], tags: Mapping[str, torch.Tensor]) -> None:
+    def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> BatchedDataDict:
         """Tags are columns that no stage sees."""
-        handle.update({_TAG + name: value for name, value in tags.items()})
+        return self._changed("annotate", handle, {_TAG + name: value for name, value in tags.items()})
 
-    def tag(self, handle: BatchedDataDict[Any], name: str) -> torch.Tensor:
+    def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
         """See `ExperienceStore`."""
-        if _TAG + name not in handle:
+        batch = self._current(handle)
+        if _TAG + name not in batch:
             raise KeyError(
                 f"no row has a tag {name!r}; there are "
-                f"{sorted(column.removeprefix(_TAG) for column in handle if column.startswith(_TAG))}"
+                f"{sorted(column.removeprefix(_TAG) for column in batch if column.startswith(_TAG))}"
             )
-        return handle[_TAG + name]
+        return batch[_TAG + name]
 
-    def apply(self, handle: BatchedDataDict[Any], stage: TokenStage) -> dict[str, torch.Tensor]:
+    def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
         """Runs the stage here."""
-        output = stage(handle)
-        handle.update(output.columns)
-        return output.rows
+        output = stage(self._current(handle))
+        changed = self._changed("apply", handle, output.columns) if stage.writes else handle
+        return Applied(changed, output.rows)
 
-    def select(self, handle: BatchedDataDict[Any], rows: Sequence[int]) -> BatchedDataDict[Any]:
+    def select(self, handle: BatchHandle, rows: Sequence[int]) -> BatchedDataDict:
         """Some of the rows."""
-        return self._trimmed(handle.select_indices(list(rows)))
+        return self._trimmed(self._current(handle).select_indices(list(rows)))
 
-    def select_columns(self, handle: BatchedDataDict[Any], columns: Sequence[str]) -> BatchedDataDict[Any]:
+    def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
         """Only the named columns."""
         return self.read(handle, columns)
 
-    def concat(self, handles: Sequence[BatchedDataDict[Any]]) -> BatchedDataDict[Any]:
+    def concat(self, handles: Sequence[BatchHandle]) -> BatchedDataDict:
         """All rows, padded to the widest."""
         # Parts are trimmed, so the widest of them is as wide as the longest row needs.
-        return BatchedDataDict.from_batches(list(handles), pad_value_dict=self._pad_values)
+        return BatchedDataDict.from_batches(
+            [self._current(handle) for handle in handles], pad_value_dict=self._pad_values
+        )
 
-    def keep(self, handle: BatchedDataDict[Any]) -> None:
+    def keep(self, handle: BatchHandle) -> None:
         """Whoever holds the batch has its rows."""
+        self._current(handle)
 
-    def clear(self, handle: BatchedDataDict[Any]) -> None:
-        """Drops the columns."""
-        handle.clear()
+    def clear(self, handle: BatchHandle) -> None:
+        """Lets go of the columns."""
+        batch = self._current(handle)
+        self._spent.spend(batch, "clear")
+        batch.clear()
 
     def close(self) -> None:
         """Nothing was started."""
 
-    def _trimmed(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def _current(self, handle: BatchHandle) -> BatchedDataDict:
+        self._spent.check(handle)
+        return in_process(handle)
+
+    def _changed(self, verb: str, handle: BatchHandle, columns: Mapping[str, object]) -> BatchedDataDict:
+        changed = BatchedDataDict({**self._current(handle), **columns})
+        self._spent.spend(handle, verb)
+        return changed
+
+    def _trimmed(self, batch: BatchedDataDict) -> BatchedDataDict:
         """The batch without the columns of padding that only rows left out needed."""
         if not batch.size or "input_ids" not in batch:
             return batch

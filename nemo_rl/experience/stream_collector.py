@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.errors import EnvironmentFailure
@@ -35,6 +35,9 @@ from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.samplers import SlotStatus
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class SavedBatch(NamedTuple):
 class _Prompt:
     """What rolling a prompt out takes."""
 
-    batch: BatchedDataDict[Any]
+    batch: BatchedDataDict
     identity: str
 
 
@@ -270,7 +273,7 @@ class StreamCollector(Collector):
             self._changed.notify_all()
             return False
 
-    def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
+    def _commit(self, key: GroupKey, handle: BatchHandle, rollout: Rollout, version: int) -> None:
         group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
         with self._changed:
             self._committing.discard(key)
@@ -309,7 +312,10 @@ class StreamCollector(Collector):
                 self._pump()
                 with self._changed:
                     self.check_health()
-                    on_progress(self.queue.ready_for_step(), self.queue.step.wanted - len(self.queue.step.dropped))
+                    ready, of = self.queue.ready_for_step(), self.queue.step.wanted - len(self.queue.step.dropped)
+                # It may wait for the loop where requests are dispatched, which takes the lock.
+                on_progress(ready, of)
+                with self._changed:
                     keys = self.queue.select(lambda keys: enough([self._buffer[key] for key in keys]))
                     if keys is not None:
                         if self.queue.step.dropped:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.errors import EnvironmentFailure
@@ -32,11 +32,14 @@ from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.utils.record_events import GroupAdmitted
 
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle
+
 logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 5.0)
 
-Admitted = tuple[GroupKey, BatchedDataDict[Any]]
+Admitted = tuple[GroupKey, BatchedDataDict]
 """A prompt group and its samples' prompts."""
 
 
@@ -180,7 +183,7 @@ class TrajectoryCollector(Collector):
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    async def _collect(self, key: GroupKey, batch: BatchedDataDict[Any]) -> None:
+    async def _collect(self, key: GroupKey, batch: BatchedDataDict) -> None:
         pause_s = _RETRY_S[0]
         while True:
             await self._open.wait()
@@ -213,7 +216,7 @@ class TrajectoryCollector(Collector):
             ) from error
         logger.warning("group=%s rollout=failed again_in_a_row=%d reason=%s", group_name(key), failures, error)
 
-    def _commit(self, key: GroupKey, handle: Any, rollout: Rollout, version: int) -> None:
+    def _commit(self, key: GroupKey, handle: BatchHandle, rollout: Rollout, version: int) -> None:
         group = BufferedGroup(key, handle, rollout.columns.rows, dict(rollout.metrics), version)
         self._parts.record.emit(committed(group))
         with self._changed:

@@ -1,7 +1,8 @@
 """Loss functions. Names are loaded when they are first used."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nemo_rl.lazy import names_in
 
 if TYPE_CHECKING:
     from nemo_rl.loss.clipped_pg import ClippedPGLossFn as ClippedPGLossFn
@@ -13,18 +14,14 @@ if TYPE_CHECKING:
     from nemo_rl.loss.packing import SequencePackingLossWrapper as SequencePackingLossWrapper
 
 _HOMES = {
-    "ClippedPGLossFn": "clipped_pg",
-    "LossFunction": "interfaces",
-    "LossInputType": "interfaces",
-    "LossType": "interfaces",
-    "MetricNormalizer": "interfaces",
-    "NLLLossFn": "nll",
-    "SequencePackingLossWrapper": "packing",
+    "ClippedPGLossFn": "nemo_rl.loss.clipped_pg",
+    "LossFunction": "nemo_rl.loss.interfaces",
+    "LossInputType": "nemo_rl.loss.interfaces",
+    "LossType": "nemo_rl.loss.interfaces",
+    "MetricNormalizer": "nemo_rl.loss.interfaces",
+    "NLLLossFn": "nemo_rl.loss.nll",
+    "SequencePackingLossWrapper": "nemo_rl.loss.packing",
 }
 __all__ = list(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = names_in(__name__, _HOMES)

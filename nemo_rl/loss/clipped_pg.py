@@ -11,15 +11,13 @@ Shapes: B rows, S tokens of a padded row, T = S-1 next-token positions.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss.importance import Truncation, importance_weights
 from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
-from nemo_rl.loss.kl import calculate_kl
-from nemo_rl.loss.metrics import agreement_metrics, ratio_metrics
+from nemo_rl.loss.kl import calculate_kl, jensen_shannon
 from nemo_rl.loss.normalization import EPSILON, masked_mean, sequence_mean
 
 logger = logging.getLogger(__name__)
@@ -92,13 +90,13 @@ class ClippedPGLossFn:
 
     def __call__(
         self,
-        data: Mapping[str, Any],
+        data: Mapping[str, torch.Tensor],
         global_valid_seqs: Count,
         global_valid_toks: Count,
         *,
         next_token_logprobs: torch.Tensor,
         next_token_logprobs_unfiltered: torch.Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[torch.Tensor, LossMetrics]:
         """The loss of a microbatch, to be summed with its siblings.
 
@@ -152,7 +150,9 @@ class ClippedPGLossFn:
         }
         return loss, metrics
 
-    def _shift(self, data: Mapping[str, Any], current_BT: torch.Tensor, unfiltered_BT: torch.Tensor | None) -> _Tokens:
+    def _shift(
+        self, data: Mapping[str, torch.Tensor], current_BT: torch.Tensor, unfiltered_BT: torch.Tensor | None
+    ) -> _Tokens:
         dtype = torch.promote_types(current_BT.dtype, torch.float32)
 
         def column(name: str) -> torch.Tensor:
@@ -229,7 +229,9 @@ class ClippedPGLossFn:
         )
         return self._reduce(kl_BT, tokens, counts)
 
-    def _positive_nll(self, data: Mapping[str, Any], tokens: _Tokens, counts: tuple[Count, Count]) -> torch.Tensor:
+    def _positive_nll(
+        self, data: Mapping[str, torch.Tensor], tokens: _Tokens, counts: tuple[Count, Count]
+    ) -> torch.Tensor:
         """Mean of -c over positive samples' tokens.
 
         Divided by the gradient's own count, so that a split step can scale it like the rest: rows are scaled by that
@@ -361,3 +363,43 @@ def _check_switches(cfg: ClippedPGLossConfig) -> None:
         for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
             if getattr(cfg, name):
                 raise ValueError(f"loss_fn.use_cispo=true excludes loss_fn.{name}")
+
+
+@torch.no_grad()
+def agreement_metrics(
+    current_BT: torch.Tensor,
+    previous_BT: torch.Tensor,
+    generation_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    global_valid_toks: Count,
+) -> LossMetrics:
+    """Distances between the training engine (o), the generating engine (g) and the current policy (c), as means over
+    trained tokens.
+
+    `token_mult_prob_error` is the mean of exp|g - o|: 1 when both engines agree. `approx_entropy` is -E[exp(c - g) c],
+    the entropy of the current policy estimated from tokens of the generating one.
+    """
+
+    def mean(values_BT: torch.Tensor) -> torch.Tensor:
+        return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
+
+    return {
+        "token_mult_prob_error": mean((generation_BT - previous_BT).abs().exp()),
+        "gen_kl_error": mean(calculate_kl(generation_BT, previous_BT, "k3", None, None)),
+        "policy_kl_error": mean(calculate_kl(previous_BT, generation_BT, "k3", None, None)),
+        "js_divergence_error": mean(jensen_shannon(previous_BT, generation_BT)),
+        "approx_entropy": -mean((current_BT - generation_BT).exp() * current_BT),
+    }
+
+
+@torch.no_grad()
+def ratio_metrics(
+    ratio_BT: torch.Tensor, clamped_BT: torch.Tensor, mask_BT: torch.Tensor, global_valid_toks: Count
+) -> LossMetrics:
+    """Mean, smallest and largest probability ratio of trained tokens, before and after clipping."""
+    metrics: LossMetrics = {}
+    for name, values_BT in (("probs_ratio", ratio_BT), ("probs_ratio_clamped", clamped_BT)):
+        metrics[name] = masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
+        metrics[f"{name}_min"] = torch.where(mask_BT != 0, values_BT, torch.inf).amin()
+        metrics[f"{name}_max"] = torch.where(mask_BT != 0, values_BT, -torch.inf).amax()
+    return metrics

@@ -4,7 +4,6 @@ Knows nothing of where tokens come from. Invariant: the mean over the tokens of 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -24,12 +23,12 @@ class NLLLossFn:
 
     def __call__(
         self,
-        data: Mapping[str, Any],
+        data: Mapping[str, torch.Tensor],
         global_valid_seqs: Count,
         global_valid_toks: Count,
         *,
         next_token_logprobs: torch.Tensor,
-        **_: Any,
+        **_: object,
     ) -> tuple[torch.Tensor, LossMetrics]:
         """The loss of a microbatch.
 

@@ -46,7 +46,7 @@ def sequence_mean(
     )
 
 
-def count_valid(data: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def count_valid(data: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """This batch's sequences and trained tokens, to be summed over ranks and microbatches.
 
     Args:

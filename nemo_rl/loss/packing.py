@@ -7,7 +7,6 @@ Shapes: B rows, S tokens of a padded row, P tokens of the packed sequence.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -44,7 +43,7 @@ class SequencePackingLossWrapper:
 
     def __call__(
         self,
-        data: Mapping[str, Any],
+        data: Mapping[str, torch.Tensor],
         global_valid_seqs: Count,
         global_valid_toks: Count,
         **model_output: torch.Tensor | None,

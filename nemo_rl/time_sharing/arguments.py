@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from contextlib import suppress
 from pathlib import Path
 
 DEFAULT_PORT = 8270
@@ -18,6 +20,19 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir", type=Path, default=Path("logs/time_sharing"), help="of the scheduler (default: %(default)s)"
     )
+    parser.add_argument(
+        "--quarantine",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long a rank or GPU that failed is left alone (default: 300)",
+    )
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0")
 
 
 def add_page_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,13 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import (
+    LIVE_LIMITS,
     POOL_NAME,
     PoolError,
     Standing,
@@ -31,6 +33,10 @@ from nemo_rl.time_sharing.pool import (
 )
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +96,7 @@ def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     log_dir = _new_log_dir(chosen.log_dir)
     try:
-        actor = _open(pool, chosen.device, log_dir)
+        actor = _open(pool, chosen, log_dir)
         try:
             with _page(actor, log_dir, chosen.host, chosen.port):
                 _submit_all(actor, jobs)
@@ -109,15 +115,16 @@ def _files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str
     return [Path(argument) for argument in arguments if argument not in overrides], overrides
 
 
-def _open(pool: Pool, device: str, log_dir: Path) -> Any:
+def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> ActorHandle[object]:
     from nemo_rl.distributed.ray_runtime import init_ray
 
-    accelerator = init_ray(device=device, cpu_slots=pool.size)
-    return open_pool(pool, accelerator, log_dir)
+    accelerator = init_ray(device=chosen.device, cpu_slots=pool.size)
+    limits = LIVE_LIMITS if chosen.quarantine is None else replace(LIVE_LIMITS, quarantine_s=chosen.quarantine)
+    return open_pool(pool, accelerator, log_dir, limits)
 
 
 @contextmanager
-def _page(actor: Any, log_dir: Path, host: str, port: int) -> Iterator[None]:
+def _page(actor: ActorHandle[object], log_dir: Path, host: str, port: int) -> Iterator[None]:
     """The pool's page is served inside the block; where the default port is another pool's, on a free one."""
     import ray
 
@@ -147,12 +154,12 @@ def _new_log_dir(root: Path) -> Path:
     return Path(get_next_experiment_dir(str(root))).absolute()
 
 
-def _submit_all(actor: Any, jobs: Sequence[Job]) -> None:
+def _submit_all(actor: ActorHandle[object], jobs: Sequence[Job]) -> None:
     for job in jobs:
         _ask(actor.submit.remote(job))
 
 
-def _ask(answer: Any) -> Any:
+def _ask(answer: ObjectRef[object]) -> Any:
     """The pool's answer; its refusal is the user's to read, without the trace of the actor."""
     import ray
 
@@ -164,7 +171,7 @@ def _ask(answer: Any) -> Any:
         raise
 
 
-def _watch(actor: Any, names: Sequence[str]) -> list[Standing]:
+def _watch(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
     """Shows the pipelines until all of them have ended; how they stand then."""
     import ray
 
@@ -201,7 +208,7 @@ def serve(chosen: argparse.Namespace) -> int:
 
     log_dir = _new_log_dir(chosen.log_dir)
     try:
-        actor = _open(pool, chosen.device, log_dir)
+        actor = _open(pool, chosen, log_dir)
         sys.stderr.write(
             f"pool: {pool.size} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
         )
@@ -228,7 +235,7 @@ def submit(chosen: argparse.Namespace) -> int:
     return _follow(actor, names)
 
 
-def _follow(actor: Any, names: Sequence[str]) -> int:
+def _follow(actor: ActorHandle[object], names: Sequence[str]) -> int:
     import ray
 
     try:
@@ -267,7 +274,7 @@ def _each(names: Sequence[str], method: str) -> int:
     return EXIT_OK
 
 
-def _join() -> tuple[Any, Pool]:
+def _join() -> tuple[ActorHandle[object], Pool]:
     """The pool of the Ray cluster that RAY_ADDRESS names, or that runs on this machine.
 
     Raises:

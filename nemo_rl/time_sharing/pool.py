@@ -1,13 +1,15 @@
 """A pool of GPUs that pipelines are submitted to: the scheduler, the reserved slots, and who runs there.
 
-`PoolActor` outlives whoever submits; it starts each pipeline as an actor of its own and notes how it ended. Knows no
-run from the inside. Invariants: a pipeline that ended in any way is unregistered, so that its GPUs are verified free
-and given on; its outcome is kept for whoever asks.
+`PoolActor` outlives whoever submits; it starts each pipeline as an actor of its own and notes how it ended. Killed, it
+is started anew by Ray and goes on with the pipelines, which do not notice. Knows no run from the inside. Invariants: a
+pipeline that ended in any way is unregistered, so that its GPUs are verified free and given on; its outcome is kept for
+whoever asks.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,16 +23,16 @@ from nemo_rl.time_sharing.agents.actors import (
     CONTROL_NAMESPACE,
     SCHEDULER_NAME,
     Orchestrator,
-    agent_actor_name,
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace, end_agents
 from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
-from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
-from nemo_rl.time_sharing.pipelines.residents import Residents, SlotMemory
+from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook
+from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 
@@ -82,17 +84,6 @@ class Standing:
     sharing: Sharing | None = None
 
 
-@dataclass
-class _Life:
-    job: Job
-    incarnation: int
-    actor: Any
-    result: Any
-    submitted_at: float
-    ended_at: float | None = None
-    outcome: Outcome | None = None
-
-
 class PoolActor(Orchestrator):
     """Runs pipelines on a pool, inside Ray.
 
@@ -103,16 +94,62 @@ class PoolActor(Orchestrator):
     def __init__(self, handles: PoolHandles) -> None:
         super().__init__(handles.scheduler, handles.pool)
         self._handles = handles
-        self._lives: dict[str, _Life] = {}
         self._lock = threading.Lock()
-        self._residents = Residents()
+        self._path = Path(handles.log_dir) / "pool.json"
+        book = PoolBook.read(self._path)
+        self._lives = {life.name: life for life in book.lives}
+        self._residents = Residents(book.residents)
+        self._actors: dict[str, Any] = {}
         self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
         self._sharing = SharingWatch()
+        for life in book.lives:
+            if life.outcome is None:
+                self._go_on_with(life)
 
-    def settle(self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int]) -> None:
-        """See `Residents.admit`."""
-        with self._lock:
-            self._residents.admit(name, measured, needs)
+    def _go_on_with(self, life: Life) -> None:
+        """Watches a pipeline that a killed actor of this pool has started."""
+        import ray
+
+        try:
+            self._actors[life.name] = ray.get_actor(
+                agent_actor_name(life.incarnation), namespace=agent_namespace(life.name)
+            )
+        except ValueError:
+            self._note_end(life, Outcome("died", "its process was gone when the pool's actor was started anew"))
+        else:
+            # What the killed actor asked of a process that was not up yet died with it.
+            self._actors[life.name].start.remote()
+            self._begin_watch(life)
+
+    def _begin_watch(self, life: Life) -> None:
+        threading.Thread(target=self._watch, args=(life,), name=f"watch-{life.name}", daemon=True).start()
+
+    def _keep(self) -> None:
+        PoolBook(list(self._lives.values()), self._residents.entries()).write(self._path)
+
+    def pid(self) -> int:
+        """The process."""
+        return os.getpid()
+
+    def settle(
+        self, name: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int], part: Part = Part.TRAINER
+    ) -> None:
+        """See `Residents.admit`; a pipeline that does not fit is ended.
+
+        Raises:
+            PoolFull: It does not fit.
+        """
+        try:
+            with self._lock:
+                self._residents.admit(name, measured, needs, part)
+                self._keep()
+        except PoolFull as full:
+            life = self._lives.get(name)
+            if life is not None and part is Part.ENGINES:
+                # Its run goes on with other engines, or waits for this one: it does not end by itself.
+                life.refused = f"{type(full).__name__}: {full}"
+                self.unregister_pipeline(name)
+            raise
 
     def shape(self) -> tuple[Pool, str]:
         """The pool's shape, and where its logs are."""
@@ -129,8 +166,6 @@ class PoolActor(Orchestrator):
             PoolError: A pipeline of this name runs already.
             RegistrationError: It does not fit the pool.
         """
-        import ray
-
         job.topology(self._handles.pool)
         with self._lock:
             known = self._lives.get(job.name)
@@ -138,36 +173,65 @@ class PoolActor(Orchestrator):
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            pipeline: Any = ray.remote(_pipeline_class(job.kind))
-            actor = pipeline.options(
-                name=agent_actor_name(incarnation),
-                namespace=agent_namespace(job.name),
-                num_cpus=0,
-                max_concurrency=_THREADS,
-            ).remote(job, self._handles, incarnation)
-            life = _Life(job, incarnation, actor, actor.run.remote(), time.time())
+            life = Life(job.name, incarnation, job.train, job.infer, time.time())
             self._lives[job.name] = life
-        threading.Thread(target=self._watch, args=(life,), name=f"watch-{job.name}", daemon=True).start()
+            self._keep()  # first, so that whoever comes after a kill knows of every pipeline that may be there
+            try:
+                self._actors[job.name] = self.create_pipeline_actor(job, incarnation)
+            except Exception as error:
+                life.outcome, life.ended_at = Outcome("failed", f"{type(error).__name__}: {error}"), time.time()
+                self._keep()
+                raise
+        self._begin_watch(life)
         return job.name
 
-    def _watch(self, life: _Life) -> None:
+    def create_pipeline_actor(self, job: Job, incarnation: int) -> Any:
+        """Starts a job's process under the name and in the namespace by which its GPUs can be taken back; its handle.
+
+        Args:
+            job: What to run.
+            incarnation: Larger than that of any earlier life of this pipeline.
+        """
         import ray
 
+        pipeline: Any = ray.remote(self.pipeline_class(job))
+        actor = pipeline.options(
+            name=agent_actor_name(incarnation),
+            namespace=agent_namespace(job.name),
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=_THREADS,
+        ).remote(job, self._handles, incarnation)
+        actor.start.remote()
+        return actor
+
+    def pipeline_class(self, job: Job) -> type[LentPipeline]:
+        """What runs a job."""
+        return _pipeline_class(job.kind)
+
+    def _watch(self, life: Life) -> None:
+        import ray
+
+        actor = self._actors[life.name]
         try:
-            outcome: Outcome = ray.get(life.result)
+            outcome: Outcome = ray.get(actor.outcome.remote())
         except ray.exceptions.RayError as error:
-            # A defect keeps its traceback; a process that is gone has a first line that says so.
-            failed = isinstance(error, ray.exceptions.RayTaskError)
-            outcome = Outcome("failed", str(error)) if failed else Outcome("died", str(error).partition("\n")[0])
+            outcome = Outcome("died", str(error).partition("\n")[0])
+        if life.refused and outcome.kind != "done":
+            outcome = Outcome("failed", life.refused, outcome.steps, outcome.waited_s)
+        self._note_end(life, outcome)
+        if outcome.kind == "done":
+            ray.kill(actor, no_restart=True)
+
+    def _note_end(self, life: Life, outcome: Outcome) -> None:
         if outcome.kind != "done":
-            logger.error("pipeline=%s outcome=%s reason=%s", life.job.name, outcome.kind, outcome.reason)
+            logger.error("pipeline=%s outcome=%s reason=%s", life.name, outcome.kind, outcome.reason)
             # Its processes are ended and its GPUs verified free before anybody else gets them.
-            self.unregister_pipeline(life.job.name)
+            self.unregister_pipeline(life.name)
         with self._lock:
             life.outcome, life.ended_at = outcome, time.time()
-            self._residents.leave(life.job.name)
-        if outcome.kind == "done":
-            ray.kill(life.actor, no_restart=True)
+            self._residents.leave(life.name)
+            self._keep()
 
     def standings(self) -> list[Standing]:
         """Every pipeline that was submitted, in order."""
@@ -175,7 +239,8 @@ class PoolActor(Orchestrator):
 
         with self._lock:
             lives = dict(self._lives)
-        asked = {name: life.actor.progress.remote() for name, life in lives.items() if life.outcome is None}
+            actors = dict(self._actors)
+        asked = {name: actors[name].progress.remote() for name, life in lives.items() if life.outcome is None}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         answers: dict[str, Progress] = {}
         for name, ref in asked.items():
@@ -188,8 +253,8 @@ class PoolActor(Orchestrator):
         return [
             Standing(
                 name,
-                life.job.train,
-                life.job.infer,
+                life.train,
+                life.infer,
                 life.submitted_at,
                 life.ended_at,
                 answers.get(name),
@@ -246,7 +311,13 @@ def _pipeline_class(kind: Kind) -> type[LentPipeline]:
     return NemoRLFullFinetunePipeline
 
 
-def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE_LIMITS) -> Any:
+def open_pool(
+    pool: Pool,
+    accelerator: Any,
+    log_dir: Path,
+    limits: Limits = LIVE_LIMITS,
+    pool_class: type[PoolActor] = PoolActor,
+) -> Any:
     """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
 
     Args:
@@ -254,6 +325,7 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
         accelerator: Kind of slot.
         log_dir: Existing directory for the scheduler's log and the agents' records.
         limits: The scheduler's.
+        pool_class: Starts the pipelines.
 
     Raises:
         ResourceInsufficientError: The Ray cluster does not have the slots.
@@ -271,13 +343,16 @@ def open_pool(pool: Pool, accelerator: Any, log_dir: Path, limits: Limits = LIVE
         raise
     handles = PoolHandles(scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir))
     actor: Any = (
-        ray.remote(PoolActor)
+        ray.remote(pool_class)
         .options(
             name=POOL_NAME,
             namespace=CONTROL_NAMESPACE,
             lifetime="detached",
             num_cpus=0,
             max_concurrency=_THREADS,
+            max_restarts=-1,
+            # What is asked of it is asked again of the next one.
+            max_task_retries=-1,
         )
         .remote(handles)
     )
@@ -292,7 +367,7 @@ def close_pool(actor: Any) -> None:
     with ExitStack() as parts:
         parts.callback(_remove_reservation)
         parts.callback(_end_scheduler)
-        # The pipelines are its children.
+        parts.callback(end_agents)
         parts.callback(ray.kill, actor, no_restart=True)
         try:
             handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)

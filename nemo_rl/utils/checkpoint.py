@@ -108,7 +108,7 @@ class CheckpointManager:
         if self._failures:
             raise self._failures[-1]
 
-    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
+    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, object], run_config: object = None) -> Path:
         """Begin a checkpoint: create `tmp_step_N` with its info and configuration. Finishes a pending one first and
         removes what dead runs left.
 
@@ -404,7 +404,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(content, indent=2, default=float), encoding="utf-8")
     aside.replace(path)

@@ -114,7 +114,7 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
 
 
 def _copy_model(
-    source: Path, target: Path, dtype: str | None, change: Callable[[str, Any], Any] = lambda name, tensor: tensor
+    source: Path, target: Path, dtype: str | None, change: Callable[[str, object], Any] = lambda name, tensor: tensor
 ) -> None:
     import torch
     from safetensors.torch import load_file, save_file

@@ -1,8 +1,8 @@
-"""A directory that one run writes at a time.
+"""Locks that say who lives: on a directory that one run writes at a time, and on what a killed process left behind.
 
-Holds an advisory lock on `<directory>/.lock`, which the system gives back when the process ends, however it ends. Knows
-no file of the run. Invariant: of two runs that ask for the same directory, on one machine or over a file system that
-shares locks, one is refused by name before it writes anything.
+A lock is an advisory one, which the system gives back when the process ends, however it ends. Knows no file of the run.
+Invariant: of two runs that ask for the same directory, on one machine or over a file system that shares locks, one is
+refused by name before it writes anything.
 """
 
 from __future__ import annotations
@@ -76,3 +76,34 @@ def _owner(path: Path) -> str:
     except (OSError, ValueError):
         return "who is not known"
     return f"process {owner['process']} on {owner['host']} since {owner['since']}"
+
+
+@contextmanager
+def abandoned(path: str | Path, *, stale_after_s: float) -> Iterator[bool]:
+    """Whether nobody who lives holds a lock on `path`; inside the block it is locked here.
+
+    Args:
+        path: A file or directory that its owner locks once it has made it.
+        stale_after_s: Seconds in which the owner of a new one may still be about to lock it.
+    """
+    try:
+        young = time.time() - os.stat(path).st_ctime < stale_after_s
+        descriptor = None if young else os.open(path, os.O_RDONLY)
+    except OSError:
+        # Gone meanwhile, or another user's.
+        descriptor = None
+    if descriptor is None:
+        yield False
+        return
+    try:
+        yield _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -8,7 +8,10 @@ name.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BACKWARD_FACTOR = 3  # the backward pass multiplies twice for every multiplication of the forward pass
 
@@ -60,7 +63,7 @@ class TransformerShape:
     vocabulary: int
 
     @classmethod
-    def from_hf_config(cls, config: Any) -> "TransformerShape":
+    def from_hf_config(cls, config: "PretrainedConfig") -> "TransformerShape":
         """Read a `transformers` configuration of a decoder with (grouped) attention, dense or mixture of experts.
 
         Raises:
@@ -126,7 +129,7 @@ def utilization(flops: float, seconds: float, devices: int, peak_tflops_per_devi
     return flops / (seconds * devices * peak_tflops_per_device * 1e12)
 
 
-def _mlp_operations(config: Any, hidden: int, layers: int) -> float:
+def _mlp_operations(config: "PretrainedConfig", hidden: int, layers: int) -> float:
     matrices = 2 if getattr(config, "model_type", "") in _UNGATED else 3
     dense = matrices * hidden * (getattr(config, "intermediate_size", None) or 4 * hidden)
     experts = next(

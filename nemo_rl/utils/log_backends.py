@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -57,7 +58,7 @@ class LoggerInterface(Protocol):
         """
         ...
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """The configuration, nested."""
         ...
 
@@ -69,7 +70,7 @@ class LoggerInterface(Protocol):
         """A matplotlib figure."""
         ...
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """Rows of text and numbers, as columns by name."""
         ...
 
@@ -127,13 +128,13 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def markdown_table(table: Mapping[str, Sequence[Any]]) -> str:
+def markdown_table(table: Mapping[str, Sequence[object]]) -> str:
     """A table in Markdown; line breaks and bars of its cells are kept from ending rows and cells."""
     rows = [list(table), ["---"] * len(table), *zip(*table.values(), strict=True)]
     return "\n".join(f"| {' | '.join(_cell(value) for value in row)} |" for row in rows)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     escaped = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
     return escaped.replace("\n", "<br>")
 
@@ -162,7 +163,7 @@ class TensorboardLogger:
         if step_finished:
             self._writer.flush()
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """See `LoggerInterface`; shown as text, since TensorBoard's own table opens another run."""
         lines = "\n".join(f"    {name}: {value}" for name, value in params.items())
         self._writer.add_text("config", lines)
@@ -178,7 +179,7 @@ class TensorboardLogger:
         """See `LoggerInterface`."""
         self._writer.add_figure(name, figure, step)
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """See `LoggerInterface`; as Markdown."""
         self._writer.add_text(name, markdown_table(table), step)
 
@@ -205,7 +206,7 @@ class WandbLogger:
         else:
             self._run = self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
 
-    def _online_or_offline(self, arguments: dict[str, Any], settings: Any, log_dir: Path) -> Any:
+    def _online_or_offline(self, arguments: dict[str, object], settings: object, log_dir: Path) -> Any:
         reason = "there are no credentials (set WANDB_API_KEY or run `wandb login`)"
         if self._wandb.login(prompt=False):
             try:
@@ -238,7 +239,7 @@ class WandbLogger:
             self._run.define_metric(name, step_metric=step_metric)
         self._run.log({**payload, step_metric: metrics.get(step_metric, step)}, commit=step_finished)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """See `LoggerInterface`."""
         self._run.config.update(dict(params), allow_val_change=True)
 
@@ -250,7 +251,7 @@ class WandbLogger:
         """See `LoggerInterface`."""
         self._run.log({name: self._wandb.Image(figure)}, step=step, commit=False)
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """See `LoggerInterface`."""
         rows = [list(row) for row in zip(*table.values(), strict=True)]
         self._run.log({name: self._wandb.Table(columns=list(table), data=rows)}, step=step, commit=False)
@@ -266,7 +267,34 @@ class WandbLogger:
         return (OSError, self._wandb.Error)
 
 
-class SwanlabLogger:
+class SummarisingLogger(ABC):
+    """What backends have in common that show numbers only: of a list, its summary."""
+
+    @abstractmethod
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        """Numbers of a step, by their full names."""
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, MetricValue],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """See `LoggerInterface`."""
+        scalars, lists = split_scalars(metrics)
+        scalars |= {
+            f"{key}/{kind}": value for key, values in lists.items() for kind, value in summarize(values).items()
+        }
+        self.log_scalars({full_name(prefix, key): value for key, value in scalars.items()}, step)
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """See `LoggerInterface`."""
+        self.log_metrics({name: list(histogram)}, step)
+
+
+class SwanlabLogger(SummarisingLogger):
     """SwanLab. Out of reach, the run is recorded offline, for `swanlab sync`."""
 
     def __init__(self, cfg: SwanlabConfig, log_dir: Path) -> None:
@@ -284,30 +312,19 @@ class SwanlabLogger:
             )
             self._run = self._swanlab.init(**{**arguments, "mode": "offline"})
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, MetricValue],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """See `LoggerInterface`; lists are summarised."""
-        self._run.log(_flat_scalars(metrics, prefix), step=step)
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        """See `SummarisingLogger`."""
+        self._run.log(scalars, step=step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """See `LoggerInterface`."""
         self._run.config.update(dict(params))
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface`; summarised."""
-        self._run.log(_flat_scalars({name: list(histogram)}, ""), step=step)
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
         """See `LoggerInterface`."""
         self._run.log({name: self._swanlab.Image(figure)}, step=step)
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """See `LoggerInterface`; as Markdown."""
         self._run.log({name: self._swanlab.Text(markdown_table(table))}, step=step)
 
@@ -320,7 +337,7 @@ class SwanlabLogger:
         return (OSError, RuntimeError)
 
 
-class MlflowLogger:
+class MlflowLogger(SummarisingLogger):
     """MLflow, in a database under `<log_dir>/mlflow` unless a tracking server is named."""
 
     def __init__(self, cfg: MlflowConfig, log_dir: Path) -> None:
@@ -340,30 +357,19 @@ class MlflowLogger:
         except self._mlflow.exceptions.MlflowException as error:
             raise TrackerUnreachable(first_line(error)) from error
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, MetricValue],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """See `LoggerInterface`; lists are summarised."""
-        self._mlflow.log_metrics(_flat_scalars(metrics, prefix), step=step)
+    def log_scalars(self, scalars: dict[str, float], step: int) -> None:
+        """See `SummarisingLogger`."""
+        self._mlflow.log_metrics(scalars, step=step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """See `LoggerInterface`; long values are cut to the 500 characters MLflow takes."""
         self._mlflow.log_params({name: str(value)[:500] for name, value in params.items()})
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface`; summarised."""
-        self.log_metrics({name: list(histogram)}, step)
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
         """See `LoggerInterface`."""
         self._mlflow.log_figure(figure, f"plots/{name.replace('/', '.')}_{step}.png")
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """See `LoggerInterface`."""
         columns = {column: list(values) for column, values in table.items()}
         self._mlflow.log_table(columns, f"tables/{name.replace('/', '.')}_{step}.json")
@@ -375,9 +381,3 @@ class MlflowLogger:
     def failures(self) -> tuple[type[Exception], ...]:
         """See `LoggerInterface`."""
         return (OSError, self._mlflow.exceptions.MlflowException)
-
-
-def _flat_scalars(metrics: Mapping[str, MetricValue], prefix: str) -> dict[str, float]:
-    scalars, lists = split_scalars(metrics)
-    summaries = {f"{name}/{kind}": value for name, values in lists.items() for kind, value in summarize(values).items()}
-    return {full_name(prefix, name): value for name, value in {**scalars, **summaries}.items()}

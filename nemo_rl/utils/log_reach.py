@@ -58,7 +58,7 @@ class ReachableTracker:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_hyperparams(params))
 
@@ -70,7 +70,7 @@ class ReachableTracker:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_plot(figure, step, name))
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_table(table, step, name))
 

@@ -67,7 +67,7 @@ class Logger:
 
     def log_metrics(
         self,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, object],
         step: int,
         prefix: str = "",
         step_metric: str | None = None,
@@ -90,7 +90,7 @@ class Logger:
             for backend in self.backends:
                 backend.log_metrics(plain, step, prefix, step_metric, step_finished)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
         """The configuration, nested; backends get it flat, and it lies next to the metrics as `config.yaml`."""
         plain = json.loads(json.dumps(params, default=str))
         (self.log_dir / "config.yaml").write_text(
@@ -112,12 +112,12 @@ class Logger:
         for backend in self.backends:
             backend.log_plot(figure, step, name)
 
-    def log_table(self, table: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """Rows of text and numbers as columns by name, for every tracker."""
         for backend in self.backends:
             backend.log_table(table, step, name)
 
-    def log_batched_dict_as_jsonl(self, columns: Mapping[str, Any], filename: str) -> Path:
+    def log_batched_dict_as_jsonl(self, columns: Mapping[str, object], filename: str) -> Path:
         """Write a batch as one JSON object per row to `<log_dir>/samples/<filename>`, and return that path.
 
         Args:
@@ -145,7 +145,7 @@ class Logger:
     ) -> None:
         self.close()
 
-    def _plain(self, metrics: Mapping[str, Any], prefix: str) -> dict[str, MetricValue]:
+    def _plain(self, metrics: Mapping[str, object], prefix: str) -> dict[str, MetricValue]:
         plain: dict[str, MetricValue] = {}
         for name, value in metrics.items():
             item = value.tolist() if hasattr(value, "tolist") else value
@@ -163,13 +163,13 @@ class Logger:
         return plain
 
 
-def flatten_dict(nested: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
+def flatten_dict(nested: Mapping[str, object], sep: str = ".") -> dict[str, object]:
     """Nested mappings and lists as one level, with joined names.
 
     >>> flatten_dict({"a": {"b": 1}, "c": [2, {"d": 3}]})
     {'a.b': 1, 'c.0': 2, 'c.1.d': 3}
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in nested.items():
         children = (
             value
@@ -209,7 +209,7 @@ def get_next_experiment_dir(base_log_dir: str | Path) -> Path:
 
 
 def print_message_log_samples(
-    message_logs: Sequence[Sequence[Mapping[str, Any]]],
+    message_logs: Sequence[Sequence[Mapping[str, object]]],
     rewards: Sequence[float],
     num_samples: int = 5,
     step: int = 0,

@@ -205,7 +205,7 @@ def _checkpoint_dir(part: Path) -> str | None:
     return str((loaded or {}).get("checkpointing", {}).get("checkpoint_dir"))
 
 
-def _finite(value: float | Sequence[float]) -> Any:
+def _finite(value: float | Sequence[float]) -> object:
     if isinstance(value, (int, float)):
         return value if math.isfinite(value) else None
     return [_finite(item) for item in value]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self
 
 from nemo_rl.config.errors import UserError, disk_is_full
 from nemo_rl.utils.record_archive import archive_of, lines_of, mend_archive, move_to_archive
@@ -47,7 +47,7 @@ class RecordDamaged(RecordError):
         )
         self.path, self.line, self.offset, self.reason = path, line, offset, reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path, self.line, self.offset, self.reason)
 
     @property
@@ -63,7 +63,7 @@ class RecordUnwritable(RecordError, OSError):
         super().__init__(f"{path} cannot be written: {reason}; free some and start again: the lines before are intact")
         self.path, self.error = path, error
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path, self.error)
 
 
@@ -77,7 +77,7 @@ class RecordTooNew(RecordError):
         )
         self.path, self.line, self.version = path, line, version
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path, self.line, self.version)
 
 
@@ -90,7 +90,7 @@ class Entry:
     seq: int
     time: float
     source: str
-    event: Any  # a dataclass of record_events or of another package; readers dispatch by its type
+    event: object  # a dataclass of record_events or of another package; readers dispatch by its type
 
 
 class Record(Protocol):

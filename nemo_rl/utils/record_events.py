@@ -269,12 +269,24 @@ class TokensGenerated:
 @event_kind("version_published")
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Weight version `version` is what new tokens of these shards are stamped with from now on; no shards named means
+    """Weight version `version` is what new tokens of these shards carry from now on; no shards named means
     all that are awake.
     """
 
     version: int
     shards: tuple[int, ...] = ()
+
+
+@event_kind("engine_built")
+@dataclass(frozen=True, slots=True)
+class EngineBuilt:
+    """The engine of a shard was built, or built anew, within `seconds`; asleep it leaves `left_bytes` on each of its
+    devices.
+    """
+
+    shard: int
+    seconds: float
+    left_bytes: tuple[int, ...] = ()
 
 
 @event_kind("shard_slept")
@@ -385,15 +397,28 @@ class StepFinished:
     groups: int = 0
 
 
+@event_kind("validated")
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """Weight version `version` was validated with so many samples; its requests were open for `seconds`."""
+
+    version: int
+    samples: int
+    seconds: float
+
+
 @event_kind("sync_started")
 @dataclass(frozen=True, slots=True)
 class SyncStarted:
-    """A weight sync of `version` to the shards `targets` begins."""
+    """A weight sync of `version` to the shards `targets` begins; `recompute_kv` when their running requests compute
+    keys and values anew under it.
+    """
 
     sync_id: str
     version: int
     targets: tuple[int, ...]
     transport: str = ""
+    recompute_kv: bool = False
 
 
 @event_kind("sync_finished")

@@ -1,8 +1,8 @@
 """`python -m nemo_rl.utils.report RUN_DIR`: one HTML page and one picture of a run, from what its logger wrote.
 
 Reads `metrics.jsonl`, `config.yaml` and `samples/val_data_stepN.jsonl`; needs nothing that ran. The page holds its data
-and its script, and loads nothing. Invariant: what the page shows is escaped data, so a model's output cannot run in the
-reader's browser.
+and its script, and loads nothing. Invariants: what the page shows is escaped data, so a model's output cannot run in
+the reader's browser; a page kept up to date beside a run takes at most a small share of the time.
 """
 
 import argparse
@@ -13,9 +13,12 @@ import logging
 import math
 import re
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -28,6 +31,8 @@ from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
 
 logger = logging.getLogger(__name__)
 
+_EVERY_S = 30.0
+_SHARE = 0.01
 _SAMPLES_SHOWN = 3
 RECORD_FILE = "record.jsonl"
 
@@ -85,7 +90,7 @@ def _paths(run_dir: Path | str, out_dir: Path | str | None) -> ReportPaths:
 
 def _write_page(run: RunMetrics, newest: Path, path: Path, title: str | None, *, live: bool) -> None:
     config, graded = _read_config(newest / "config.yaml"), _is_graded(newest)
-    page: dict[str, Any] = {
+    page: dict[str, object] = {
         "title": title or _title(newest),
         "subtitle": _subtitle(run, config, graded),
         "live": live,
@@ -139,7 +144,7 @@ def _timeline(part: Path) -> str | None:
     return "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, object] | None:
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
@@ -224,7 +229,7 @@ def _tiles(run: RunMetrics, graded: bool) -> list[list[str]]:
     return tiles
 
 
-def _panel(panel: plots.Panel) -> dict[str, Any]:
+def _panel(panel: plots.Panel) -> dict[str, object]:
     series = [
         {"label": one.label, "color": one.color, "steps": one.steps, "values": [_plain(value) for value in one.values]}
         for one in panel.series
@@ -278,6 +283,40 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
             if len(rows) == _SAMPLES_SHOWN:
                 break
     return rows
+
+
+class LiveReport:
+    """Writes `report.html` every so often, from a thread; a context manager.
+
+    Args:
+        log_dir: the run's log directory.
+        every_s: seconds between pages, more where a page takes long.
+    """
+
+    def __init__(self, log_dir: Path, every_s: float = _EVERY_S) -> None:
+        self._log_dir = log_dir
+        self._pause_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="live-report", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._pause_s):
+            began = time.monotonic()
+            try:
+                write_page(self._log_dir)
+            except OSError as error:
+                logger.warning("report=not_written log_dir=%s: %s", self._log_dir, error)
+            self._pause_s = max(self._pause_s, (time.monotonic() - began) / _SHARE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,14 +36,14 @@ def write_rows(path: Path, columns: Mapping[str, Any], *, append: bool = False) 
             file.write(orjson.dumps(dict(zip(plain, row, strict=True)), default=_plain, option=_OPTIONS))
 
 
-def _rows(column: Any) -> Sequence[Any]:
+def _rows(column: Any) -> Sequence[object]:
     if hasattr(column, "detach"):
         array = column.detach().cpu().numpy()
         return array.tolist() if array.ndim == 1 else [np.ascontiguousarray(row) for row in array]
     return column
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if hasattr(value, "detach"):
         return np.ascontiguousarray(value.detach().cpu().numpy())
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -72,14 +72,14 @@ class RunTimeline:
     steps: list[StepTimeline]
     generating: list[Span]
 
-    def hidden_share(self, first: int = 0) -> float:
-        """The share of scoring and training, from step `first` on, during which something was generated; not-a-number
-        where nothing was trained.
+    def hidden_share(self, first: int = 0, end: int | None = None) -> float:
+        """The share of scoring and training, from step `first` on and before step `end`, during which something was
+        generated; not-a-number where nothing was trained.
         """
         spans = [
             span
             for step in self.steps
-            if step.step >= first
+            if step.step >= first and (end is None or step.step < end)
             for what in (LOGPROBS, TRAINING)
             for span in step.parts.get(what, [])
         ]

@@ -8,9 +8,8 @@ taken.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -33,7 +32,7 @@ class Mark:
 
     label: str
     seconds: float
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
 
 
 class Timer:
@@ -51,7 +50,7 @@ class Timer:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, context: Mapping[str, Any] | None = None
+        self, clock: Callable[[], float] = time.perf_counter, *, context: Mapping[str, object] | None = None
     ) -> None:
         self.context = dict(context or {})
         self.marks: list[Mark] = []
@@ -94,7 +93,7 @@ class Timer:
         self._measured.setdefault(label, []).append(seconds)
         return seconds
 
-    def mark(self, label: str, metadata: Mapping[str, Any] | None = None) -> float | None:
+    def mark(self, label: str, metadata: Mapping[str, object] | None = None) -> float | None:
         """Add the seconds since the last mark of this label; the first one only sets the beginning and returns None.
 
         Every mark is kept in `marks`, with its `metadata`.
@@ -138,6 +137,11 @@ class Timer:
         """Forget the durations of a label, or of all; what runs goes on running."""
         for measured in [label] if label is not None else list(self._measured):
             self._measured.pop(measured, None)
+
+
+def timed(timer: Timer | None, label: str) -> AbstractContextManager[None]:
+    """Measures the block, where there is a timer."""
+    return nullcontext() if timer is None else timer.time(label)
 
 
 class TimeoutChecker:

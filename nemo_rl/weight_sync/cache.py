@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.devices import CPU, device_uuid, free_memory, host_memory_of, in_host_memory
+from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.devices import device_uuid, free_memory, host_memory_of, in_host_memory
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, TensorMeta, align, pack_tensor, plan_buckets, unpack
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
@@ -247,7 +248,7 @@ class CachedSender(Protocol):
         """Opens a session that sends a built version."""
         ...
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
         """Packs a window."""
         ...
 
@@ -311,7 +312,7 @@ class CachedSource:
         if CACHE_OWNER in spec.lanes:
             self._owner().begin_cached(spec, self._manifest, timeout_s)
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
         """Where the window lies in the cache, and the owner's staged copy if it has a lane."""
         if self._manifest is None or self._spec is None:
             raise CacheError("a window was asked for before the session began")

@@ -20,7 +20,7 @@ from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
 from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener
 from nemo_rl.weight_sync.transports.factory import make_opener
-from nemo_rl.weight_sync.transports.nccl import NcclGroup, NcclOpener
+from nemo_rl.weight_sync.transports.nccl import NcclOpener, nccl_group
 
 
 class SyncProtocolError(RuntimeError):
@@ -51,7 +51,7 @@ class LoadTarget(Protocol):
         ...
 
 
-def encode_bucket(bucket: BucketLayout) -> dict[str, Any]:
+def encode_bucket(bucket: BucketLayout) -> dict[str, object]:
     """A bucket's layout as plain values, which any RPC carries."""
     return {
         "names": [t.name for t in bucket.tensors],
@@ -125,7 +125,7 @@ class WeightReceiver:
             )
         nccl = session.get("nccl")
         if nccl:
-            group = NcclGroup(
+            group = nccl_group(
                 nccl["address"], nccl["port"], nccl["rank"], nccl["world_size"], session["timeout_s"], self._device
             )
             self._opener = NcclOpener(group)

@@ -17,8 +17,9 @@ import torch
 from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, pack_tensor
 from nemo_rl.weight_sync.transports.base import Staging, TransportError, TransportName
+from nemo_rl.weight_sync.transports.broadcast_group import BroadcastGroup
 from nemo_rl.weight_sync.transports.factory import make_staging
-from nemo_rl.weight_sync.transports.nccl import NcclGroup
+from nemo_rl.weight_sync.transports.nccl import nccl_group
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class WeightSender:
         self._spec = spec
         self._weights = weights
         self._published: dict[int, int] = {}
-        self._group: NcclGroup | None = None
+        self._group: BroadcastGroup | None = None
         self._lanes = spec.lanes.get(source, ())
         # A collective sends from any memory of the device: beside CUDA IPC it needs no buffer of its own.
         self._staged: list[TransportName] = [
@@ -92,7 +93,7 @@ class WeightSender:
                 slot.append(make_staging(name, size, device))
         nccl = self._spec.nccl
         if "nccl" in self._lanes and nccl is not None:
-            self._group = NcclGroup(nccl.address, nccl.port, 0, nccl.world_size, self._spec.timeout_s, device)
+            self._group = nccl_group(nccl.address, nccl.port, 0, nccl.world_size, self._spec.timeout_s, device)
 
     @torch.no_grad()
     def export_window(self, index: int) -> dict[str, Any] | None:

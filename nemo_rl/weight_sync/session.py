@@ -82,13 +82,13 @@ class WeightTargets(Protocol):
         """Device identity of each receiving worker, in rank order."""
         ...
 
-    def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
+    def begin(self, session: dict[str, object], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
         """Opens the session on every target, each with the route of its own: what `session` lacks of
         `WeightReceiver.begin`'s message.
         """
         ...
 
-    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+    def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Loads a window on every target."""
         ...
 
@@ -215,7 +215,7 @@ class SyncSession:
         return SendSpec(windows, self._options.verify, self._options.timeout_s, plan.lanes, nccl)
 
     def _begin(self, spec: SendSpec, plan: RoutePlan) -> None:
-        session: dict[str, Any] = {
+        session: dict[str, object] = {
             "id": self.session_id,
             "version": self.version,
             "staged": self._staged,
@@ -250,7 +250,7 @@ class SyncSession:
         """Moves every window; the digest of their checksums."""
         sums: list[str] = []
         with ThreadPoolExecutor(2) as pool:
-            exported: Future[list[dict[str, Any] | None]] = pool.submit(self._source.export_window, 0, self._left())
+            exported: Future[list[dict[str, object] | None]] = pool.submit(self._source.export_window, 0, self._left())
             for index, buckets in enumerate(spec.windows):
                 published = self._result(exported, f"window {index} to be packed")
                 if index + 1 < len(spec.windows):

@@ -138,9 +138,16 @@ class World:
         if prefix == "train":
             self.logged.append(metrics)
 
-    # refitter
+    # refitter; no shard is lost here
     def close(self) -> None:
-        """No shard is lost here."""
+        pass
+
+    def await_rebuild(self, rebuilds: bool) -> None:
+        pass
+
+    def revive(self, version: int) -> None:
+        # The real one waits for the loop where requests are dispatched: nobody may hold what that waits for.
+        self.start_on_dispatch_loop(asyncio.sleep(0)).result(timeout=30.0)
 
     # generation
     def start_on_dispatch_loop(self, work: Any) -> Any:

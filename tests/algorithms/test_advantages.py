@@ -23,7 +23,8 @@ from nemo_rl.algorithms.advantage_estimator import (
 from nemo_rl.algorithms.grpo.advantages import compute_advantages, row_advantages
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import ApplyInProcess, StageOutput, TokenStage
+from nemo_rl.experience.stage import StageOutput, TokenStage
+from tests.experience.plane_in_process import ApplyInProcess
 
 LOSS = ClippedPGLossConfig()
 KL_IN_REWARD = ClippedPGLossConfig(

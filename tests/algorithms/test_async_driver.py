@@ -88,7 +88,7 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     )
     validated: list[int] = []
 
-    def roll_out_all(run: Any, step: int) -> validation._Validated:
+    def roll_out_all(*_: object) -> validation._Validated:
         validated.append(world.served)
         return validation._Validated(torch.ones(2), torch.ones(2), {}, ["sum"] * 2, [])
 
@@ -361,7 +361,7 @@ def test_settings_that_leave_training_waiting_for_itself_are_refused_with_the_sm
 
 
 @contextmanager
-def mixed() -> Iterator[tuple[Experience[Any], InProcessStore]]:
+def mixed() -> Iterator[tuple[Experience, InProcessStore]]:
     store = InProcessStore(0)
     handle = store.write(
         BatchedDataDict(

@@ -11,7 +11,6 @@ from nemo_rl.algorithms.grpo.metrics import (
     accuracy_by_task,
     aggregate_microbatch_metrics,
     batch_metrics,
-    collect_microbatch_metrics,
     throughput_metrics,
     validation_metrics,
 )
@@ -36,7 +35,7 @@ def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> No
             "num_valid_samples": 3,
         },
     ]
-    metrics = aggregate_microbatch_metrics(collect_microbatch_metrics(microbatches))
+    metrics = aggregate_microbatch_metrics({name: [found[name] for found in microbatches] for name in microbatches[0]})
     assert metrics == pytest.approx(
         {
             "loss": 0.3,

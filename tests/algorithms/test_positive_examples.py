@@ -5,9 +5,9 @@ import torch
 from nemo_rl.algorithms.grpo.stages import positive_example_columns
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import ApplyInProcess
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.normalization import count_valid
+from tests.experience.plane_in_process import ApplyInProcess
 
 
 def test_each_global_batch_takes_the_mean_over_its_own_correct_answers() -> None:

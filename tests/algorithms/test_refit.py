@@ -11,6 +11,8 @@ from nemo_rl.algorithms.grpo import refit
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
+from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import MemoryRecord
@@ -21,12 +23,13 @@ from nemo_rl.weight_sync.session import SyncReport
 class Both:
     """Policy and generation in one, writing down what happens to them."""
 
-    shards = (0, 1)
+    shards: Any = (0, 1)
     fits = True
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         self.happened: list[str] = []
         self.culprits: dict[int, str] = {}
+        self.died = True
         self.weights_resident = True
         self.staged: bool | None = None
         self._free = free_bytes
@@ -45,6 +48,11 @@ class Both:
 
     def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
         self.happened.append(f"quarantine {dp_ranks} {reason}")
+        if isinstance(self.shards, Engines):
+            self.shards.lost |= set(dp_ranks)
+
+    def activate_healthy(self, dp_ranks: Sequence[int]) -> None:
+        self.happened.append(f"activate {dp_ranks}")
 
     def staging_fits(self, nbytes: int) -> bool:
         return self.fits
@@ -67,7 +75,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A refitter whose sessions write themselves down, and fail when told to."""
 
     def make(
-        *, colocated: bool = True, cuda: bool = False, free_bytes: int = 1 << 40, slept: Any = ()
+        *,
+        colocated: bool = True,
+        cuda: bool = False,
+        free_bytes: int = 1 << 40,
+        slept: Any = (),
+        lost: tuple[int, ...] = (),
     ) -> tuple[Refitter, Both, MemoryRecord, list[int]]:
         both, record, failing = Both(free_bytes), MemoryRecord(), []
 
@@ -87,8 +100,21 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return SyncReport(self._version, "host", 1 << 20, 1, {"total": 0.1}, [0.2, 0.4])
 
         monkeypatch.setattr(refit, "SyncSession", Session)
+        repair = None
+        if lost:
+            both.shards = Engines(*lost)
+            repair = ShardRepair(both.shards)
         return (
-            Refitter(both, both, WeightSyncConfig(), colocated=colocated, cuda=cuda, record=record, slept=slept),
+            Refitter(
+                both,
+                both,
+                WeightSyncConfig(),
+                colocated=colocated,
+                cuda=cuda,
+                record=record,
+                slept=slept,
+                repair=repair,
+            ),
             both,
             record,
             failing,
@@ -194,6 +220,12 @@ class Engines:
     def having(self, *states: ShardState) -> list[int]:
         return sorted(self.lost) if ShardState.FAILED in states else []
 
+    def __len__(self) -> int:
+        return len(self.healthy())
+
+    def healthy(self) -> list[int]:
+        return [shard for shard in range(len(self.failures)) if shard not in self.lost]
+
     def rebuilt(self, shard: int) -> None:
         self.lost.discard(shard)
 
@@ -224,6 +256,71 @@ def test_a_lost_shard_is_built_anew_and_given_up_when_it_never_starts(caplog: py
     said = [entry.getMessage() for entry in caplog.records if "given_up=true" in entry.getMessage()]
     assert said == ["shard=2 rebuild=failed attempt=3 of=3 given_up=true reason=shard 2 cannot start"]
     repair.close()
+
+
+def test_when_every_shard_is_lost_the_first_that_is_built_anew_gets_the_version_again(parts: Any) -> None:
+    refitter, both, _, _ = parts(colocated=False, lost=(1, 99))
+    both.shards.lost.clear()
+    refitter.bring_to(4)
+    both.shards.lost = {0}
+    refitter.revive(4)
+    assert both.happened == ["send 4"], "the other shard serves on"
+    both.shards.lost = {0, 1}
+    refitter.revive(4)
+    assert both.happened == ["send 4", "send 4", "activate [0]"] and both.shards.lost == {1}
+    # The next refit of a run that was training meanwhile waits for them too.
+    both.shards.lost = {0, 1}
+    refitter.bring_to(5)
+    assert both.happened[-2:] == ["send 5", "activate [0]"] and refitter.version == 5
+    refitter.close()
+
+
+def test_when_every_shard_dies_in_a_refit_it_waits_for_the_first_that_is_built_anew(parts: Any) -> None:
+    refitter, both, _, failing = parts(colocated=False, lost=(0, 0))
+    both.shards.lost.clear()
+    # One is lost to the session, the other to a request a moment later: the next session is refused.
+    both.culprits = {1: "it died"}
+    failing += [ShardStateError("quarantined"), WorkerDiedError("shard 1 died")]
+    refused = both.get_model_update_receiver
+
+    def receiver(*, recompute_kv: bool) -> Both:
+        if both.shards.lost == {1}:
+            both.culprits = {0: "it is quarantined"}
+            both.quarantine([0], "a request failed")
+        return refused(recompute_kv=recompute_kv)
+
+    both.get_model_update_receiver = receiver  # type: ignore[method-assign]
+    refitter.bring_to(3)
+    assert both.happened[-2:] == ["send 3", "activate [0, 1]"]
+    assert both.shards.lost == set() and refitter.version == 3
+    refitter.close()
+
+
+@pytest.mark.parametrize(("died", "sends"), [(False, 1), (True, 2)])
+def test_a_refit_that_ends_every_engine_is_not_tried_for_ever(parts: Any, died: bool, sends: int) -> None:
+    refitter, both, _, failing = parts(colocated=False, lost=(0, 0))
+    both.shards.lost.clear()
+    both.culprits, both.died = {0: "it broke", 1: "it broke"}, died
+    failing += [WorkerError("it broke")] * 3
+    with pytest.raises(WorkerError, match="it broke"):
+        refitter.bring_to(3)
+    assert both.happened.count("send 3") == sends and refitter.version is None
+    refitter.close()
+
+
+def test_when_no_engine_starts_any_more_the_run_ends_with_one_line(parts: Any) -> None:
+    refitter, both, _, _ = parts(colocated=False, lost=(99, 99))
+    with pytest.raises(GenerationError, match="every shard of generation is lost, and none of them starts anew"):
+        refitter.revive(0)
+    assert both.happened == [] and both.shards.failures == [96, 96]
+    refitter.close()
+
+
+def test_shards_on_the_slots_of_training_are_not_waited_for(parts: Any) -> None:
+    refitter, both, _, _ = parts(colocated=True, lost=(0, 0))
+    refitter.revive(0)
+    refitter.await_rebuild(True)
+    assert both.happened == []
 
 
 def test_the_last_refit_is_measured(parts: Any) -> None:

@@ -22,6 +22,7 @@ from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.timer import Timer
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
@@ -66,8 +67,11 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             store=store,
             logger=logger,
             environments={},
+            record=MemoryRecord(),
         )
         validate(run, 0)
+        [said] = [entry.event for entry in run.record.entries]
+        assert (said.version, said.samples) == (0, 4)
         store.close()
     text = terminal.getvalue()
     assert ("answer number 3" in text) == ("answer number 0" in text) == bool(shown)

@@ -21,6 +21,7 @@ FOR_DEVELOPERS = {
     "MissingColumnsError",
     "MissingRowsError",
     "PipelineStageError",
+    "SpentHandleError",
     "ProtocolError",
     "QueueProtocolError",
     "StaleGroupError",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config import TokenizerConfig
-from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.collate_fn import rl_collate_fn, sft_collate
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.llm_message_utils import (
@@ -21,7 +21,6 @@ from nemo_rl.data.llm_message_utils import (
     get_keys_from_message_log,
     message_log_to_flat_messages,
 )
-from nemo_rl.data.sft import sft_collate
 from nemo_rl.data.tokenizer import get_tokenizer
 
 CONVERSATION = [

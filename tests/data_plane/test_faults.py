@@ -172,9 +172,8 @@ def test_fifty_steps_leave_no_row_and_no_memory_behind(shared_clients: Callable[
     for step in range(50):
         with store.step():
             handle = store.write(batch)
-            assert (
-                store.apply(handle, TokenStage(add_up, ("input_ids",), ("advantages",)))["sum"].tolist() == [8000] * 32
-            )
+            handle, rows = store.apply(handle, TokenStage(add_up, ("input_ids",), ("advantages",)))
+            assert rows["sum"].tolist() == [8000] * 32
             store.update(handle, {"sample_mask": torch.ones(32)})
         if step == 9:
             parts.append(store._runner)

@@ -39,10 +39,10 @@ def test_transforms_leave_the_original_alone() -> None:
     whole = meta()
     before = pickle.loads(pickle.dumps(whole))
     changed = whole.with_fields(["y", "x"])
-    changed.stamp_tags({"n": [9, 9, 9, 9]})
+    changed.set_tags({"n": [9, 9, 9, 9]})
     changed.extra_info["k"] = 2
     changed.sample_ids.append("more")
-    whole.slice(1, 3).stamp_tags({"n": [7, 7]})
+    whole.slice(1, 3).set_tags({"n": [7, 7]})
     assert whole == before and changed.fields == ["x", "y"]
 
 
@@ -72,7 +72,7 @@ def test_values_that_do_not_match_the_rows_are_refused() -> None:
         KVBatchMeta("train", None, ["a"], sequence_lengths=[1, 2])
     stamped = meta(2)
     with pytest.raises(ValueError, match="tag 'std' must align 1:1"):
-        stamped.stamp_tags({"n": [1, 2], "std": [1]})
+        stamped.set_tags({"n": [1, 2], "std": [1]})
     assert [tag["n"] for tag in stamped.tags or []] == [0, 1]
     empty = KVBatchMeta("train", None, [])
     assert empty.size == 0 and empty.drop([]) is None

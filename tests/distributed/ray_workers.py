@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from nemo_rl.config.errors import UserError
+
 
 class Probe:
     """Says who it is, and fails when told to."""
@@ -51,6 +53,9 @@ class Probe:
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return float(value)
+
+    def refuse(self) -> None:
+        raise UserError("key: wrong; put it right")
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

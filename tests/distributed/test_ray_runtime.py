@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from nemo_rl.distributed import ray_runtime
-from nemo_rl.distributed.ray_runtime import RayStartError, init_ray
+from nemo_rl.distributed.accelerators import CPU
+from nemo_rl.distributed.ray_runtime import RayConnection, RayStart, RayStartError, init_ray, starting_ahead
 
 LATE = "The current node timed out during startup. This could happen because"
 
@@ -134,3 +135,44 @@ def test_a_run_can_insist_on_a_cluster_of_its_own(
     monkeypatch.setenv("RAY_ADDRESS", "local")
     init_ray(device="cpu")
     assert [call["address"] for call in calls] == ["local"]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to a cluster that this process starts and ends."""
+    happened: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: happened[-1:] == ["up"])
+    monkeypatch.setattr(ray, "shutdown", lambda: happened.append("down"))
+    monkeypatch.setattr(ray_runtime, "init_ray", lambda **_: happened.append("up") or CPU)
+    return happened
+
+
+def test_a_start_ahead_that_a_run_takes_over_is_the_runs(cluster: list[str]) -> None:
+    with starting_ahead(device="cpu", cpu_slots=2):
+        connection = RayConnection()
+        assert connection.open(device="cpu", cpu_slots=2) is CPU
+        connection.close()
+        connection.close()
+    assert cluster == ["up", "down"]
+
+
+def test_a_start_ahead_that_nobody_takes_over_is_ended(cluster: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), starting_ahead(device="cpu", cpu_slots=2):
+        raise ZeroDivisionError
+    assert cluster == ["up", "down"]
+
+
+def test_a_guest_of_a_cluster_starts_none_ahead(cluster: list[str]) -> None:
+    cluster.append("up")
+    with starting_ahead(device="cpu", cpu_slots=2):
+        connection = RayConnection()
+        connection.open(device="cpu", cpu_slots=2)
+        connection.close()
+    assert cluster == ["up", "up"]
+
+
+def test_what_began_on_a_cluster_is_ended_before_it_and_a_failed_start_has_begun_nothing() -> None:
+    ended: list[str] = []
+    RayStart(lambda: "actors").end(ended.append, lambda: ended.append("cluster"))
+    RayStart(lambda: 1 // 0).end(lambda begun: ended.append(f"{begun}"), lambda: ended.append("cluster"))
+    assert ended == ["actors", "cluster", "cluster"]

@@ -15,9 +15,13 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 def test_gpus_keep_the_names_that_the_machine_gives_them(
     named: str, device: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = SimpleNamespace(get_node_id=lambda: "node", get_accelerator_ids=lambda: {"GPU": [named]})
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [named]})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    described = virtual_cluster._describe_slot._function()
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: [described])
+    told = virtual_cluster._gpu_of_slot._function()
+    monkeypatch.setattr(ray, "get", lambda refs, timeout: [told])
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "n", "NodeManagerAddress": "10.0.0.1"}])
+    monkeypatch.setattr(virtual_cluster, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "n"}})
+    monkeypatch.setattr(RayVirtualCluster, "get_placement_groups", lambda self: [None])
     monkeypatch.setattr(RayVirtualCluster, "_on", lambda self, node, bundle, task: SimpleNamespace(remote=lambda: None))
-    assert [slot.device_index for slot in RayVirtualCluster([1]).slots()] == [device]
+    (slot,) = RayVirtualCluster([1]).slots()
+    assert (slot.device_index, slot.node_ip) == (device, "10.0.0.1")

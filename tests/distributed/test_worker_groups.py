@@ -140,12 +140,12 @@ def test_a_wait_that_passes_its_deadline_names_who_did_not_answer(grid: RayWorke
         grid.get_all_worker_results(future, timeout_s=1.0)
 
 
-def test_the_group_says_which_slots_a_worker_owns(cluster: RayVirtualCluster) -> None:
+def test_a_worker_may_own_several_slots(cluster: RayVirtualCluster) -> None:
     pairs = RayWorkerGroup(
         cluster, RayWorkerBuilder(PROBE), name_prefix="pairs", bundle_indices_list=[(0, [0, 1]), (0, [2, 3])]
     )
     try:
-        assert [[slot.bundle_index for slot in pairs.slots_of(worker)] for worker in range(2)] == [[0, 1], [2, 3]]
+        assert [[slot.bundle_index for slot in slots] for slots in pairs._slots] == [[0, 1], [2, 3]]
         assert [env["WORLD_SIZE"] for env in pairs.run("environment")] == ["2", "2"]
     finally:
         assert pairs.shutdown()
@@ -175,6 +175,9 @@ def test_a_failing_worker_is_named_while_the_others_hang_in_a_collective(
         cluster, RayWorkerBuilder(PROBE), name_prefix="pair", bundle_indices_list=[(0, [0]), (0, [1])]
     )
     pids = group.run("pid")
+    with pytest.raises(WorkerError, match=r"^pair.refuse: .* raised UserError: key: wrong; put it right$") as one_line:
+        group.run("refuse")
+    assert str(one_line.value).count("\n") == 0
     group.run("join")
     started = time.monotonic()
     with pytest.raises(

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms import launch
-from nemo_rl.algorithms.grpo import assembly, command
+from nemo_rl.algorithms import commands, launch, startup
 from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import CheckpointingConfig, ConfigError
 from nemo_rl.data_plane.adapters import mooncake
@@ -44,7 +43,7 @@ def run(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
             f"logger.log_dir={tmp_path}/logs",
             f"checkpointing.checkpoint_dir={tmp_path}/checkpoints",
         ]
-        code = command.main(["--config", str(CONFIG), *places, *overrides], default_config=CONFIG)
+        code = commands.grpo(["--config", str(CONFIG), *places, *overrides], default_config=CONFIG)
         return code, capfd.readouterr().err
 
     return call
@@ -163,7 +162,7 @@ def test_mooncake_without_its_libraries_is_told_before_ray_begins_to_start(
         raise MooncakeUnavailableError("planted: libibverbs.so.1 is missing")
 
     monkeypatch.setattr(mooncake, "load_mooncake", missing)
-    monkeypatch.setattr(assembly, "RayStart", lambda connect: pytest.fail("Ray begins to start"))
+    monkeypatch.setattr(startup, "RayStart", lambda connect: pytest.fail("Ray begins to start"))
     code, message = run("data_plane.enabled=true", "data_plane.backend=mooncake_cpu")
     assert code == launch.EXIT_FAILED and "libibverbs.so.1 is missing" in message
 

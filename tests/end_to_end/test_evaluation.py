@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.algorithms.evaluation.command import main
+from nemo_rl.algorithms.commands import evaluate as main
 from nemo_rl.algorithms.evaluation.estimators import consensus_at_k
 from nemo_rl.utils.convert import from_hugging_face
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from nemo_rl.algorithms.grpo.command import main as run_grpo
-from nemo_rl.algorithms.sft.command import main as run_sft
+from nemo_rl.algorithms.commands import grpo as run_grpo
+from nemo_rl.algorithms.commands import sft as run_sft
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.test_documentation import ROOT, blocks
 

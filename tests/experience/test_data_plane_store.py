@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.data_plane.client import StoredClient
+from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
@@ -20,7 +23,7 @@ from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.sample_log import SampleFiles, sample_log_stage
 from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.store import InProcessStore, SpentHandleError
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import StepBegun
@@ -59,7 +62,7 @@ def test_the_verbs_mean_the_same_as_in_process(client: StoredClient) -> None:
             one, two = typed.write(batch(3, 2, 5)), typed.write(batch(8, 1))
             kept = typed.concat([typed.select(one, [2, 0]), typed.select(two, [1])])
             kept = typed.update(kept, {"sample_mask": torch.tensor([1.0, 0.0, 1.0])})
-            rows = typed.apply(kept, STAGE)
+            kept, rows = typed.apply(kept, STAGE)
             shown = typed.select_columns(kept, ["input_lengths", "advantages"])
             read = typed.read(shown, ["advantages", "input_lengths"])
             trained = [
@@ -91,8 +94,8 @@ def test_tags_go_where_rows_go_and_are_no_columns(client: StoredClient) -> None:
         with typed.step():
             one, two = typed.write(batch(3, 2, 5)), typed.write(batch(8, 1))
             columns = typed.columns(one)
-            typed.stamp(one, {"std": torch.tensor([0.1, 0.0, 1 / 3]), "turns": torch.tensor([1, 2, 3])})
-            typed.stamp(two, {"std": torch.tensor([0.5, 0.7]), "turns": torch.tensor([4, 5])})
+            one = typed.annotate(one, {"std": torch.tensor([0.1, 0.0, 1 / 3]), "turns": torch.tensor([1, 2, 3])})
+            two = typed.annotate(two, {"std": torch.tensor([0.5, 0.7]), "turns": torch.tensor([4, 5])})
             kept = typed.concat([typed.select(one, [2, 0]), typed.select(two, [1])])
             assert typed.columns(one) == columns
             seen.append(
@@ -102,6 +105,71 @@ def test_tags_go_where_rows_go_and_are_no_columns(client: StoredClient) -> None:
                 typed.tag(kept, "baseline")
         typed.close()
     assert seen[0] == seen[1] and seen[0][0] == torch.tensor([1 / 3, 0.1, 0.7]).tolist()
+
+
+VERBS = ["update", "replace", "annotate", "apply", "commit", "read", "tag", "select", "clear"]
+
+
+def _outcome(store: Any, handle: Any, verb: str, number: int) -> tuple[Any, Any]:
+    """What a verb gives on three rows: the handle from then on, and what a driver sees of it."""
+    column = torch.full((3,), float(number))
+    if verb in ("update", "replace"):
+        return store.update(handle, {"rewards": column if verb == "update" else column * 2}), None
+    if verb == "annotate":
+        return store.annotate(handle, {"std": column}), None
+    if verb == "apply":
+        after, rows = store.apply(handle, STAGE)
+        return after, rows["sum"].tolist()
+    if verb == "commit":
+        result: Any = BatchedDataDict(logprobs=column)
+        if isinstance(store, DataPlaneStore):
+            write_columns(store._client, handle, {"sample_mask": column})
+            result = StoredColumns({"logprobs": "sample_mask"})
+        return store.commit(handle, result, sample_mask="logprobs"), None
+    if verb == "read":
+        names = sorted(set(store.columns(handle)) - {"content"})
+        read = store.read(handle, names)
+        return handle, [(name, read[name].tolist()) for name in names]
+    if verb == "tag":
+        return handle, store.tag(handle, "std").tolist()
+    if verb == "select":
+        return store.select(handle, [0, 1, 2]), None
+    store.clear(handle)
+    return handle, None
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(program=st.lists(st.tuples(st.sampled_from(VERBS), st.booleans()), max_size=8))
+def test_whoever_forgets_to_take_the_new_handle_hears_the_same_from_both_stores(
+    client: StoredClient, program: list[tuple[str, bool]]
+) -> None:
+    seen = []
+    for store in (InProcessStore(0, 4), DataPlaneStore(client, 0, 4)):
+        said: list[Any] = []
+        with store.step():
+            handle: Any = store.write(batch(4, 4, 4))
+            for number, (verb, rebinds) in enumerate(program):
+                try:
+                    after, shown = _outcome(store, handle, verb, number)
+                except SpentHandleError as error:
+                    said.append(str(error))
+                except KeyError:
+                    said.append("no such column or tag")
+                else:
+                    handle = after if rebinds else handle
+                    said.append(shown)
+        store.close()
+        seen.append(said)
+    assert seen[0] == seen[1]
+
+
+def test_a_spent_handle_names_the_verb_that_gave_the_new_one() -> None:
+    store = InProcessStore(0)
+    handle = store.write(batch(3, 2))
+    store.update(handle, {"rewards": torch.zeros(2)})
+    with pytest.raises(SpentHandleError, match="spent by `update`: use the handle that `update` returned"):
+        store.read(handle, ["input_ids"])
+    assert "rewards" not in handle
 
 
 def test_a_step_that_fails_leaves_no_row_and_touches_no_others(client: StoredClient) -> None:
@@ -133,7 +201,7 @@ def test_what_the_workers_stored_is_taken_over_under_the_name_it_has(client: Sto
     committed = store.commit(handle, StoredColumns({"logprobs": "prev_logprobs"}), prev_logprobs="logprobs")
     assert "prev_logprobs" in (committed.fields or [])
     with pytest.raises(ValueError, match="stored 'logprobs' as 'prev_logprobs', the column 'other' was expected"):
-        store.commit(handle, StoredColumns({"logprobs": "prev_logprobs"}), other="logprobs")
+        store.commit(committed, StoredColumns({"logprobs": "prev_logprobs"}), other="logprobs")
 
 
 def test_row_ids_are_unique_and_tell_samples_of_a_prompt_together() -> None:
@@ -174,7 +242,7 @@ def test_what_passes_the_driver_does_not_grow_with_sequence_length(client: Store
         assert [type(entry.event) for entry in rollout.events] == [StepBegun] and not events.entries
         store = DataPlaneStore(client, 0, 8)
         handle = store.write(rollout.columns.tokens)
-        rows = store.apply(handle, STAGE)
+        handle, rows = store.apply(handle, STAGE)
         shards, _ = shard_meta_for_dp(handle, dp_world=4)
         sizes.append(sum(len(pickle.dumps(value)) for value in (rollout, shards, rows)))
         store.clear(handle)

@@ -23,7 +23,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
 from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.store import InProcessStore, SpentHandleError
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,
@@ -231,7 +231,7 @@ def _double(columns: BatchedDataDict[Any], factor: int) -> StageOutput:
 def test_the_store_reads_what_was_written_and_names_what_was_not() -> None:
     store = InProcessStore(pad_token_id=9)
     handle = store.write(BatchedDataDict(input_ids=torch.tensor([[1, 2], [3, 4]]), input_lengths=torch.tensor([2, 2])))
-    rows = store.apply(handle, TokenStage(_double, ("input_ids",), ("doubled",), {"factor": 2}))
+    handle, rows = store.apply(handle, TokenStage(_double, ("input_ids",), ("doubled",), {"factor": 2}))
     assert rows["sums"].tolist() == [3, 7]
     handle = store.commit(handle, BatchedDataDict(logprobs=torch.zeros(2, 2)), prev_logprobs="logprobs")
     assert sorted(store.read(handle, ["doubled", "prev_logprobs"])) == ["doubled", "prev_logprobs"]
@@ -241,7 +241,7 @@ def test_the_store_reads_what_was_written_and_names_what_was_not() -> None:
     joined = store.concat([store.select_columns(store.select(handle, [1]), ["input_ids", "input_lengths"]), wide])
     assert joined["input_ids"].tolist() == [[3, 4, 9], [7, 7, 7]]
     store.clear(handle)
-    with pytest.raises(KeyError):
+    with pytest.raises(SpentHandleError, match="its rows are gone"):
         store.read(handle, ["input_ids"])
 
 

@@ -33,6 +33,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
     loss = ClippedPGLossFn(config.loss_fn)
     seen: dict[str, Any] = {"with": [], "without": [], "losses": []}
     worker = PolicyWorker(config.policy, init_reference_model=False)
+    worker.build()
     for _ in range(TIMES):
         # Using communicators is what makes them take their memory.
         seen["losses"].append(_train(worker, loss))
@@ -45,6 +46,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
     worker.backend.rebuild_communicators()
     seen["weights"] = worker.weight_checksums()
     kept = PolicyWorker(config.policy, init_reference_model=False)
+    kept.build()
     seen["losses kept"] = [_train(kept, loss) for _ in range(TIMES)]
     seen["weights kept"] = kept.weight_checksums()
     return seen

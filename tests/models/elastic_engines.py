@@ -20,6 +20,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.weight_sync.cache import BucketCache, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
@@ -148,7 +149,8 @@ class Elastic:
     def refresh(self, version: int, *, recompute_kv: bool = True) -> Any:
         """All shards that serve get a version."""
         self.cache.build(version)
-        return self.elastic.refresh(recompute_kv=recompute_kv)
+        self.elastic.recompute_kv = recompute_kv
+        return self.elastic.refresh().sync
 
     def worst(self, requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> float:
         """Largest difference between a token's log-probability and its recomputation under the version it is labelled
@@ -193,17 +195,13 @@ def elastic_engines(model: Path, shards: int, *overrides: str) -> Iterator[Elast
     ]
     config = load_master_config(_CONFIG, [*base, *limits, *overrides])
     tokenizer = get_tokenizer(config.policy.tokenizer, False)
-    cluster = RayVirtualCluster([shards], use_gpus=False, num_gpus_per_node=shards, name="elastic")
+    on_gpus = config.cluster.device == "cuda"
+    cluster = RayVirtualCluster([shards], use_gpus=on_gpus, num_gpus_per_node=shards, name="elastic")
     record = MemoryRecord(source="elastic/driver")
     generation = VllmGeneration(
-        cluster,
-        config.policy,
-        config.cluster,
+        start_engine_actors(cluster, config.policy, config.cluster, seed=1, colocated=False, sleeps=True),
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=[tokenizer.eos_token_id],
-        seed=1,
-        colocated=False,
-        sleeps=True,
         request_timeout_s=120.0,
         record=record,
     )

@@ -24,6 +24,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.record import MemoryRecord
 
@@ -112,13 +113,9 @@ def colocated(model: Path, slots: int, *overrides: str) -> Iterator[Colocated]:
         [slots], use_gpus=False, max_colocated_worker_groups=2, num_gpus_per_node=slots, name="engines"
     )
     generation = VllmGeneration(
-        cluster,
-        config.policy,
-        config.cluster,
+        start_engine_actors(cluster, config.policy, config.cluster, seed=1, colocated=True),
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=[tokenizer.eos_token_id],
-        seed=1,
-        colocated=True,
     )
     policy = Policy(cluster, config.policy, tokenizer, init_reference_model=False)
     try:

@@ -14,7 +14,7 @@ from nemo_rl.config import MasterConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
-from nemo_rl.models.dtensor.disk_names import hf_name
+from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.policy.batches import shard_batch, shard_chunk
 from nemo_rl.models.policy.worker import PolicyWorker
 
@@ -54,8 +54,10 @@ def training_batch() -> BatchedDataDict[Any]:
     real = torch.arange(WIDTH) < lengths[:, None]
     trained = real & (torch.arange(WIDTH) >= 3)
     noise = 0.3 * torch.randn(ROWS, WIDTH, generator=draw)
+    input_ids = torch.randint(0, 256, (ROWS, WIDTH), generator=draw).masked_fill(~real, 257)
+    input_ids[0, 10] = 256  # the tokenizer's padding, drawn as a token
     return BatchedDataDict(
-        input_ids=torch.randint(0, 256, (ROWS, WIDTH), generator=draw).masked_fill(~real, 257),
+        input_ids=input_ids,
         input_lengths=lengths,
         token_mask=trained.long(),
         sample_mask=torch.tensor([1.0, 1, 1, 0, 1, 1, 1, 1]),
@@ -74,7 +76,9 @@ def shard_of(worker: PolicyWorker, data: BatchedDataDict[Any], *, training: bool
 
 def make_worker(config: MasterConfig, **options: Any) -> PolicyWorker:
     """This rank's worker, without a reference model."""
-    return PolicyWorker(config.policy, **({"init_reference_model": False} | options))
+    worker = PolicyWorker(config.policy, **({"init_reference_model": False} | options))
+    worker.build()
+    return worker
 
 
 def gradients(worker: PolicyWorker) -> dict[str, Any]:

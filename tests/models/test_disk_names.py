@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_rl.models.dtensor.disk_names import on_disk, remember_disk_names
 from nemo_rl.models.dtensor.experts import expert_modules
+from nemo_rl.models.dtensor.export import on_disk, remember_disk_names
 from nemo_rl.models.policy.model_config import number_of_experts
 
 _SIZES = {

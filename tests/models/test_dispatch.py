@@ -261,6 +261,34 @@ def test_when_no_shard_is_left_everybody_hears_of_it_at_once() -> None:
     in_loop(story())
 
 
+def test_requests_that_lost_every_shard_wait_while_one_is_built_anew_and_no_longer() -> None:
+    async def story() -> None:
+        fleet = Fleet(1)
+        fleet.dispatcher.await_rebuild(True)
+        running = asyncio.ensure_future(fleet.run(*(request(f"r{n}", 60) for n in range(3)), timeout_s=60.0))
+        await asyncio.sleep(0.01)
+        fleet.shards[0].dead = True
+        while not fleet.dispatcher.failed:
+            await asyncio.sleep(0.01)
+        (late,) = await fleet.run(request("hasty"), timeout_s=0.1)
+        assert isinstance(late, GenerationError) and "no shard is left to serve: shard 0 is gone" in str(late)
+        fleet.shards[0].dead = False
+        fleet.dispatcher.revive(0)
+        fleet.come_back(0)
+        assert all(whole(result, 60) for result in await asyncio.wait_for(running, 5.0))
+
+        fleet.dispatcher.quarantine(0, "it died again")
+        running = asyncio.ensure_future(fleet.run(request("given up"), timeout_s=60.0))
+        await asyncio.sleep(0.01)
+        assert not running.done()
+        fleet.dispatcher.await_rebuild(False)
+        (left,) = await asyncio.wait_for(running, 5.0)
+        assert isinstance(left, GenerationError) and "it died again" in str(left)
+        await fleet.dispatcher.close()
+
+    in_loop(story())
+
+
 def test_an_engine_that_died_under_a_living_actor_counts_as_dead() -> None:
     async def story() -> None:
         fleet = Fleet(2)

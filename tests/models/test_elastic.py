@@ -148,6 +148,21 @@ def test_a_shard_without_memory_sleeps_on_and_the_others_come_back(world: World,
     assert world.elastic.expand([1]).shards == [1]
 
 
+def test_shards_leave_before_others_come(world: World) -> None:
+    world.cache.build(1)
+    world.elastic.shrink([0])
+    with pytest.raises(ValueError, match=r"shards \[1\] are to be removed and added"):
+        world.elastic.resize_infer([1, 2], [0, 1])
+    assert world.generation.states[2] is ShardState.ACTIVE
+    removed, added = world.elastic.resize_infer([1, 2], [0])
+    assert (removed.shards, added.shards) == ([1, 2], [0])
+    assert [world.generation.states[shard] for shard in range(3)] == [
+        ShardState.ACTIVE,
+        ShardState.ASLEEP,
+        ShardState.ASLEEP,
+    ]
+
+
 def test_a_shard_with_wrong_bytes_is_quarantined_and_the_others_are_synced_again(world: World) -> None:
     world.cache.build(1)
     world.elastic.shrink([0, 1, 2])
@@ -168,7 +183,7 @@ def test_a_shard_with_wrong_bytes_is_quarantined_and_the_others_are_synced_again
 def test_a_refresh_reaches_those_that_serve_and_measures_their_pause(world: World) -> None:
     world.cache.build(1)
     world.elastic.shrink([1])
-    report = world.elastic.refresh()
+    report = world.elastic.refresh().sync
     assert report is not None and report.pauses_s == [0.25, 0.25]
     assert world.versions == [1, None, 1]
     assert world.elastic.pause_metrics() == {"pause_s/p50": 0.25, "pause_s/p99": 0.25}
@@ -176,21 +191,35 @@ def test_a_refresh_reaches_those_that_serve_and_measures_their_pause(world: Worl
         (0, 2)
     ]
     world.elastic.shrink([0, 2])
-    assert world.elastic.refresh() is None
+    assert world.elastic.refresh().sync is None
 
 
 def test_a_failed_refresh_costs_only_what_it_must(world: World) -> None:
     world.cache.build(1)
     world.generation.broken = {2}
+    resize = world.elastic.refresh()
+    assert (resize.shards, resize.failed) == ([0, 1], {2: "planted: wrong bytes"})
+    assert world.generation.happened[-2:] == ["quarantine [2]", "load [0, 1]"]
+    assert world.versions == [1, 1, None]
+    world.cache.build(2)
+    # Those that staged beside their live weights still serve them, and nothing but the culprits is lost.
+    world.generation.broken = {0, 1}
     with pytest.raises(WorkerError, match="planted"):
-        world.elastic.refresh()
-    # The others staged beside their live weights, which still serve.
-    assert world.generation.happened[-1] == "quarantine [2]"
+        world.elastic.refresh([1])
+    assert world.generation.happened[-1] == "quarantine [1]" and world.versions == [1, 1, None]
+
+
+def test_a_refresh_without_staging_brings_whole_weights_to_the_others_or_ends_them(world: World) -> None:
+    world.cache.build(1)
     world.generation.fits = False
     world.generation.broken = {0}
-    with pytest.raises(WorkerError, match="planted"):
-        world.elastic.refresh()
-    assert world.generation.happened[-1] == "quarantine [0, 1]"
+    resize = world.elastic.refresh()
+    assert (resize.shards, list(resize.failed)) == ([1, 2], [0]) and world.versions == [None, 1, 1]
+    world.cache.build(2)
+    nowhere = ElasticGeneration(world.generation, world.cache, replace(OPTIONS, transport="nccl"))
+    with pytest.raises(TransportError, match="weight_sync.transport=nccl needs GPUs"):
+        nowhere.refresh()
+    assert world.generation.happened[-1] == "quarantine [1, 2]"
 
 
 def test_a_session_that_fails_through_no_shards_fault_leaves_them_asleep(world: World) -> None:
@@ -218,7 +247,7 @@ def test_a_version_that_is_built_while_shards_are_synced_is_the_one_they_get(wor
         return read
 
     world.cache.source = overtaken  # type: ignore[method-assign]
-    report = world.elastic.expand([0, 1]).sync if wakes else world.elastic.refresh([0, 1])
+    report = (world.elastic.expand([0, 1]) if wakes else world.elastic.refresh([0, 1])).sync
     assert report is not None and report.version == 2
     assert world.versions == [2, 2, None]
     assert not [line for line in world.generation.happened if line.startswith("quarantine")]

@@ -5,10 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl.models.generation.vllm import forked
+
+
+@pytest.mark.parametrize(("answer", "may"), [(None, True), (3, True), (0, False), (100, False)])
+def test_a_process_that_has_touched_the_gpu_driver_is_not_forked(
+    answer: int | None, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 is the driver's answer in a process that has not; a machine without GPUs may have no driver."""
+
+    def load(name: str) -> SimpleNamespace:
+        if answer is None:
+            raise OSError(name)
+        return SimpleNamespace(cuDeviceGetCount=lambda count: answer)
+
+    monkeypatch.setattr(forked.ctypes, "CDLL", load)
+    assert forked.may_fork() is may
 
 
 @pytest.mark.parametrize("forking", [True, False])

@@ -69,7 +69,7 @@ def test_a_bridged_family_trains_exports_and_resumes_as_one_of_our_own(models: d
             own, bridged, resumed = story["own"], story["bridged"], story["resumed"]
             assert own["metas"] == bridged["metas"] and list(own["exported"]) == list(bridged["exported"])
             for name, tensor in own["exported"].items():
-                np.testing.assert_allclose(bridged["exported"][name], tensor, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(bridged["exported"][name], tensor, atol=5e-6, err_msg=name)
             np.testing.assert_allclose(bridged["logprobs"], own["logprobs"], atol=1e-5)
             assert bridged["second"]["loss"] == pytest.approx(own["second"]["loss"], abs=1e-6)
             assert bridged["second"]["grad_norm"] == pytest.approx(own["second"]["grad_norm"], rel=1e-5)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, request_seed
 from nemo_rl.models.generation.router import NoActiveShardError, Router
-from nemo_rl.models.generation.seeds import VALIDATION_STEP_OFFSET, request_seed
 
 SHARDS = 4
 
@@ -32,9 +32,9 @@ class RoutedWork(RuleBasedStateMachine):
     def book(self, tokens: int) -> tuple[int, int] | None:
         if not self.router.active:
             with pytest.raises(NoActiveShardError):
-                self.router.book(tokens)
+                self.router.reserve(tokens)
             return None
-        shard = self.router.book(tokens)
+        shard = self.router.reserve(tokens)
         assert shard in self.router.active
         self.open[shard].append(tokens)
         return shard, tokens
@@ -57,13 +57,13 @@ TestRoutedWork = RoutedWork.TestCase
 
 def test_work_goes_where_least_is_outstanding() -> None:
     router = Router(3)
-    assert [router.book(tokens) for tokens in (10, 4, 7, 1)] == [0, 1, 2, 1]
+    assert [router.reserve(tokens) for tokens in (10, 4, 7, 1)] == [0, 1, 2, 1]
 
 
 def test_round_robin_skips_what_is_not_active() -> None:
     router = Router(3, "round_robin")
     router.set_active({0, 2})
-    assert [router.book(1) for _ in range(4)] == [0, 2, 0, 2]
+    assert [router.reserve(1) for _ in range(4)] == [0, 2, 0, 2]
 
 
 def test_finishing_what_was_not_booked_is_refused() -> None:

@@ -4,12 +4,15 @@ of the next refit.
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import ray
 
 from nemo_rl.algorithms.grpo.refit import Refitter
+from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.models.generation.vllm.shards import ShardState
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone
@@ -81,3 +84,33 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
         assert serving(engines, 4) == {0, 1}
         assert generation.engine_metrics() == {}
         wait_until_gone([pid for pid in pids if pid not in engine_pids(generation)])
+
+        # All of them at once, while requests run: these wait for the new engines, which have the version of the old.
+        beside.await_rebuild(True)
+        requests = engines.requests(16)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(engines.run, requests)
+            for pid in engine_pids(generation):
+                kill(pid)
+            deadline = time.monotonic() + 60.0
+            while generation.shards.healthy():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            beside.revive(4)
+            results = waiting.result(timeout=60.0)
+        assert {span.version for result in results for span in result.spans} == {4}
+        assert engines.disagreement(requests, results) <= 1.001
+
+        # All of them at once, while nothing runs: the next refit finds out.
+        for pid in engine_pids(generation):
+            kill(pid)
+        engines.train_step()
+        beside.bring_to(5)
+        assert serving(engines, 5) <= {0, 1}
+
+        # Nobody waits where nobody builds: the request says what it lost.
+        beside.await_rebuild(False)
+        for pid in engine_pids(generation):
+            kill(pid)
+        with pytest.raises(GenerationError, match=r"no shard is left to serve: .*is gone while request"):
+            engines.run(engines.requests(1))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,3 +42,16 @@ def test_a_killed_process_leaves_its_folder_to_the_next_one_and_a_living_one_kee
         socket_folder.remove_socket_folder()
         assert list(tmp_path.iterdir()) == [kept]
         living.kill()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_start_inside_put_their_temporary_files_there_and_the_rest_is_as_before(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before, environment = tempfile.gettempdir(), dict(os.environ)
+    with socket_folder.temporary_files_in(tmp_path), multiprocessing.get_context(method).Pool(1) as pool:
+        seen = pool.apply(tempfile.gettempdir)
+        compiled = pool.apply(os.getenv, ("TORCHINDUCTOR_CACHE_DIR",))
+    assert seen == str(tmp_path) and compiled is not None and compiled.startswith(f"{before}/torchinductor_")
+    assert tempfile.gettempdir() == before and dict(os.environ) == environment

@@ -121,13 +121,16 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
     }
     arguments = " ".join(f"{key}={value}" for key, value in overrides.items())
     process = job.start(
-        COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}"
+        COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}",
+        COMPILE_CACHE_DIR=f"{job.folder}/compiled",
     )
     assert process.wait(timeout=500) == 0, job.logs()
     assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1, 2]
     assert "all 2 nodes joined" in job.log("driver")
     scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]
     assert all("OMP_NUM_THREADS='3'" in script for script in scripts if "ray start" in script)
+    # The engines of CPU slots compile nothing, but what they know of models is kept there too.
+    assert (job.folder / "compiled" / "vllm").is_dir()
     assert {path.name for path in (job.folder / "7-logs" / "ray").iterdir()} == {"node_0", "node_1"}
     assert os.access(job.folder / "7-attach.sh", os.X_OK)
 

@@ -134,7 +134,7 @@ class Chaos:
     def refit(self) -> None:
         """Brings the shards that serve to the cache's version; where all of them sleep, the first that wakes."""
         deadline = time.monotonic() + 60.0
-        while self._engines.elastic.refresh() is None:
+        while self._engines.elastic.refresh().sync is None:
             assert self.error is None, self.error
             assert time.monotonic() < deadline, "no shard came back"
             time.sleep(0.01)

@@ -37,7 +37,8 @@ from nemo_rl.utils.record_events import (
 from nemo_rl.weight_sync.cache import CachedSource
 from nemo_rl.weight_sync.session import SyncSession
 from nemo_rl.weight_sync.transports.base import TransportError
-from tests.models.elastic_engines import Elastic, elastic_engines
+from tests.models.broadcasting_service import broadcast_weights
+from tests.models.elastic_engines import CPU, Elastic, elastic_engines
 from tests.models.test_receiver_methods import payloads
 from tests.stress.chaos import (
     PROMPTS,
@@ -320,16 +321,26 @@ def test_a_sync_service_that_drives_the_receivers_itself_brings_whole_versions(e
     assert engines.worst(requests, results) < TOLERANCE
     generation.activate_dp_ranks(others)
 
+    everybody = list(range(SHARDS))
+
     def replace_all() -> None:
-        everybody = list(range(SHARDS))
         send(everybody, 43)
         generation.finalize_weight_update(everybody, 43)
 
     requests, results = asyncio.run(engines.under_load(replace_all))
     assert 43 in {span.version for result in results for span in result.spans}
     assert engines.worst(requests, results) < TOLERANCE
+
+    def broadcast_all() -> None:
+        ready = broadcast_weights(generation.group.workers, engines.versions.weights(44), CPU)
+        assert ready == [[True]] * SHARDS
+        generation.finalize_weight_update(everybody, 44)
+
+    requests, results = asyncio.run(engines.under_load(broadcast_all))
+    assert 44 in {span.version for result in results for span in result.spans}
+    assert engines.worst(requests, results) < TOLERANCE
     # The cache, from which the other tests refresh, goes on from here.
-    engines.refresh(44)
+    engines.refresh(45)
 
 
 def test_after_a_session_that_broke_off_half_way_the_next_one_brings_the_whole_version(

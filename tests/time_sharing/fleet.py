@@ -85,10 +85,12 @@ class Fleet:
         gpus = self.state.pipelines[name].topology.clusters[cluster].gpus
         self.state.apply(Granted(name, cluster, self.epoch, gpus, priority, 0, 0, at + 3600), at)
 
-    def wake(self, name: str, *ranks: int, at: float = 0.0, phase: Phase = Phase.ACTIVE, floor: bool = False) -> None:
+    def wake(
+        self, name: str, *ranks: int, at: float = 0.0, phase: Phase = Phase.ACTIVE, guaranteed: bool = False
+    ) -> None:
         for rank in ranks:
             self.epoch += 1
-            self.state.apply(RankMoved(name, rank, Phase.WAKING, self.epoch, floor=floor), at)
+            self.state.apply(RankMoved(name, rank, Phase.WAKING, self.epoch, guaranteed=guaranteed), at)
             if phase is not Phase.WAKING:
                 self.state.apply(RankMoved(name, rank, phase, self.epoch), at)
 
@@ -109,4 +111,4 @@ class Fleet:
                 at,
             )
         for expand in plan.expands:
-            self.wake(expand.pipeline, expand.rank, at=at, floor=expand.floor)
+            self.wake(expand.pipeline, expand.rank, at=at, guaranteed=expand.guaranteed)

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.planning import apportionment, planner
+from nemo_rl.time_sharing.planning import apportionment, planner, waking
 from nemo_rl.time_sharing.planning.plan_state import PlanState
 from nemo_rl.time_sharing.protocol.types import GivenBack, Outcome, Phase, Priority, Verb
 from nemo_rl.time_sharing.scheduling.executor import Executor
@@ -84,7 +84,7 @@ def agent_gives_back_when_the_cache_is_built(patch: pytest.MonkeyPatch) -> None:
 
 
 def planner_ignores_expands_under_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PipelineState, "rising", lambda self: False)
+    patch.setattr(PipelineState, "waking", lambda self: False)
 
 
 def agent_closes_the_door_after_the_drain(patch: pytest.MonkeyPatch) -> None:
@@ -239,6 +239,21 @@ def executor_believes_a_reaper_that_failed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "_after_reap", after_reap)
 
 
+def planner_wakes_ranks_that_cool_off(patch: pytest.MonkeyPatch) -> None:
+    def asleep(plan_state, pipeline):  # type: ignore[no-untyped-def]
+        cooling, pipeline.cooling = pipeline.cooling, {}
+        found = original(plan_state, pipeline)
+        pipeline.cooling = cooling
+        return found
+
+    original = waking._asleep
+    patch.setattr(waking, "_asleep", asleep)
+
+
+def executor_leaves_superseded_commands_open(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Executor, "_end_command_of", lambda self, name, rank, outcome: None)
+
+
 DEFECTS = (
     Defect(1, "agent obeys orders that are over", agent_obeys_orders_that_are_over),
     Defect(1, "agent says asleep before it is", agent_says_asleep_before_it_is),
@@ -260,4 +275,6 @@ DEFECTS = (
     Defect(9, "planner serves the newest first", planner_serves_the_newest_first),
     Defect(10, "executor believes a reaper that failed", executor_believes_a_reaper_that_failed),
     Defect(10, "agent calls a failed sleep done", agent_calls_a_failed_sleep_done),
+    Defect(11, "planner wakes ranks that cool off", planner_wakes_ranks_that_cool_off),
+    Defect(11, "executor leaves superseded commands open", executor_leaves_superseded_commands_open),
 )

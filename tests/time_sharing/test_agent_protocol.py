@@ -176,6 +176,19 @@ def test_unknown_ranks_and_commands_out_of_order_are_refused_with_a_reason(bench
     assert "drain it before" in bench.tell(Verb.SLEEP, 2).detail  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("ends", [(Verb.DRAIN, Verb.SLEEP), (Verb.DRAIN,), (Verb.SLEEP,)])
+def test_a_lease_that_ended_before_its_wake_came_is_not_begun_by_a_later_scheduler(
+    bench: Bench, ends: tuple[Verb, ...]
+) -> None:
+    """The wake was lost on its way, and the next scheduler knows of no drain, since its log has lost its end."""
+    for verb in ends:
+        assert outcome(bench.tell(verb, 1, epoch=5)) is Outcome.DONE
+    again = Command("1001.1", 1001, "p", 0, Verb.WAKE, 1, 5)
+    assert outcome(bench.tell(Verb.WAKE, command=again)) is Outcome.REFUSED
+    assert bench.agent.ranks[1].phase is Phase.ASLEEP
+    assert outcome(bench.tell(Verb.WAKE, command=Command("1001.2", 1001, "p", 0, Verb.WAKE, 1, 6))) is Outcome.DONE
+
+
 def test_a_drain_that_meets_a_wake_waits_for_it_and_wins(bench: Bench) -> None:
     bench.tell(Verb.WAKE, 1, finish=False)
     assert bench.tell(Verb.DRAIN, 1, finish=False) is None
@@ -473,3 +486,22 @@ def test_a_request_that_the_scheduler_has_ended_is_told_to_the_host_and_may_be_m
     assert ACTOR_TRAIN in bench.agent.wants and len(bench.host.ended) == 1, "a late reply ends no newer request"
     bench.grant()
     assert bench.host.grants == [(ACTOR_TRAIN, Priority.ACTOR_TRAINING)]
+
+
+def test_an_engine_that_is_built_ahead_wakes_and_falls_without_weights_and_may_do_so_before_the_first_version() -> None:
+    bench = Bench()
+    bench.agent.builds_ahead()
+    assert bench.host.statuses[-1].builds
+    bench.tell(Verb.WAKE, 1, 1, finish=False)
+    # Training is initialised meanwhile, and the command to fall finds the engine standing.
+    bench.agent.begin_at(7)
+    bench.finish()
+    assert [bench.tell(verb, 1, 1).outcome for verb in (Verb.DRAIN, Verb.SLEEP)] == [Outcome.DONE] * 2  # type: ignore[union-attr]
+    assert bench.agent.ranks[1].phase is Phase.ASLEEP and bench.host.routed == set()
+    assert not [e for e in bench.record.entries if isinstance(e.event, (rec.SyncStarted, rec.ShardRouted))]
+    # Its first wake brings the weights that there are by then.
+    for verb in (Verb.WAKE, Verb.SYNC, Verb.PUBLISH, Verb.ROUTE):
+        bench.tell(verb, 1, 2)
+    assert bench.agent.ranks[1].version == 7 and bench.host.routed == {1}
+    with pytest.raises(ProtocolError, match="ranks have weights"):
+        bench.agent.begin_at(8)

@@ -141,7 +141,7 @@ def test_a_rank_that_wakes_after_its_pipeline_is_gone_is_a_violation() -> None:
 
 @pytest.mark.parametrize("source", ["scheduler", "a/driver"])
 def test_time_that_goes_back_within_one_source_is_a_violation(source: str) -> None:
-    event = ev.DemandReported("a", 0, 0, 1, 1) if source == "scheduler" else rec.StepBegun(0)
+    event = ev.RankCooling("a", 0, 200.0) if source == "scheduler" else rec.StepBegun(0)
     assert check(record((1.0, A), (128.35, event, source), (129.0, event, source)), ended=False) == []
     found = check(record((1.0, A), (128.35, event, source), (1.0, event, source)), ended=False)
     assert [(violation.invariant, violation.seq) for violation in found] == [(10, 4)]
@@ -179,7 +179,10 @@ def test_a_request_may_be_passed_again_and_again_by_a_pipeline_that_it_waits_for
 
 def test_a_request_may_not_be_passed_so_often_by_one_that_it_does_not_wait_for() -> None:
     found = check(overtaken(critic=(3,)), ended=False)
-    assert [violation.invariant for violation in found] == [9, 9] and "for the 5th time" in found[0].message
+    counted = [violation for violation in found if "th time" in violation.message]
+    assert [violation.invariant for violation in counted] == [9, 9] and "for the 5th time" in counted[0].message
+    # Nor may it be passed without being named, were it once.
+    assert "behind it in the queue" in found[0].message and {violation.invariant for violation in found} == {9}
 
 
 # The bound.
@@ -214,7 +217,7 @@ def test_faults_lengthen_only_the_waits_that_they_touch_and_a_second_counts_once
 
 
 def test_turns_count_with_the_weight_of_the_pipelines_up_to_four() -> None:
-    # Nine turns are ahead at most, 60 s for aging: 9 x (30 + 60 + 10 x weight).
+    # Nine time slices are ahead at most, 60 s for aging: 9 x (30 + 60 + 10 x weight).
     assert long_wait(seconds=1100.0) == {9}
     assert long_wait(seconds=1100.0, weight=4.0) == set()
     assert long_wait(seconds=1300.0, weight=100.0) == {9}
@@ -285,3 +288,20 @@ def test_the_record_of_one_training_run_is_checked_for_its_prompts() -> None:
     run = [Entry(0, 0.0, "run/driver", rec.GroupAdmitted("g", "p", 1, 0))]
     assert broken(check(run)) == {2}
     assert check([*run, Entry(1, 1.0, "run/driver", rec.GroupDropped("g", "end_of_run"))]) == []
+
+
+@pytest.mark.parametrize(("recomputed", "marked"), [(True, False), (False, True), (False, False)])
+def test_a_sample_that_went_on_over_old_keys_and_values_must_be_marked(recomputed: bool, marked: bool) -> None:
+    events = [
+        rec.SyncStarted("s0", 0, (0,)),
+        rec.SyncFinished("s0", 0, "done"),
+        rec.GroupAdmitted("g", "p", 1, 0),
+        rec.RequestSubmitted("r", 0, "g-0"),
+        rec.SyncStarted("s1", 1, (0,), "refresh", recomputed),
+        rec.SyncFinished("s1", 1, "done"),
+        rec.RequestFinished("r", 0, "done", 4),
+        rec.TokensGenerated("g-0", "g", (rec.VersionSpan(0, 0, 2), rec.VersionSpan(1, 2, 4)), marked),
+        rec.GroupDropped("g", "end_of_run"),
+    ]
+    entries = [Entry(i, float(i), "run/driver", event) for i, event in enumerate(events)]
+    assert broken(check(entries)) == (set() if recomputed or marked else {3})

@@ -21,7 +21,7 @@ from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import Entry, MemoryRecord
 
 SEEDS = 200
-END_S = 3000.0
+END_S = 3200.0
 """Without a defect every random scenario is over by then (test_random_scenarios says so); one that is not is stuck."""
 
 

@@ -44,7 +44,7 @@ def test_simulate_prints_jobs_and_ways_side_by_side(tmp_path: Path, capsys: pyte
 
 def test_check_says_that_a_good_log_keeps_every_invariant(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(log)]) == 0
-    assert "keep all 10 invariants" in capsys.readouterr().out
+    assert "keep all 11 invariants" in capsys.readouterr().out
 
 
 def test_the_records_of_several_processes_are_checked_as_one(
@@ -57,7 +57,7 @@ def test_the_records_of_several_processes_are_checked_as_one(
     for name, entries in parts.items():
         (tmp_path / f"{name}.jsonl").write_bytes(b"".join(encode_entry(entry) for entry in entries))
     assert main(["check", *map(str, sorted(tmp_path.glob("*.jsonl")))]) == 0
-    assert "keep all 10 invariants" in capsys.readouterr().out
+    assert "keep all 11 invariants" in capsys.readouterr().out
     assert main(["check", str(tmp_path / "scheduler.jsonl")]) == 0, "what the scheduler wrote is sound by itself"
 
 
@@ -223,6 +223,8 @@ def test_the_report_and_the_table_say_the_same_and_a_later_report_is_the_same_pa
         "time_sharing",
         "one_after_the_other",
         "static_split",
+        "batch_queue",
+        "batch_queue_limits",
         "gap_ratio",
     ]
     assert [line[0] for line in data["jobTable"]] == ["job", "math", "games"] and data[
@@ -323,3 +325,13 @@ def test_an_empty_file_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "x").write_bytes(b"")
     assert main(["check", str(tmp_path / "x")]) == 2
     assert "there is no record in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["-1", "0", "nan", "inf", "soon"])
+def test_a_time_for_which_failed_gpus_are_left_alone_is_seconds_above_zero(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--gpus", "1", "--quarantine", wrong])
+    assert ended.value.code == 2
+    assert f"argument --quarantine: {wrong}: expected seconds above 0" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL, STATIC
+from nemo_rl.time_sharing.simulation.baselines import OURS, QUEUE, QUEUE_LIMITS, SERIAL, STATIC
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 
@@ -28,7 +28,7 @@ def four_jobs(**more: Any) -> Scenario:
     return parse_scenario({"pool": {"gpus_per_node": 6}, "jobs": jobs, **more})
 
 
-@pytest.mark.parametrize("way", [SERIAL, STATIC])
+@pytest.mark.parametrize("way", [SERIAL, STATIC, QUEUE, QUEUE_LIMITS])
 def test_a_composed_run_is_the_simulated_one(way: str) -> None:
     scenario = four_jobs()
     alone = AloneTimes(scenario)
@@ -41,7 +41,7 @@ def test_a_composed_run_is_the_simulated_one(way: str) -> None:
 
 def test_what_cannot_be_composed_is_refused() -> None:
     scenario = four_jobs(faults={"agent_crashes": 5.0})
-    with pytest.raises(ValueError, match="only one_after_the_other and static_split"):
+    with pytest.raises(ValueError, match="only one_after_the_other, static_split and batch_queue"):
         compose(four_jobs(), OURS, 0, AloneTimes(four_jobs()))
     with pytest.raises(ValueError, match="without faults"):
         compose(scenario, SERIAL, 0, AloneTimes(scenario))

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.simulation.fit import FitError, fit
-from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
+from nemo_rl.time_sharing.simulation.scenario import Scenario, Validation, load_scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 
@@ -31,10 +31,13 @@ def _remember(records: list[MemoryRecord], clock):  # type: ignore[no-untyped-de
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_fitted_scenario_takes_as_long_as_the_run_that_it_is_made_of(staleness: int) -> None:
     scenario = load_scenario(SCENARIOS / "two_jobs.yaml")
-    jobs = [job.model_copy(update={"staleness": staleness, "arrive_s": 7.0 * n}) for n, job in enumerate(scenario.jobs)]
+    validation = Validation(samples=400, at_start=True, period=5, at_end=True)
+    own = {"staleness": staleness, "begin_s": 9.0, "builds_ahead": True, "validation": validation}
+    jobs = [job.model_copy(update={**own, "arrive_s": 7.0 * n}) for n, job in enumerate(scenario.jobs)]
     run, record = played(scenario.model_copy(update={"jobs": jobs}))
     fitted = fit(record.entries)
     again, _ = played(fitted.scenario)
+    assert [job.validation for job in fitted.scenario.jobs] == [validation] * 2
     for job in jobs:
         ended, repeated = run.jobs[job.name].finished_at, again.jobs[job.name].finished_at
         assert ended is not None and repeated is not None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.events import Fenced, Isolated, Reconnected
 from nemo_rl.time_sharing.protocol.types import Limits
-from nemo_rl.time_sharing.scheduling.isolation import Isolation
+from nemo_rl.time_sharing.scheduling.liveness import Isolation
 from nemo_rl.time_sharing.simulation.loop import Wire
 from nemo_rl.time_sharing.simulation.scenario import load_scenario
 from nemo_rl.time_sharing.simulation.world import World

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig
-from nemo_rl.distributed.devices import CUDA
+from nemo_rl.distributed.accelerators import CUDA
 from nemo_rl.time_sharing.pipelines.job import Job, Kind, read_jobs
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.sft import LentTraining
@@ -42,6 +42,23 @@ def test_the_kind_of_a_job_is_read_from_its_file(tmp_path: Path) -> None:
     assert [job.infer for job in jobs] == [(0, 1), (1,), (0, 1), (0, 1)]
     assert [len(job.topology(POOL).ranks) for job in jobs] == [2, 1, 2, 1]
     assert [sorted(job.mappings()) for job in jobs[2:]] == [[ACTOR_INFER], [ACTOR_INFER]]
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "staleness"),
+    [
+        ("", [], 0),
+        ("_async", ["grpo.async_grpo.max_trajectory_age_steps=3"], 3),
+        ("_streaming", ["async_rl.sampler.max_lookahead_versions=0"], 0),
+        ("_streaming", ["async_rl.sampler.name=windowed", "async_rl.sampler.max_staleness_versions=1"], 1),
+        ("_streaming", ["async_rl.sampler.name=ready_first"], None),
+    ],
+)
+def test_a_job_is_registered_with_how_old_its_samples_may_be(
+    config: str, overrides: list[str], staleness: int | None
+) -> None:
+    job = only(CONFIGS / f"grpo_arithmetic{config}_cpu.yaml", *overrides)
+    assert job.topology(POOL).spec.staleness == staleness
 
 
 def test_an_override_goes_to_the_jobs_that_have_its_key() -> None:

@@ -18,36 +18,42 @@ import ray
 import yaml
 from ray.util.placement_group import placement_group_table
 
-from nemo_rl.distributed.devices import CPU
+from nemo_rl.distributed.accelerators import CPU
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import read_jobs
 from nemo_rl.time_sharing.pool import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.utils.record_events import GroupTrained, ShardSlept, StepFinished, VersionPublished
+from nemo_rl.utils.record_events import EngineBuilt, GroupTrained, ShardSlept, StepFinished, VersionPublished
 from tests.end_to_end.test_runs import BASE, ROOT, Command
+from tests.models.engines import wait_until_gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 2
-LIVES, LONG = 8, 30
+LIVES, LONG = 8, 48
 SHARED = (*BASE, f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=1", "policy.optimizer.kwargs.lr=0.001")
 # A request that loses its shard starts its turn again with its own seed, so that who shares draws what it draws alone.
 SYNCHRONOUS = ("policy.generation.on_preempt=redo_turn",)
+STREAMED_BY_MEGATRON = {
+    "async_rl": {"min_groups_for_streaming_train": 2, "max_inflight_prompts": 8, "max_buffered_rollouts": 8},
+    "policy": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}},
+}
 
 
-# Twenty pieces of work, with a place to go on from.
+# Twenty pieces of work, with a place to go on from; not done before another run has logged something.
 COMMAND = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-place = pathlib.Path(sys.argv[1])
-done = int(place.read_text()) if place.exists() else 0
-while done < 20:
+place, other = map(pathlib.Path, sys.argv[1:])
+done = int(place.read_text() or 0) if place.exists() else 0
+while done < 20 or not any(other.glob("exp_*/metrics.jsonl")):
     time.sleep(0.2)
-    done += 1
+    done = min(20, done + 1)
     place.write_text(str(done))
 """
 
@@ -56,7 +62,7 @@ def write(folder: Path, name: str, model: Path, config: str, **sections: Any) ->
     """A configuration as a user writes it, with directories of its own."""
     content = {
         "defaults": str(ROOT / "examples" / "configs" / config),
-        "policy": {"model_name": str(model)},
+        "policy": {"model_name": str(model)} | sections.pop("policy", {}),
         "logger": {"log_dir": str(folder / name / "logs")},
         "checkpointing": {"checkpoint_dir": str(folder / name / "checkpoints")},
         **sections,
@@ -86,7 +92,8 @@ def test_a_pipeline_trains_beside_others_of_every_kind_what_it_trains_alone(tiny
     (tmp_path / "evaluated.yaml").write_text(yaml.safe_dump(evaluated))
     script = tmp_path / "work.py"
     script.write_text(COMMAND)
-    probe = {"external": {"command": [sys.executable, str(script), str(tmp_path / "worked")], "stop_s": 20}}
+    working = [sys.executable, str(script), str(tmp_path / "worked"), str(tmp_path / "warm" / "logs")]
+    probe = {"external": {"command": working, "stop_s": 20}}
     (tmp_path / "command.yaml").write_text(yaml.safe_dump(probe))
     wrappers = {
         "turns": {"nemo_config_path": str(turns), "nemo_config_overrides": [*SHARED, *SYNCHRONOUS]},
@@ -167,13 +174,46 @@ def kill_actor(name: str, namespace: str) -> None:
     os.kill(entry["Pid"], signal.SIGKILL)
 
 
+def test_a_command_that_dies_is_quoted_and_leaves_no_process_when_its_pipeline_dies(pool: Any, tmp_path: Path) -> None:
+    says = "echo reading the data; echo the disk is full >&2; echo"
+    commands = {
+        "killed": [f"{says}; kill -9 $$"],
+        "failed": [f"{says}; exit 3"],
+        "orphan": ["echo $$ > $0; sleep 600", str(tmp_path / "pid")],
+    }
+    for name, arguments in commands.items():
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({"external": {"command": ["bash", "-c", *arguments]}}))
+        (job,) = read_jobs([file], Pool(1, 2))
+        ray.get(pool.submit.remote(job), timeout=60)
+
+    def outcomes() -> dict[str, Any]:
+        return {s.name: s.outcome for s in ray.get(pool.standings.remote(), timeout=60) if s.outcome is not None}
+
+    until(lambda: {"killed", "failed"} <= set(outcomes()), 120, "the end of the commands that die")
+    reasons = {name: outcome.reason for name, outcome in outcomes().items() if outcome.kind == "failed"}
+    for name, how in (("killed", "was ended by SIGKILL"), ("failed", "ended with exit code 3")):
+        assert f"{name}: bash {how}; its last line: the disk is full; see " in reasons[name]
+
+    until((tmp_path / "pid").exists, 120, "the start of the third command")
+    command = int((tmp_path / "pid").read_text())
+    (agent,) = [e["name"] for e in ray.util.list_named_actors(all_namespaces=True)
+                if e["namespace"] == agent_namespace("orphan")]  # fmt: skip
+    kill_actor(agent, agent_namespace("orphan"))
+    until(lambda: "orphan" in outcomes(), 120, "the end of the pipeline that was killed")
+    assert outcomes()["orphan"].kind == "died"
+    wait_until_gone([command], timeout_s=60.0)
+
+
 def test_whatever_is_killed_costs_nobody_else_anything(
     pool: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline, an engine, the scheduler and a trainer, one after the other."""
+    """A pipeline, an engine, the scheduler, the pool's actor and a trainer, one after the other. The survivor generates
+    ahead of training, the victim streams and trains with Megatron-Core.
+    """
     monkeypatch.chdir(ROOT)
     survivor = write(tmp_path, "survivor", tiny_model, "grpo_arithmetic_async_cpu.yaml")
-    victim = write(tmp_path, "victim", tiny_model, "grpo_arithmetic_cpu.yaml")
+    victim = write(tmp_path, "victim", tiny_model, "grpo_arithmetic_streaming_cpu.yaml", **STREAMED_BY_MEGATRON)
     overrides = [*SHARED, f"grpo.max_num_steps={LIVES}"]
     jobs = {job.name: job for job in read_jobs([survivor, victim], Pool(1, 2), overrides)}
     # Long enough for a new engine, which takes longer to start than many of these steps.
@@ -182,15 +222,20 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     jobs = {name: replace(job, options={**job.options, "rank_batch": 8}) for name, job in jobs.items()}
     scheduler: Any = ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE)
 
-    def serves(name: str, rank: int) -> bool:
+    def phase(name: str, rank: int) -> str | None:
         try:
             known = ray.get(scheduler.describe.remote(), timeout=60)["pipelines"].get(name)
         except ray.exceptions.RayActorError:
-            return False  # it is being started anew
-        return known is not None and known["ranks"].get(rank) == "active"
+            return None  # it is being started anew
+        return known["ranks"].get(rank, "asleep") if known is not None else None
 
-    for job in jobs.values():
-        ray.get(pool.submit.remote(job), timeout=60)
+    def serves(name: str, rank: int) -> bool:
+        return phase(name, rank) == "active"
+
+    ray.get(pool.submit.remote(jobs["survivor"]), timeout=60)
+    # Nobody trains on slot 1 yet: its engine there is built beside its policy. Who comes in the middle waits for it.
+    until(lambda: phase("survivor", 1) == "building", 100, "an engine that is built ahead")
+    ray.get(pool.submit.remote(jobs["victim"]), timeout=60)
 
     def standing(name: str) -> Any:
         return next(s for s in ray.get(pool.standings.remote(), timeout=60) if s.name == name)
@@ -222,6 +267,7 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     kill_actor(rank_actor_name(1, incarnation("survivor")), agent_namespace("survivor"))
     until(lambda: not serves("survivor", 1), 60, "the end of the rank whose engine is gone")
     kill_actor(SCHEDULER_NAME, CONTROL_NAMESPACE)
+    kill_actor(POOL_NAME, CONTROL_NAMESPACE)
 
     kill_victim("lm_policy_0", "failed")
     assert "lm_policy" in standing("victim").outcome.reason
@@ -240,5 +286,10 @@ def test_whatever_is_killed_costs_nobody_else_anything(
     assert len([e for e in entries if isinstance(e.event, ev.Fenced) and e.event.pipeline == "victim"]) == 2
     assert [e.event.term for e in entries if isinstance(e.event, ev.SchedulerStarted)] == [1, 2]
     # The rank whose engine was killed was noticed, and the survivor went on without it.
+    moves = [e.event for e in entries if isinstance(e.event, ev.RankMoved) and e.event.pipeline == "survivor"]
+    ahead = [move.phase.value for move in moves if move.rank == 1][:3]
+    assert ahead == ["building", "sleeping", "asleep"]
+    built = [e.event for e in entries if isinstance(e.event, EngineBuilt) and e.source == "survivor/agent"]
+    assert [event.shard for event in built].count(1) == 2, "once ahead, and once more after it was killed"
     cooled = [e.event for e in entries if isinstance(e.event, ev.RankCooling)]
     assert ("survivor", 1) in {(event.pipeline, event.rank) for event in cooled}

@@ -4,17 +4,19 @@ with the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing.agents import actors
-from nemo_rl.time_sharing.agents.actors import SchedulerActor
+from nemo_rl.time_sharing.agents import scheduler_actor
+from nemo_rl.time_sharing.agents.scheduler_actor import SchedulerActor
 from nemo_rl.time_sharing.log import log_end
-from nemo_rl.time_sharing.log.events import PoolOpened
-from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.log.events import PoolOpened, SchedulerStarted
+from nemo_rl.time_sharing.log.segments import SegmentedLog
+from nemo_rl.time_sharing.protocol.topology import Pool, StillRegistered
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
@@ -94,6 +96,25 @@ def test_a_signature_is_on_the_disk_before_anything_else_is_written(
         assert len(on_disk) == 1 and b'"boot":"here/1"' in on_disk[0]
 
 
+def test_commands_of_a_scheduler_without_the_end_of_its_log_leave_when_its_term_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "scheduler.jsonl"
+    write(path, "here/1")
+    on_disk: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(path.read_bytes()))
+    log = SegmentedLog(path, "", clock=lambda: 9.0)
+    log.emit(SchedulerStarted(1001, complete=False))
+    on_disk.clear()
+    log.flush()
+    assert on_disk and b'"term":1001' in on_disk[-1]
+    log.sign("here/2")
+    on_disk.clear()
+    log.emit(SchedulerStarted(1002))
+    log.flush()
+    assert not on_disk, "a signed log need not wait for the disk"
+
+
 def test_a_log_from_before_logs_were_signed_may_have_lost_its_end(tmp_path: Path) -> None:
     with RecordWriter(tmp_path / "log", source="scheduler") as record:
         record.emit(PoolOpened(1, 2))
@@ -129,7 +150,7 @@ def test_this_boot_is_named_alike_by_every_process_of_the_machine_and_unknown_wh
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], SchedulerActor]]:
     """Starts a scheduler under a boot; the one before it dies as it is."""
-    monkeypatch.setattr(actors, "_tell_agent", lambda *message: None)
+    monkeypatch.setattr(scheduler_actor, "_tell_agent", lambda *message: None)
     running: list[SchedulerActor] = []
 
     def start(boot: str) -> SchedulerActor:
@@ -214,3 +235,45 @@ def test_whoever_holds_gpus_beyond_what_is_left_of_a_log_is_ended_before_they_ar
         scheduler.tick(float(now))
         assert (len(sent) == 1) == (now < LIMITS.lease_s)
     assert [command.verb for command in sent] == [Verb.REAP, Verb.GRANT]
+
+
+def test_what_a_silent_pipeline_was_given_in_the_lost_part_of_a_log_is_given_on_when_it_is_ended() -> None:
+    """The ledger has GPU 0 free, which the log may have given away before it lost its end."""
+    record, sent = MemoryRecord(), list[Command]()
+    scheduler = Scheduler(record, sent.append, SteadyClock())
+    scheduler.open(Pool(1, 2), LIMITS, 0.0)
+    for name in ("silent", "lives"):
+        scheduler.register(name, "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}, 0.0)
+    scheduler = Scheduler(MemoryRecord(), sent.append, SteadyClock())
+    scheduler.recover(record.entries, 0.0, complete=False)
+    wants = (Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1),)
+
+    def until(first: int, end: int) -> list[Verb]:
+        for now in range(first, end):
+            scheduler.status(Status("lives", 0, now, wants=wants, term=scheduler.state.term), float(now))
+            scheduler.tick(float(now))
+        # A command is sent again until it is answered.
+        return list({command.command: command.verb for command in sent}.values())
+
+    late = int(LIMITS.lease_s) + 20
+    assert until(1, late) == [Verb.REAP]
+    scheduler.answer(Answer(sent[0].command, "silent", 0, Outcome.DONE), float(late))
+    assert until(late, late + 3) == [Verb.REAP, Verb.GRANT]
+
+
+def test_gpus_are_kept_for_each_pipeline_that_could_not_be_ended_and_may_be_on_them() -> None:
+    """Both may have been given GPU 0 in the lost part, one after the other: it is free when both have been ended."""
+    record, sent = MemoryRecord(), list[Command]()
+    tps, gpus = {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}
+    scheduler = Scheduler(record, sent.append, SteadyClock())
+    scheduler.open(Pool(1, 2), LIMITS, 0.0)
+    for name in ("first", "second"):
+        scheduler.register(name, "ns", tps, gpus, 0.0)
+    scheduler = Scheduler(MemoryRecord(), sent.append, SteadyClock())
+    scheduler.recover(record.entries, 0.0, complete=False)
+    for name in ("first", "second"):
+        with contextlib.suppress(StillRegistered):
+            scheduler.register(name, "ns", tps, gpus, 1.0, incarnation=1)
+        scheduler.answer(Answer(sent[-1].command, name, 0, Outcome.FAILED), 2.0)
+    kept = [(q.pipeline, q.gpus) for q in scheduler.state.quarantines]
+    assert kept == [("first", (0, 1)), ("second", (0, 1))]

@@ -87,7 +87,7 @@ def test_the_record_ends_with_the_tables_that_were_printed(tmp_path: Path, capsy
     assert main(["simulate", str(path), "--log", str(log)]) == 0
     printed = capsys.readouterr().out
     said = list(read_record(log))[-1].event
-    assert said.scenario == "mix" and len(said.ways) == 5
+    assert said.scenario == "mix" and len(said.ways) == 7
     for line in (*said.ways, *said.jobs):
         assert all(cell in printed for cell in line)
 

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.sharing import Sharing
-from nemo_rl.time_sharing.pipelines.grpo import Outcome, Progress
+from nemo_rl.time_sharing.pipelines.grpo import Progress
+from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pool import Standing
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.viewing.page_server import PageError, PageServer, PoolView

@@ -12,11 +12,11 @@ from fleet import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.time_sharing.log.events import RankMoved
+from nemo_rl.time_sharing.log.events import Claimed, RankMoved
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.planning.planner import plan, queue
 from nemo_rl.time_sharing.planning.validator import validate
-from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Phase, Priority
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase, Priority
 
 
 def shrunk(result: Plan) -> set[tuple[str, int]]:
@@ -138,6 +138,77 @@ def test_a_rank_that_is_waking_on_the_training_gpu_is_turned_round() -> None:
     fleet.wake("a", 0, phase=Phase.WAKING)
     fleet.want("a")
     assert shrunk(fleet.plan()) == {("a", 0)}
+
+
+def test_nobody_else_stops_for_a_request_while_an_engine_is_being_built_on_its_gpus() -> None:
+    """A first wake cannot be cut short: it turns round, and the other victims work on until it does."""
+    fleet = Fleet(4)
+    fleet.add("a", [0, 1, 2], [0, 1, 2, 3])
+    fleet.add("b", [3], [0, 1, 2, 3], demand=100)
+    fleet.wake("b", 0, 1)
+    fleet.wake("b", 2, phase=Phase.WAKING)
+    fleet.want("a")
+    result = fleet.plan()
+    assert not result.grants and shrunk(result) == {("b", 2)}
+    assert result.waits[0].because == ("building", 2, "b") and not validate(Snapshot.of(fleet.state), result)
+    fleet.state.apply(RankMoved("b", 2, Phase.DRAINING, 3), 100.0)
+    result = fleet.plan(110.0)
+    assert not result.grants and not result.shrinks
+    fleet.state.apply(RankMoved("b", 2, Phase.SLEEPING, 3), 120.0)
+    result = fleet.plan(120.0)
+    assert [g.pipeline for g in result.grants] == ["a"] and shrunk(result) == {("b", 0), ("b", 1)}
+
+
+def test_an_engine_that_was_built_before_is_turned_round_together_with_the_others() -> None:
+    fleet = Fleet(4)
+    fleet.add("a", [0, 1], [0, 1, 2, 3])
+    fleet.add("b", [3], [0, 1, 2, 3], demand=100)
+    fleet.wake("b", 0, 1)
+    fleet.state.apply(RankMoved("b", 1, Phase.ASLEEP, 2), 50.0)
+    fleet.wake("b", 1, phase=Phase.WAKING, at=60.0)
+    fleet.want("a")
+    result = fleet.plan()
+    assert result.grants and shrunk(result) == {("b", 0), ("b", 1)}
+
+
+def test_a_turn_is_worth_its_hand_over_and_begins_when_the_rank_serves() -> None:
+    """Four hand-overs of 7 s; the 40 s in which its engine was built are none of it."""
+    fleet = Fleet(1, min_hold_s=10.0)
+    fleet.add("a", [], [0], demand=100)
+    fleet.add("b", [], [0])
+    fleet.state.pipelines["a"].handover_s = 7.0
+    fleet.wake("a", 0, at=0.0, phase=Phase.WAKING)
+    fleet.state.apply(RankMoved("a", 0, Phase.ACTIVE, 1), 40.0)
+    fleet.demand("b", 100, at=41.0)
+    fleet.state.pipelines["a"].handover_s = 7.0
+    assert fleet.plan(67.0).empty and fleet.plan(67.0).wake_at == pytest.approx(68.0)
+    assert shrunk(fleet.plan(68.5)) == {("a", 0)}
+
+
+def test_a_rank_that_is_about_to_wake_does_not_make_a_reservation_endless() -> None:
+    """Or every later request could be let past meanwhile."""
+    fleet = Fleet(4)
+    fleet.add("wide", [0, 1, 2], [0, 1, 2, 3])
+    fleet.add("narrow", [0], [0, 1, 2, 3])
+    fleet.add("waker", [3], [0, 1, 2, 3], demand=100)
+    fleet.state.apply(Claimed(1, "waker", ACTOR_INFER, 2, -1, (2,)), 90.0)
+    fleet.state.pipelines["narrow"].hold_estimates[Priority.ACTOR_TRAINING] = 5.0
+    fleet.want("wide", at=91.0)
+    fleet.want("narrow", at=92.0)
+    assert fleet.plan(100.0).grants == []
+
+
+def test_a_first_hold_is_expected_to_last_as_long_as_those_of_others() -> None:
+    fleet = Fleet(4)
+    fleet.add("wide", [0, 1, 2], [0, 1, 2, 3])
+    fleet.add("narrow", [0], [0, 1, 2, 3])
+    fleet.add("holder", [2], [0, 1, 2, 3])
+    fleet.hold("holder", at=95.0)
+    fleet.state.pipelines["narrow"].hold_estimates[Priority.ACTOR_TRAINING] = 30.0
+    fleet.want("wide", at=96.0)
+    fleet.want("narrow", at=97.0)
+    assert fleet.plan(100.0).grants == []
+    assert [g.pipeline for g in fleet.plan(95.0).grants] == ["narrow"]
 
 
 def test_a_held_cluster_changes_its_priority_in_place() -> None:
@@ -348,7 +419,7 @@ def test_a_starved_pipeline_reserves_gpus_against_a_stream_of_training() -> None
     fleet.state.pipelines["x"].held.clear()
     fleet.state.give_back([0])
     result = fleet.plan(101.0)
-    assert expanded(result) == {("starved", 0)} and result.expands[0].floor and not result.grants
+    assert expanded(result) == {("starved", 0)} and result.expands[0].guaranteed and not result.grants
 
 
 def test_planned_releases_shrink_every_rank() -> None:
@@ -405,7 +476,7 @@ def random_fleet(seed: int) -> Fleet:
             bundle = set(infer[rank * tp : (rank + 1) * tp])
             if bundle <= free and rng.random() < 0.4:
                 phase = rng.choice((Phase.WAKING, Phase.ACTIVE, Phase.ACTIVE, Phase.DRAINING))
-                fleet.wake(name, rank, at=rng.uniform(50, 99), phase=phase, floor=rng.random() < 0.1)
+                fleet.wake(name, rank, at=rng.uniform(50, 99), phase=phase, guaranteed=rng.random() < 0.1)
                 free -= bundle
         if set(train) <= free and rng.random() < 0.3:
             fleet.hold(name, at=rng.uniform(50, 99))
@@ -433,7 +504,7 @@ def test_every_plan_is_valid_and_pure(seed: int) -> None:
 @given(st.integers(0, 10**9))
 @settings(max_examples=150, deadline=None)
 def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
-    """With no turns to take, carrying plans out comes to a plan that moves nothing."""
+    """With no time slices to take, carrying plans out comes to a plan that moves nothing."""
     fleet = random_fleet(seed)
     for name, pipeline in fleet.state.pipelines.items():
         pipeline.wants.clear()
@@ -444,8 +515,8 @@ def test_plans_settle_once_everybody_has_had_a_rank(seed: int) -> None:
     for now in range(200, 1200, 50):
         last = fleet.plan(float(now))
         fleet.carry_out(last, float(now))
-    turns = any(shrink.because[0] == "turn" for shrink in last.shrinks)
-    assert turns or last.empty
+    slices = any(shrink.because[0] == "time_slice" for shrink in last.shrinks)
+    assert slices or last.empty
 
 
 def vars_of(pipeline: object) -> dict[str, object]:

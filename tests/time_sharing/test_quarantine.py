@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.time_sharing.agents import actors
+from nemo_rl.time_sharing.agents import scheduler_actor
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.state import SchedulerState
@@ -140,12 +140,12 @@ def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
 
 
 def judged(*events: object) -> set[int]:
-    wakes = [ev.RankMoved("a", 0, Phase.WAKING, 1), ev.RankMoved("a", 0, Phase.FAILED, 1)]
+    wakes = [ev.RankMoved("a", 0, phase, 1) for phase in (Phase.WAKING, Phase.DRAINING, Phase.FAILED)]
     taken = [(1.0, ev.MemoryTaken("rank 0", (0,)), "a/driver")]
     lines = [(2.0, event, "a/reaper" if isinstance(event, ev.MemoryFreed) else "scheduler") for event in events]
     others = registered("b", infer=(0,))
     entries: list[Entry] = record(
-        (0.5, registered("a")), (0.6, others), (1.0, wakes[0]), *taken, (1.5, wakes[1]), *lines
+        (0.5, registered("a")), (0.6, others), (1.0, wakes[0]), *taken, (1.5, wakes[1]), (1.6, wakes[2]), *lines
     )
     return broken(check(entries, ended=False))
 
@@ -153,7 +153,8 @@ def judged(*events: object) -> set[int]:
 def test_the_checker_knows_each_quarantine_of_a_gpu() -> None:
     freed, asleep = ev.MemoryFreed(ev.EVERYTHING, (0,)), ev.RankMoved("a", 0, Phase.ASLEEP, 1)
     first, second = ev.GpusCleared((0, 1), "a", 0, -1), ev.GpusCleared((0,), "a", 0, 0)
-    given_on = [ev.Claimed(1, "b", ACTOR_INFER, 0, -1, (0,)), ev.RankMoved("b", 0, Phase.WAKING, 2)]
+    wants = ev.DemandReported("b", 1, 0, 1, 1)
+    given_on = [wants, ev.Claimed(1, "b", ACTOR_INFER, 0, -1, (0,)), ev.RankMoved("b", 0, Phase.WAKING, 2)]
     kept = (STUCK_RANK, asleep, CONTESTED)
     assert judged(*kept, freed, first, second, *given_on) == set()
     assert judged(*kept, freed, first, *given_on) == {1}, "the second quarantine is not over"
@@ -165,10 +166,10 @@ def test_the_scheduler_records_that_quarantined_memory_is_free_although_its_pipe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = iter([False, *[True] * 9])
-    monkeypatch.setattr(actors, "_tell_agent", lambda *_: None)
-    monkeypatch.setattr(actors.Reaper, "ends_single_ranks", lambda *_: False)
-    monkeypatch.setattr(actors.Reaper, "end", lambda *_, **__: next(ends))
-    scheduler = actors.SchedulerActor(str(tmp_path), 1, 2, Limits(quarantine_s=0.2, plan_interval_s=0.0))
+    monkeypatch.setattr(scheduler_actor, "_tell_agent", lambda *_: None)
+    monkeypatch.setattr(scheduler_actor.Reaper, "ends_single_ranks", lambda *_: False)
+    monkeypatch.setattr(scheduler_actor.Reaper, "end", lambda *_, **__: next(ends))
+    scheduler = scheduler_actor.SchedulerActor(str(tmp_path), 1, 2, Limits(quarantine_s=0.2, plan_interval_s=0.0))
     try:
         scheduler.register("a", "ns", {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}, {})
         scheduler.status(Status("a", 0, 1, wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, 1, -1),)))

@@ -20,7 +20,7 @@ def test_a_thousand_random_scenarios_keep_every_invariant() -> None:
     assert statistics.median(verdict.events for verdict in verdicts) >= 2000
     # Faults strike for the first 600 s; every job comes to its end soon after. The search for planted defects takes
     # what is later for stuck.
-    assert [verdict for verdict in verdicts if verdict.ended_s >= 3000] == []
+    assert [verdict for verdict in verdicts if verdict.ended_s >= 3200] == []
     reached = sum((verdict.reached for verdict in verdicts), Counter())
     assert [what for what in EXPECTED if not reached[what]] == []
 

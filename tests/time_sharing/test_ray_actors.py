@@ -1,5 +1,5 @@
-"""The scheduler on real Ray: eight agent processes on sixteen slots, with the scheduler and agents killed while they
-work; and jobs that are no pipelines.
+"""The scheduler on real Ray: eight agent processes on sixteen slots, with the scheduler and agents killed at once and
+again while they work; and jobs that are no pipelines.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from nemo_rl.time_sharing.agents.actors import (
     SCHEDULER_NAME,
     Orchestrator,
     SchedulerInUse,
-    agent_actor_name,
     register_at,
     start_scheduler,
     stop_scheduler,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
+from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
@@ -166,13 +165,13 @@ class Supervisor:
             self._actors[name] = self._start(name)
 
 
-def test_agents_and_scheduler_survive_kills_in_every_phase(cluster: None, tmp_path: Path) -> None:
+def test_agents_and_scheduler_survive_kills_that_come_thick_and_fast(cluster: None, tmp_path: Path) -> None:
     jobs = {f"job{i}": ([2 * i], sorted({2 * i, 2 * i + 1, (2 * i + 2) % 16, (2 * i + 3) % 16})) for i in range(8)}
     strikes = [[phase, victim] for victim in ("agent", "scheduler") for phase in pipelines.PHASES]
     for number, name in enumerate(jobs):
         mine = sorted(strikes[number::8], key=lambda strike: strike[0] == "leave")
         (tmp_path / f"{name}.strikes").write_text(json.dumps(mine))
-    scheduler = start_scheduler(tmp_path, Pool(2, 8), LIMITS, segment_lines=300)
+    scheduler = start_scheduler(tmp_path, Pool(2, 8), LIMITS, segment_lines=150)
     supervisor = Supervisor(jobs, scheduler, tmp_path)
     assert _until(supervisor.all_done, 300), (supervisor.outcomes, _ask(scheduler.describe))
     assert [path.read_text() for path in tmp_path.glob("*.strikes")] == ["[]"] * 8
@@ -306,26 +305,6 @@ def test_an_external_job_acquires_yields_to_a_pipeline_and_releases(cluster: Non
     assert _until(lambda: ray.get(job.held.remote(), timeout=60) == [(0,), (1,)], 60), "what it still wants comes back"
     ray.get(job.release.remote(60.0), timeout=90)
     assert not _ask(scheduler.describe)["pipelines"]
-    stop_scheduler(scheduler)
-    assert _violations(tmp_path) == []
-
-
-def test_an_external_job_that_falls_silent_loses_its_lease_and_its_gpus_go_to_others(
-    cluster: None, tmp_path: Path
-) -> None:
-    limits = replace(LIMITS, lease_s=5.0)
-    scheduler = start_scheduler(tmp_path, Pool(1, 2), limits)
-    job = _start_external([0, 1], tmp_path, scheduler, limits=limits)
-    ray.get(job.acquire.remote(1, 60.0), timeout=90)
-    # Longer than a lease: heartbeats alone keep it.
-    time.sleep(2 * limits.lease_s)
-    assert "external" in _ask(scheduler.describe)["pipelines"]
-    pid = ray.get(job.pid.remote(), timeout=60)
-    os.kill(pid, signal.SIGSTOP)
-    assert _until(lambda: "external" not in _ask(scheduler.describe)["pipelines"], limits.lease_s + limits.reap_s + 30)
-    assert not psutil.pid_exists(pid), "a stopped process would still hold its memory"
-    pipeline = _start_pipeline("pipeline", [0], [0, 1], 1, tmp_path, scheduler)
-    assert _until(lambda: ray.get(pipeline.outcome.remote(), timeout=60) == "done", 120)
     stop_scheduler(scheduler)
     assert _violations(tmp_path) == []
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl.time_sharing.agents import actors
-from nemo_rl.time_sharing.agents.actors import SchedulerActor, start_scheduler
+from nemo_rl.time_sharing.agents import scheduler_actor
+from nemo_rl.time_sharing.agents.actors import start_scheduler
+from nemo_rl.time_sharing.agents.scheduler_actor import SchedulerActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Reply
 
@@ -30,7 +31,7 @@ def test_a_scheduler_whose_timer_fails_ends_and_says_why(
     def disk_full(now: float) -> float:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(actors.os, "_exit", end)
+    monkeypatch.setattr(scheduler_actor.os, "_exit", end)
     caplog.set_level(logging.CRITICAL)
     actor = SchedulerActor(str(tmp_path), 1, 2)
     monkeypatch.setattr(actor._core, "tick", disk_full)
@@ -53,7 +54,7 @@ def test_an_unforeseen_error_of_one_tick_costs_that_tick_alone(
         gone_on.set()
         return tick(now)
 
-    monkeypatch.setattr(actors.os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
+    monkeypatch.setattr(scheduler_actor.os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     monkeypatch.setattr(actor._core, "tick", sometimes)
     assert gone_on.wait(30.0)
     actor.stop()
@@ -70,7 +71,7 @@ def test_a_message_that_ray_is_slow_to_deliver_holds_up_nobody(
         assert slow.wait(60.0)
         raise ConnectionError("planted")
 
-    monkeypatch.setattr(actors, "_tell_agent", tell)
+    monkeypatch.setattr(scheduler_actor, "_tell_agent", tell)
     actor = SchedulerActor(str(tmp_path), 1, 2)
     actor._notify(Reply("p", 1, 1, True))
     assert begun.wait(30.0)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.time_sharing.agents import actors
-from nemo_rl.time_sharing.agents.actors import SchedulerActor
+from nemo_rl.time_sharing.agents import scheduler_actor
+from nemo_rl.time_sharing.agents.scheduler_actor import SchedulerActor
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
@@ -216,9 +216,9 @@ def test_with_recover_nothing_is_read_behind_a_damaged_segment(
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts schedulers over one folder; the ones before are killed, not stopped."""
-    monkeypatch.setattr(actors, "_tell_agent", lambda *_: None)
-    monkeypatch.setattr(actors.Reaper, "ends_single_ranks", lambda *_: False)
-    monkeypatch.setattr(actors.Reaper, "end", lambda *_, **__: True)
+    monkeypatch.setattr(scheduler_actor, "_tell_agent", lambda *_: None)
+    monkeypatch.setattr(scheduler_actor.Reaper, "ends_single_ranks", lambda *_: False)
+    monkeypatch.setattr(scheduler_actor.Reaper, "end", lambda *_, **__: True)
     made: list[SchedulerActor] = []
 
     def start() -> SchedulerActor:
@@ -252,7 +252,9 @@ def test_a_scheduler_begins_segments_while_it_runs_and_goes_on_from_the_newest(s
     assert {"p0", "p57"} <= known
     again = started()
     assert again.describe()["term"] == 2
-    assert {"p0", "p57"} <= set(again.describe()["pipelines"]) <= known
+    # The end of one that was being ended may be known in memory a moment before it is in the log; it is ended again.
+    living = {name for name, pipeline in again.describe()["pipelines"].items() if not pipeline["fenced"]}
+    assert {"p0", "p57"} <= living <= known
     newest = segments_of(first)[-1]
     assert not any(isinstance(entry.event, ev.PoolOpened) for entry in read_record(newest, recover=True))
 
@@ -328,3 +330,23 @@ def test_records_of_a_pool_are_merged_by_the_machines_clock(tmp_path: Path) -> N
     merged = merge_by_machine_time([tmp_path / "a.jsonl", tmp_path / "scheduler.jsonl"])
     told = [(entry.event.term, entry.source) for entry in merged if isinstance(entry.event, ev.InventoryDone)]
     assert told == [(number, source) for number in range(5) for source in ("scheduler", "a/agent")]
+
+
+def test_what_a_new_scheduler_writes_of_its_log_is_by_the_machines_clock_already(tmp_path: Path) -> None:
+    """Its predecessor's clock had left something out."""
+    path, now = tmp_path / "scheduler.jsonl", 0.0
+    log = SegmentedLog(path, BOOT, clock=lambda: now)
+    log.emit(ev.ClockJumped(30.0))
+    log.close()
+    with RecordWriter(tmp_path / "a.jsonl", source="a/agent", clock=lambda: now) as agent:
+        now = 31.0
+        log = SegmentedLog(path, BOOT, clock=lambda: now)
+        log.emit(ev.SchedulerStarted(2, True))
+        agent.emit(ev.InventoryDone(2))
+        now = 32.0
+        log.emit(ev.InventoryDone(3))
+        log.close()
+        now = 33.0
+        agent.emit(ev.InventoryDone(4))
+    merged = merge_by_machine_time([tmp_path / "a.jsonl", path])
+    assert [entry.event.term for entry in merged if isinstance(entry.event, ev.InventoryDone)] == [2, 3, 4]

@@ -16,9 +16,9 @@ from nemo_rl.time_sharing.planning.shares import Claimant, fill, whole_ranks
 def divisions(draw: st.DrawFn) -> tuple[int, list[Claimant]]:
     claimants = []
     for number in range(draw(st.integers(1, 8))):
-        rank, floor, above = draw(st.sampled_from((1, 2, 4))), draw(st.integers(0, 3)), draw(st.integers(0, 20))
+        rank, guaranteed, above = draw(st.sampled_from((1, 2, 4))), draw(st.integers(0, 3)), draw(st.integers(0, 20))
         claimants.append(
-            Claimant(f"p{number}", draw(st.floats(0.01, 1000)), floor * rank, (floor + above) * rank, rank)
+            Claimant(f"p{number}", draw(st.floats(0.01, 1000)), guaranteed * rank, (guaranteed + above) * rank, rank)
         )
     return draw(st.integers(1, 100)), claimants
 
@@ -27,16 +27,17 @@ def divisions(draw: st.DrawFn) -> tuple[int, list[Claimant]]:
 def test_shares_add_up_to_the_budget_or_to_all_caps(division: tuple[int, list[Claimant]]) -> None:
     budget, claimants = division
     shares = fill(budget, claimants)
-    assert math.isclose(sum(shares.values()), min(budget, sum(c.cap for c in claimants)), rel_tol=1e-6, abs_tol=1e-6)
+    wanted = min(budget, sum(c.maximum for c in claimants))
+    assert math.isclose(sum(shares.values()), wanted, rel_tol=1e-6, abs_tol=1e-6)
 
 
 @given(divisions())
 def test_shares_keep_their_bounds_and_follow_the_claims_between_them(division: tuple[int, list[Claimant]]) -> None:
     budget, claimants = division
     shares = fill(budget, claimants)
-    if sum(c.floor for c in claimants) <= budget:
-        assert all(c.floor - 1e-6 <= shares[c.name] <= c.cap + 1e-6 for c in claimants)
-        levels = [shares[c.name] / c.claim for c in claimants if c.floor + 1e-6 < shares[c.name] < c.cap - 1e-6]
+    if sum(c.minimum for c in claimants) <= budget:
+        assert all(c.minimum - 1e-6 <= shares[c.name] <= c.maximum + 1e-6 for c in claimants)
+        levels = [shares[c.name] / c.claim for c in claimants if c.minimum + 1e-6 < shares[c.name] < c.maximum - 1e-6]
         assert not levels or math.isclose(min(levels), max(levels), rel_tol=1e-6)
 
 

@@ -14,8 +14,7 @@ from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.plots import main_panels, more_panels, phase_series, smoothed, spanned
-from nemo_rl.utils.report import log_report, main, write_page, write_report
-from nemo_rl.utils.report_live import LiveReport
+from nemo_rl.utils.report import LiveReport, log_report, main, write_page, write_report
 
 
 def log_run(log_dir: Path, steps: range) -> None:

@@ -102,7 +102,7 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
     for module in (sender_module, receiver_module):
         monkeypatch.setattr(
             module,
-            "NcclGroup",
+            "nccl_group",
             lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size),
         )
     monkeypatch.setattr(receiver_module, "device_uuid", lambda device: NAMES[device.index])

@@ -1,7 +1,8 @@
 """One evaluation: engines answer every problem several times, environments judge, estimators turn verdicts into one
 number.
 
-Uses the rollouts of training with a model that nobody trains. Knows no policy. Invariants: a mistake in the
+Uses the rollouts of training with a model that nobody trains. Knows no policy. A scheduler that lends accelerators
+brings a placement of its own. Invariants: a mistake in the
 configuration raises before Ray starts; problem i is answered with the same seeds whatever else is evaluated; every
 process is ended on every way out.
 """
@@ -13,13 +14,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
-from nemo_rl.algorithms.evaluation.placement import OwnPlacement, Placement
+from nemo_rl.algorithms.placement import OwnSlots, reserve_all
 from nemo_rl.algorithms.seeds import set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
@@ -27,6 +28,7 @@ from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
@@ -34,9 +36,15 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
+from nemo_rl.utils.record import Record
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +70,55 @@ class Score:
     mean_reward: float
     truncated: float
     seconds: float
+
+
+class Placement(Protocol):
+    """Gives an evaluation its accelerators.
+
+    Attributes:
+        lends_shards: Whether engines are built and routed one by one, by order.
+        record: Where requests are recorded; None for nowhere.
+    """
+
+    lends_shards: bool
+    record: Record | None
+
+    def connect(self, config: EvalMasterConfig) -> Accelerator:
+        """Joins or starts the Ray cluster; its kind of accelerator."""
+        ...
+
+    def disconnect(self) -> None:
+        """Leaves the Ray cluster. Safe to call twice."""
+        ...
+
+    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
+        """The evaluation's slots."""
+        ...
+
+    def serving(
+        self, generation: VllmGeneration, problems: int, answers: int
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """The span in which generation answers `problems` problems, each `answers` times; yields what is told how many
+        problems are done.
+        """
+        ...
+
+
+class OwnPlacement(OwnSlots):
+    """One evaluation on slots of its own."""
+
+    lends_shards = False
+    record: Record | None = None
+
+    def reserve(self, config: EvalMasterConfig, accelerator: Accelerator) -> RayVirtualCluster:
+        """All slots of the configuration."""
+        return reserve_all(config.cluster, accelerator, "evaluation")
+
+    def serving(
+        self, generation: VllmGeneration, problems: int, answers: int
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Reports go nowhere."""
+        return nullcontext(lambda done: None)
 
 
 def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Score:
@@ -107,7 +164,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     return score
 
 
-def _end(actors: dict[str, Any]) -> None:
+def _end(actors: dict[str, ActorHandle[object]]) -> None:
     import ray
 
     for actor in actors.values():
@@ -160,7 +217,7 @@ def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
     )
 
 
-def _problems(config: EvalMasterConfig, tokenizer: Any) -> _Problems:
+def _problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase) -> _Problems:
     raw = load_response_dataset(config.data, "data")
     count = min(config.data.max_samples or len(raw.dataset), len(raw.dataset))
     return _Problems(
@@ -169,19 +226,26 @@ def _problems(config: EvalMasterConfig, tokenizer: Any) -> _Problems:
 
 
 def _start_engines(
-    config: EvalMasterConfig, policy: PolicyConfig, cluster: RayVirtualCluster, tokenizer: Any, placement: Placement
+    config: EvalMasterConfig,
+    policy: PolicyConfig,
+    cluster: RayVirtualCluster,
+    tokenizer: PreTrainedTokenizerBase,
+    placement: Placement,
 ) -> VllmGeneration:
-    return VllmGeneration(
+    actors = start_engine_actors(
         cluster,
         policy,
         config.cluster,
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=config.generation.stop_token_ids or [tokenizer.eos_token_id],
         seed=config.eval.seed,
         colocated=False,
         refits=False,
-        request_timeout_s=request_timeout_s(),
         lent=placement.lends_shards,
+    )
+    return VllmGeneration(
+        actors,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=config.generation.stop_token_ids or [tokenizer.eos_token_id],
+        request_timeout_s=request_timeout_s(),
         record=placement.record,
     )
 

@@ -1,62 +1,58 @@
-"""Builds a GRPO run from its configuration.
+"""Builds a GRPO run from its configuration, on what `algorithms.startup` prepares.
 
-Checks everything that needs no accelerator (model, tokenizer, data) while Ray starts, then reserves slots, builds
-engines and policy at the same time and restores the latest checkpoint. Invariants: a mistake in the configuration
-raises before Ray is waited for; whatever was built is ended again when a later part fails.
+Reserves slots and starts actors beside those checks, builds engines and policy at the same time, and ties rollouts,
+store and environments to them. Invariant: whatever was built is ended again when a later part fails.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl.algorithms import start_checks
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.algorithms.grpo.validation import batch_size as validation_batch_size
-from nemo_rl.algorithms.placement import check_device, check_policy, start_policy
-from nemo_rl.algorithms.profiling import check_profile, profile_of_run
-from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
-from nemo_rl.algorithms.run_checkpoint import check_writable, new_log_dir
-from nemo_rl.algorithms.seeds import set_seed
+from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
+from nemo_rl.algorithms.profiling import profile_of_run
+from nemo_rl.algorithms.resume import Resume
+from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, prepared
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, MasterConfig
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.loader import MultipleLoaders, make_loader
-from nemo_rl.data.setup import TaskDatasets, load_datasets
-from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
+from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.data_plane.factory import check_data_plane
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
-from nemo_rl.distributed.devices import Accelerator
-from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.registry import environment_class, section_of
 from nemo_rl.environments.setup import start_environments
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
 from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
-from nemo_rl.experience.store import ExperienceStore, InProcessStore
+from nemo_rl.experience.store import InProcessStore
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors, start_engine_actors
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import MemoryRecord, Record, RecordWriter
 from nemo_rl.utils.start_phases import StartPhases
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _ARCHIVE_BYTES = 1 << 20
 
@@ -75,73 +71,87 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
         NothingToDo: The run is over already.
     """
     start, placement = start or StartPhases(), placement or OwnPlacement()
-    checkpointer = CheckpointManager(config.checkpointing)
-    with start.phase("directories"):
-        resume = find_resume(config, checkpointer)
-        if config.checkpointing.enabled:
-            check_writable(checkpointer)
-        if resume is not None:
-            resume.check_unfinished(config.grpo.max_num_steps, "grpo.max_num_steps")
-        here = accelerator_here(config.cluster.device)
-        check_profile(here)
-        check_data_plane(config.data_plane)
+    with prepared(config, _algorithm(config, placement), placement, start) as ready:
+        return _build(config, ready, placement, start)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Slots, and the actors on them; no engines where rollouts are replayed and nothing validates."""
+
+    clusters: Clusters
+    policy: RayWorkerGroup
+    engines: EngineActors | None
+
+    def shutdown(self) -> None:
+        """Ends all of it. Safe to call twice."""
+        self.policy.shutdown()
+        if self.engines is not None:
+            self.engines.group.shutdown()
+        for cluster in self.clusters.distinct():
+            cluster.shutdown()
+
+
+def _algorithm(config: MasterConfig, placement: Placement) -> Algorithm[GRPOState, Loader, _Begun]:
+    grpo = config.grpo
+    # Neither loaders by task nor dynamic sampling know how many steps an epoch has.
+    epochs = None if config.data.use_multiple_dataloader or grpo.use_dynamic_sampling else grpo.max_num_epochs
+    return Algorithm(
+        state=GRPOState(),
+        resumed=lambda resume: GRPOState.from_training_info(resume.info),
+        seed=grpo.seed,
+        limits=Limits("grpo.max_num_steps", grpo.max_num_steps, epochs, _prompts_per_step(config)),
+        check_directories=lambda checkpointer, resume: check_data_plane(config.data_plane),
+        check=lambda: _check(config),
+        loaders=lambda datasets, tokenizer: _loaders(config, datasets),
+        begin=lambda accelerator, checkpointer, resume: _begin(config, placement, accelerator, checkpointer, resume),
+    )
+
+
+def _begin(
+    config: MasterConfig,
+    placement: Placement,
+    accelerator: Accelerator,
+    checkpointer: CheckpointManager,
+    resume: Resume | None,
+) -> _Begun:
     with ExitStack() as undo:
-        ray_start = RayStart(lambda: placement.connect(config))
-        undo.callback(ray_start.end, placement.disconnect)
-        with start.phase("model, tokenizer and data, beside Ray's start"):
-            set_seed(config.grpo.seed)
-            model = check_model(config)
-            if here is not None:
-                start_checks.check_cpu_is_meant(config, here, model, start.say)
-            make_loss(config.loss_fn)
-            check_streaming(config)
-            if resume is not None:
-                check_same_shape(model, resume.checkpoint)
-            tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
-            datasets = load_datasets(tokenizer, config.data)
-            start_checks.check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
-            for name in _environment_names(datasets):
-                environment_class(name, section_of(name, config.env))
-            loaders = _loaders(config, datasets)
-            state, total_steps = _position(config, resume, loaders[0])
-        if resume is not None:
-            start.say("\n".join(resume.lines()))
-        config.logger.log_dir = new_log_dir(config)
-        start.say(f"logs: {config.logger.log_dir}")
-        log = Logger(config.logger)
-        undo.callback(log.close)
-        with start.phase("Ray"):
-            accelerator = ray_start.result()
-        if here is None:
-            start_checks.check_cpu_is_meant(config, accelerator, model, start.say)
-        check_device(config, accelerator)
-        ready = _Checked(config, tokenizer, datasets, loaders, checkpointer, log, resume, state, total_steps)
-        run = _build(ready, placement, accelerator, undo, start)
+        clusters = placement.reserve(config, accelerator)
+        for cluster in clusters.distinct():
+            undo.callback(cluster.shutdown)
+        engines = None
+        if clusters.generation is not None:
+            lent = placement.lends_shards
+            engines = start_engine_actors(
+                clusters.generation,
+                config.policy,
+                config.cluster,
+                seed=config.grpo.seed,
+                colocated=config.policy.generation.colocated.enabled and not lent,
+                lent=lent,
+                profile=profile_of_run(),
+            )
+            undo.callback(engines.group.shutdown)
+        reference = config.loss_fn.reference_policy_kl_penalty != 0
+        policy = begin_policy(
+            config,
+            clusters.training,
+            checkpointer,
+            resume,
+            init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
+        )
         undo.pop_all()
-    run.setup_seconds["total_setup_time_s"] = start.done()
-    run.logger.log_hyperparams(config.to_dict())
-    run.logger.log_metrics(run.setup_seconds, state.step, prefix="timing/setup")
-    return run
+    return _Begun(clusters, policy, engines)
 
 
-def _position(config: MasterConfig, resume: Resume | None, loader: Any) -> tuple[GRPOState, int]:
-    """The run's counters, with the loader where they say, and its last step.
-
-    Raises:
-        NothingToDo: That step is done.
-    """
-    if resume is None:
-        return GRPOState(), _total_steps(config, loader)
-    state = GRPOState.from_training_info(resume.info)
-    resume.restore_position(loader, state, _prompts_per_step(config))
-    if not _has_epochs(config):
-        return state, config.grpo.max_num_steps
-    total = resume.total_steps(state, config.grpo.max_num_steps, config.grpo.max_num_epochs, len(loader))
-    resume.check_unfinished(total, "grpo.max_num_steps")
-    return state, total
+def _check(config: MasterConfig) -> PretrainedConfig:
+    model = check_model(config)
+    make_loss(config.loss_fn)
+    check_streaming(config)
+    return model
 
 
-def check_model(config: MasterConfig) -> Any:
+def check_model(config: MasterConfig) -> PretrainedConfig:
     """Checks what the model's own configuration, torch's names and installed packages decide, without loading weights;
     the model's configuration.
 
@@ -167,63 +177,48 @@ def _environment_names(datasets: TaskDatasets) -> list[str]:
     return list(dict.fromkeys([*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()]))
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """What needs no accelerator, read and checked."""
-
-    config: MasterConfig
-    tokenizer: Any
-    datasets: TaskDatasets
-    loaders: tuple[Any, Any]
-    checkpointer: CheckpointManager
-    log: Logger
-    resume: Resume | None
-    state: GRPOState
-    total_steps: int
-
-
 def _build(
-    ready: _Checked, placement: Placement, accelerator: Accelerator, undo: ExitStack, start: StartPhases
+    config: MasterConfig, ready: Prepared[GRPOState, Loader, _Begun], placement: Placement, start: StartPhases
 ) -> GRPORun:
-    config, tokenizer, began = ready.config, ready.tokenizer, time.monotonic()
+    accelerator, tokenizer, undo, began = ready.accelerator, ready.tokenizer, ready.undo, time.monotonic()
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
     record = RecordWriter(path, source=source, archive_bytes=_ARCHIVE_BYTES)
     timer = Timer()
     progress = RunProgress(ready.total_steps, first_step=ready.state.step)
-    clusters = placement.reserve(config, accelerator)
-    undo.callback(clusters.training.shutdown)
-    shard_record = placement.shard_record(record)
-    generation = _start_generation(config, clusters.generation, tokenizer, shard_record, lent=placement.lends_shards)
+    clusters = ready.begun.clusters
+    generation = _start_generation(config, ready.begun.engines, tokenizer, placement.shard_record(record))
     slept: list[dict[str, int]] = []
     if generation is not None:
         undo.callback(generation.shutdown)
+        placement.generation_prepared(generation)
         if generation.colocated and accelerator.is_cuda:
             # An engine takes its share of the memory that is free, and measures it while it starts: training takes its
             # own afterwards.
             with start.phase("engines"):
                 generation.wait_until_started()
                 slept = generation.sleep()
-    seconds: dict[str, float] = {}
     with placement.training_accelerators():
-        policy = _start_policy(ready, clusters)
-        undo.callback(policy.shutdown)
+        with start.phase("policy, beside the data plane" if config.data_plane.enabled else "policy"):
+            policy = start_policy(config, clusters.training, tokenizer, ready.begun.policy)
+            undo.callback(policy.shutdown)
+            store = _store(config, tokenizer, policy, undo)
+            policy.wait_until_started()
+        # Wanted at the end of the first responses only, so they leave the processors to what is wanted before.
         names = _environment_names(ready.datasets)
         actors = start_environments(names, config.env) if generation is not None else {}
-        with start.phase("policy"):
-            policy.wait_until_started()
+        train_source, val_source = _sources_into(
+            store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
+        )
         if policy.started is not None:
             record.emit(policy.started)
             start.say(f"training: {policy.started.kernels}")
-        seconds["policy_init_time_s"] = time.monotonic() - began
+        ready.seconds["policy_init_time_s"] = time.monotonic() - began
         if generation is not None:
             with start.phase("engines, beside the policy"):
                 generation.wait_until_started()
-            seconds["vllm_init_time_s"] = time.monotonic() - began
+            ready.seconds["vllm_init_time_s"] = time.monotonic() - began
         built = Built(config, policy, generation, ready.state.step, record, timer, progress, slept)
         control = placement.control_plane(built)
-    store, train_source, val_source = _store_and_sources(
-        config, tokenizer, policy, generation, ready.datasets, actors, record, placement.record_prefix, undo
-    )
     slots = [cluster.world_size() for cluster in clusters.distinct()]
     return GRPORun(
         config=config,
@@ -235,9 +230,9 @@ def _build(
         validation_rollouts=val_source,
         store=store,
         loss_fn=make_loss(config.loss_fn),
-        train_loader=ready.loaders[0],
-        val_loader=ready.loaders[1],
-        logger=ready.log,
+        train_loader=ready.loaders.train,
+        val_loader=ready.loaders.validation,
+        logger=ready.logger,
         checkpointer=ready.checkpointer,
         state=ready.state,
         record=record,
@@ -253,53 +248,45 @@ def _build(
             clusters.training.world_size(),
             clusters.generation.world_size() if clusters.generation is not None else 0,
         ),
-        setup_seconds=seconds,
+        setup_seconds=ready.seconds,
         env_of_validation_task=ready.datasets.env_of_validation_task,
         # Groups that wait in a checkpoint are of its data.
         resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,
     )
 
 
-def _start_policy(ready: _Checked, clusters: Clusters) -> Policy:
-    config = ready.config
-    reads_reference = config.loss_fn.reference_policy_kl_penalty != 0
-    return start_policy(
-        config,
-        clusters.training,
-        ready.tokenizer,
-        ready.checkpointer,
-        ready.resume,
-        init_reference_model=reads_reference and not config.grpo.skip_reference_policy_logprobs_calculation,
-    )
-
-
-def _store_and_sources(
-    config: MasterConfig,
-    tokenizer: Any,
-    policy: Any,
-    generation: VllmGeneration | None,
-    datasets: TaskDatasets,
-    actors: dict[str, Any],
-    record: Record,
-    record_prefix: str,
-    undo: ExitStack,
-) -> tuple[ExperienceStore[Any], RolloutSource, RolloutSource | None]:
+def _store(
+    config: MasterConfig, tokenizer: PreTrainedTokenizerBase, policy: Policy, undo: ExitStack
+) -> InProcessStore | DataPlaneStore:
     multiple = config.policy.make_sequence_length_divisible_by
     if not isinstance(policy, TQPolicy):
-        return InProcessStore(tokenizer.pad_token_id, multiple), *_sources(
-            config, tokenizer, generation, datasets, actors, record
-        )
+        return InProcessStore(tokenizer.pad_token_id, multiple)
     plane = DataPlaneStore(policy.dp_client, tokenizer.pad_token_id, multiple)
     undo.callback(plane.close)
-    if config.grpo.async_grpo.enabled or config.async_rl is not None or (generation is not None and generation.lent):
+    plane.start_runner()
+    return plane
+
+
+def _sources_into(
+    store: InProcessStore | DataPlaneStore,
+    config: MasterConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: VllmGeneration | None,
+    datasets: TaskDatasets,
+    actors: dict[str, ActorHandle[object]],
+    record: Record,
+    record_prefix: str,
+) -> tuple[RolloutSource, RolloutSource | None]:
+    ahead = config.grpo.async_grpo.enabled or config.async_rl is not None
+    if isinstance(store, InProcessStore) or ahead or (generation is not None and generation.lent):
         # Rollouts that run ahead stay with the dispatcher, which knows the shards that come and go: their rows are
         # written group by group.
-        return plane, *_sources(config, tokenizer, generation, datasets, actors, record)
+        return _sources(config, tokenizer, generation, datasets, actors, record)
     # Others happen in an actor, which reaches the engines on its own and hands its events over.
     events = MemoryRecord(source=f"{record_prefix}driver")
     reached = generation.for_other_process(events.bind("generation")) if generation is not None else None
     train_source, val_source = _sources(config, tokenizer, reached, datasets, actors, events)
-    return plane, *plane.rollouts(train_source, val_source, events, record, reached, generation)
+    return store.rollouts(train_source, val_source, events, record, reached, generation)
 
 
 def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
@@ -321,23 +308,14 @@ def make_loss(cfg: ClippedPGLossConfig) -> LossFunction:
     return loss
 
 
-def _total_steps(config: MasterConfig, loader: Any) -> int:
-    if not _has_epochs(config):
-        return config.grpo.max_num_steps
-    return min(config.grpo.max_num_steps, len(loader) * config.grpo.max_num_epochs)
-
-
-def _has_epochs(config: MasterConfig) -> bool:
-    """Whether the number of steps in an epoch is known."""
-    return not (config.data.use_multiple_dataloader or config.grpo.use_dynamic_sampling)
-
-
 def _prompts_per_step(config: MasterConfig) -> int:
     return int(config.grpo.num_prompts_per_step * config.grpo.batch_multiplier)
 
 
-def _loaders(config: MasterConfig, datasets: TaskDatasets) -> tuple[Any, Any]:
+def _loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader]:
     grpo, data = config.grpo, config.data
+    for name in _environment_names(datasets):
+        environment_class(name, section_of(name, config.env))
     common: dict[str, Any] = {"collate_fn": rl_collate_fn, "num_workers": data.num_workers, "seed": grpo.seed}
     if data.use_multiple_dataloader:
         each = data.num_prompts_per_dataloader or grpo.num_prompts_per_step
@@ -347,7 +325,7 @@ def _loaders(config: MasterConfig, datasets: TaskDatasets) -> tuple[Any, Any]:
             )
             for task, dataset in datasets.train_by_task.items()
         }
-        train: Any = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
+        train: Loader = MultipleLoaders(by_task, max(1, grpo.num_prompts_per_step // each), _custom_loader(config))
     else:
         size = _prompts_per_step(config)
         train = make_loader(datasets.train, size, shuffle=data.shuffle, drop_last=True, name="data.train", **common)
@@ -357,41 +335,34 @@ def _loaders(config: MasterConfig, datasets: TaskDatasets) -> tuple[Any, Any]:
         validation = make_loader(
             datasets.validation, size, shuffle=False, drop_last=False, name="data.validation", **common
         )
-    return train, validation
+    return Loaders(train, validation)
 
 
-def _custom_loader(config: MasterConfig) -> Any:
+def _custom_loader(config: MasterConfig) -> CustomLoader | None:
     path = config.data.custom_dataloader
     return None if path is None else import_dotted(path, "data.custom_dataloader")
 
 
 def _start_generation(
-    config: MasterConfig, cluster: RayVirtualCluster | None, tokenizer: Any, record: Record, *, lent: bool
+    config: MasterConfig, actors: EngineActors | None, tokenizer: PreTrainedTokenizerBase, record: Record
 ) -> VllmGeneration | None:
-    if cluster is None:
+    if actors is None:
         return None
-    generation = config.policy.generation
     return VllmGeneration(
-        cluster,
-        config.policy,
-        config.cluster,
+        actors,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=generation.stop_token_ids or [tokenizer.eos_token_id],
-        seed=config.grpo.seed,
-        colocated=generation.colocated.enabled and not lent,
+        stop_token_ids=config.policy.generation.stop_token_ids or [tokenizer.eos_token_id],
         request_timeout_s=request_timeout_s(),
-        lent=lent,
         record=record,
-        profile=profile_of_run(),
     )
 
 
 def _sources(
     config: MasterConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     generation: RolloutGenerator | None,
     datasets: TaskDatasets,
-    actors: dict[str, Any],
+    actors: dict[str, ActorHandle[object]],
     record: Record,
 ) -> tuple[RolloutSource, RolloutSource | None]:
     def live(env_of_task: dict[str, str], trained: Record | None = None) -> LiveRollouts:

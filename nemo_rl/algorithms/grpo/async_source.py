@@ -17,9 +17,10 @@ import torch
 
 from nemo_rl.algorithms.grpo.collect import gather_experience, training_plan
 from nemo_rl.algorithms.grpo.control_plane import ReportProgress
-from nemo_rl.algorithms.grpo.sources import HasState, prompts_of
+from nemo_rl.algorithms.grpo.sources import prompts_of
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.algorithms.run_checkpoint import dataset_names
+from nemo_rl.data.loader import HasState
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.collector import CollectorParts
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
@@ -107,7 +108,7 @@ class AsynchronousSource(AheadSource[TrajectoryCollector]):
         """Goes on with the groups of the checkpoint."""
         restore_collector(self._run, self.collector)
 
-    def next_experience(self) -> Experience[Any]:
+    def next_experience(self) -> Experience:
         """Waits for the groups of the current step and judges the versions of their tokens.
 
         Raises:
@@ -123,26 +124,30 @@ class AsynchronousSource(AheadSource[TrajectoryCollector]):
         experience.metrics["avg_trajectory_age"] = experience.metrics["lag/mean"]
         return experience
 
-    def _collected(self, attempt: int, on_progress: ReportProgress) -> Experience[Any]:
+    def _collected(self, attempt: int, on_progress: ReportProgress) -> Experience:
         groups = self.collector.take(self._run.state.step, attempt, on_progress)
         rows = joined_rows([group.rows for group in groups])
         store = self._run.store
         handle = store.concat([store.write(group.tokens) for group in groups])
         return Experience(handle, rows, merged_rollout_metrics([group.metrics for group in groups]))
 
+    def recompute_kv(self) -> bool:
+        """As configured; always where requests end first, whose prefixes are of no use then."""
+        return self._settings.recompute_kv_cache_after_weight_updates or not self._settings.in_flight_weight_updates
+
     @contextmanager
-    def refit_window(self) -> Iterator[bool]:
+    def refit_window(self) -> Iterator[None]:
         """Below running requests, or once they have ended."""
         in_flight, turns = self._settings.in_flight_weight_updates, self._run.config.grpo.max_rollout_turns
         if not in_flight:
             with self._run.timer.time("idle/refit_bubble"):
                 self.collector.prepare_for_refit(timeout_s=turns * request_timeout_s())
         try:
-            yield self._settings.recompute_kv_cache_after_weight_updates or not in_flight
+            yield
         finally:
             self.collector.resume_after_refit()
 
-    def saved(self) -> Mapping[str, Any]:
+    def saved(self) -> Mapping[str, object]:
         """Which batches are drawn and not trained, and their finished groups."""
         return saved_collector(self._run, self.collector)
 
@@ -163,6 +168,8 @@ def build_collector(run: GRPORun) -> TrajectoryCollector:
 def collector_parts(run: GRPORun) -> CollectorParts:
     """What a collector of this run works with."""
     rollouts: Any = run.rollouts
+    if run.generation is None:
+        raise RuntimeError("rollouts ahead of training need generation")
     return CollectorParts(
         prompts=prompts_of(run),
         rollouts=rollouts,
@@ -174,7 +181,7 @@ def collector_parts(run: GRPORun) -> CollectorParts:
     )
 
 
-def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, Any]:
+def saved_collector(run: GRPORun, collector: TrajectoryCollector) -> dict[str, object]:
     """What a checkpoint holds of the collector: which batches are drawn and not trained, and their finished groups."""
     draws = [list(draw) for draw in collector.draws()]
     return {
@@ -203,10 +210,10 @@ def saved_groups(run: GRPORun, wanted: Callable[[BufferedGroup], bool]) -> list[
     if run.resumed_from is None:
         return groups
     for plain in torch.load(run.resumed_from / BUFFER_FILE, weights_only=True)["groups"]:
-        rows = BatchedDataDict(plain["rows"])
-        group = BufferedGroup(GroupKey(*plain["key"]), None, rows, plain["metrics"], plain["generated_at"])
+        tokens, rows = BatchedDataDict(plain["tokens"]), BatchedDataDict(plain["rows"])
+        group = BufferedGroup(GroupKey(*plain["key"]), tokens, rows, plain["metrics"], plain["generated_at"])
         if wanted(group):
-            group.tokens = run.store.write_pending(RolloutColumns(BatchedDataDict(plain["tokens"]), rows))
+            group.tokens = run.store.write_pending(RolloutColumns(tokens, rows))
             groups.append(group)
     return groups
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,8 +21,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
-from nemo_rl.models.generation.interfaces import GenerationSamplingParams
-from nemo_rl.models.generation.seeds import VALIDATION_STEP_OFFSET
+from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
 
 
@@ -93,7 +91,7 @@ def sampling_metrics(
     }
 
 
-NextBatch = Callable[[], BatchedDataDict[Any]]
+NextBatch = Callable[[], BatchedDataDict]
 
 
 def training_plan(run: GRPORun, step: int | None = None) -> RolloutPlan:
@@ -134,7 +132,7 @@ def _limits(run: GRPORun) -> RolloutLimits:
     )
 
 
-def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience[Any]:
+def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience:
     """The scored experience of the current step, generated now; rows filtered.
 
     Raises:
@@ -143,7 +141,7 @@ def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience[Any]:
     """
     first_prompt = 0
 
-    def generate(attempt: int) -> Experience[Any]:
+    def generate(attempt: int) -> Experience:
         nonlocal first_prompt
         with run.timer.time("data_processing"):
             prompts = next_batch()
@@ -155,7 +153,7 @@ def collect_experience(run: GRPORun, next_batch: NextBatch) -> Experience[Any]:
     return gather_experience(run, generate)
 
 
-def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[Any]]) -> Experience[Any]:
+def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]) -> Experience:
     """The scored experience of the current step out of as many generation batches as it takes; rows filtered.
 
     Args:
@@ -166,7 +164,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
         DynamicSamplingError: Too few groups differ in their rewards.
     """
     cfg = run.config.grpo
-    kept: list[Experience[Any]] = []
+    kept: list[Experience] = []
     selections: list[Selection] = []
     generated_rewards: list[torch.Tensor] = []
     while True:
@@ -180,7 +178,8 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
         with run.timer.time("reward_calculation"):
             score_rewards(experience.rows, cfg)
             # Whoever holds a handle alone, without the driver's columns, can judge its rows.
-            run.store.stamp(experience.handle, {name: experience.rows[name] for name in ("std", "baseline")})
+            tags = {name: experience.rows[name] for name in ("std", "baseline")}
+            experience.handle = run.store.annotate(experience.handle, tags)
         if not cfg.use_dynamic_sampling:
             experience.metrics |= filter_rows(experience.rows, cfg)
             return experience
@@ -202,7 +201,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience[
             return joined
 
 
-def _roll_out(run: GRPORun, batch: BatchedDataDict[Any], attempt: int) -> Experience[Any]:
+def _roll_out(run: GRPORun, batch: BatchedDataDict, attempt: int) -> Experience:
     with run.timer.time("generation"):
         rollout = run.rollouts.roll_out(batch, training_plan(run), attempt)
     columns = rollout.columns
@@ -220,9 +219,7 @@ def group_id(step: int, prompt: int) -> str:
     return f"{step}-{prompt}"
 
 
-def _record_admission(
-    run: GRPORun, batch: BatchedDataDict[Any], first_prompt: int, prompts: BatchedDataDict[Any]
-) -> None:
+def _record_admission(run: GRPORun, batch: BatchedDataDict, first_prompt: int, prompts: BatchedDataDict) -> None:
     for offset, index in enumerate(prompts["idx"]):
         identity = group_id(run.state.step, first_prompt + offset)
         run.record.emit(
@@ -230,7 +227,7 @@ def _record_admission(
         )
 
 
-def _keep(run: GRPORun, experience: Experience[Any], selection: Selection) -> Experience[Any]:
+def _keep(run: GRPORun, experience: Experience, selection: Selection) -> Experience:
     numbers = experience.rows["prompt_number"]
     _record_dropped(run, set(numbers.tolist()) - set(numbers[selection.keep].tolist()), "zero_variance")
     part = Experience(
@@ -247,7 +244,7 @@ def _record_dropped(run: GRPORun, groups: Iterable[int], reason: str) -> None:
         run.record.emit(GroupDropped(group_id(run.state.step, group), reason))
 
 
-def _join(run: GRPORun, parts: list[Experience[Any]]) -> Experience[Any]:
+def _join(run: GRPORun, parts: list[Experience]) -> Experience:
     if len(parts) == 1:
         return parts[0]
     rows = joined_rows([part.rows for part in parts])

@@ -89,10 +89,13 @@ class OwnAccelerators:
 
     def __init__(self, refitter: Refitter | None, timer: Timer, phase: Callable[[str], None]) -> None:
         self._refitter, self._timer, self._phase = refitter, timer, phase
+        self._ahead = False
 
     def start(self, source: ExperienceSource) -> None:
-        """Generation that runs ahead gets its first weights."""
+        """Generation that runs ahead gets its first weights; it waits for lost shards from here on."""
+        self._ahead = source.generates_ahead
         self._refit(source, source.version)
+        self._await_rebuild(self._ahead)
 
     def serve(self, version: int) -> None:
         """Refits, unless generation has that version."""
@@ -102,8 +105,27 @@ class OwnAccelerators:
     def demand(
         self, step: int, groups: int, ready: int, kind: DemandKind = "training"
     ) -> AbstractContextManager[ReportProgress]:
-        """Reports go nowhere."""
-        return nullcontext(lambda ready, of: None)
+        """Whoever waits for rollouts ahead of training has lost shards built anew where none is left: each report looks
+        for that. Validation does not report, so that its requests fail instead of waiting.
+        """
+        refitter = self._refitter
+        if refitter is None or not self._ahead:
+            return nullcontext(lambda ready, of: None)
+        if kind == "validation":
+            return self._without_rebuild()
+        return nullcontext(lambda ready, of: refitter.revive(step))
+
+    @contextmanager
+    def _without_rebuild(self) -> Iterator[ReportProgress]:
+        self._await_rebuild(False)
+        try:
+            yield lambda ready, of: None
+        finally:
+            self._await_rebuild(True)
+
+    def _await_rebuild(self, rebuilds: bool) -> None:
+        if self._refitter is not None:
+            self._refitter.await_rebuild(rebuilds)
 
     def lend_training(self, step: int) -> None:
         """Generation that shares its slots with training goes to sleep."""
@@ -121,8 +143,10 @@ class OwnAccelerators:
         if not source.generates_ahead or self._refitter is None:
             return
         self._phase("refit")
-        with self._timer.time("weight_sync"), source.refit_window() as recompute_kv:
-            self._refitter.bring_to(version, self._timer, recompute_kv=recompute_kv)
+        # Requests that wait for a shard would keep the window closed.
+        self._refitter.revive(version)
+        with self._timer.time("weight_sync"), source.refit_window():
+            self._refitter.bring_to(version, self._timer, recompute_kv=source.recompute_kv())
 
     def stop(self) -> None:
         """No lost shard is built any more; the devices stay the run's."""
@@ -162,13 +186,21 @@ class HookedControlPlane:
         """Progress begins before the wait: whoever lends accelerators hears of the demand by it. The hooks know no
         validation.
         """
-        if kind == "validation":
-            yield lambda ready, of: None
-            return
+        nobody = nullcontext[ReportProgress](lambda ready, of: None)
+        with self._own.demand(step, groups, ready, kind) if self._own is not None else nobody as own:
+            if kind == "validation":
+                yield own
+            else:
+                with self._progress(step, groups, ready, own) as report:
+                    yield report
+
+    @contextmanager
+    def _progress(self, step: int, groups: int, ready: int, own: ReportProgress) -> Iterator[ReportProgress]:
         reported = -1
 
         def report(ready: int, of: int) -> None:
             nonlocal reported
+            own(ready, of)
             share = _FIFTIETHS * ready // max(1, of)
             if share != reported:
                 self._hooks.report_progress(of, ready, reported < 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,6 @@ def _aggregate(name: str, values: Sequence[float]) -> float:
         return (min(finite) if "_min" in name else max(finite)) if finite else -1.0
     total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
     return total / len(values) if name in _AVERAGED else total
-
-
-def collect_microbatch_metrics(microbatches: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Values per name, from one mapping per microbatch."""
-    collected: dict[str, list[Any]] = {}
-    for metrics in microbatches:
-        for name, value in metrics.items():
-            collected.setdefault(name, []).append(value)
-    return collected
 
 
 def batch_metrics(
@@ -171,7 +162,7 @@ def accuracy_by_task(rewards_B: torch.Tensor, tasks: Sequence[str]) -> dict[str,
     return {f"accuracy/{name}": rewards_B[rows].double().mean().item() for name, rows in of_task.items()}
 
 
-def step_metrics(run: GRPORun, experience: Experience[Any], result: TrainResult) -> dict[str, Any]:
+def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> dict[str, Any]:
     """The `train/` metrics of a step."""
     rows = experience.rows
     metrics: dict[str, Any] = dict(experience.metrics)
@@ -223,14 +214,14 @@ class StepReport:
     """
 
     step: int
-    experience: Experience[Any]
+    experience: Experience
     metrics: Mapping[str, Any]
     result: TrainResult
     seconds: Mapping[str, float]
     refit: Mapping[str, float]
 
 
-def report_step(run: GRPORun, experience: Experience[Any], metrics: Mapping[str, Any], result: TrainResult) -> None:
+def report_step(run: GRPORun, experience: Experience, metrics: Mapping[str, object], result: TrainResult) -> None:
     """Has metrics, times, rates and samples of the step that just completed written while the next one generates; what
     fails there is raised by the next call of `run.reports`.
     """
@@ -287,7 +278,7 @@ def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str,
     return metrics
 
 
-def _log_samples(run: GRPORun, experience: Experience[Any], step: int) -> None:
+def _log_samples(run: GRPORun, experience: Experience, step: int) -> None:
     """Writes `samples/train_data_stepN.jsonl`: every sample with its tokens, masks, rewards and log-probabilities."""
     columns = {
         "content": "content",

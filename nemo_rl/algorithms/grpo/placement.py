@@ -14,10 +14,9 @@ from typing import Protocol
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane, OwnAccelerators
 from nemo_rl.algorithms.grpo.refit import Refitter
-from nemo_rl.algorithms.placement import reserve
+from nemo_rl.algorithms.placement import OwnSlots, reserve
 from nemo_rl.config import MasterConfig
-from nemo_rl.distributed.devices import Accelerator
-from nemo_rl.distributed.ray_runtime import RayConnection
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.repair import ShardRepair
@@ -92,6 +91,10 @@ class Placement(Protocol):
         """Where generation records what becomes of requests and shards."""
         ...
 
+    def generation_prepared(self, generation: VllmGeneration) -> None:
+        """Generation's actors are there; where shards are lent, none of their engines stands yet."""
+        ...
+
     def training_accelerators(self) -> AbstractContextManager[object]:
         """The span in which the policy may be built on its slots."""
         ...
@@ -101,28 +104,19 @@ class Placement(Protocol):
         ...
 
 
-class OwnPlacement:
+class OwnPlacement(OwnSlots):
     """One run on slots of its own."""
 
     lends_shards = False
     record_prefix = ""
 
     def __init__(self) -> None:
-        self._ray = RayConnection()
+        super().__init__()
         self._cuda = False
-
-    def connect(self, config: MasterConfig) -> Accelerator:
-        """See `init_ray`."""
-        accelerator = self._ray.open(device=config.cluster.device, cpu_slots=config.cluster.cpu_slots)
-        self._cuda = accelerator.is_cuda
-        return accelerator
-
-    def disconnect(self) -> None:
-        """Ends the cluster where this run started it."""
-        self._ray.close()
 
     def reserve(self, config: MasterConfig, accelerator: Accelerator) -> Clusters:
         """Shared slots where generation is colocated, separate ones otherwise."""
+        self._cuda = accelerator.is_cuda
         cluster, colocated = config.cluster, config.policy.generation.colocated
         nodes, each = cluster.num_nodes, cluster.gpus_per_node
         replayed = config.grpo.rollout_replay is not None and not validates(config)
@@ -140,6 +134,9 @@ class OwnPlacement:
     def shard_record(self, record: Record) -> Record:
         """Generation tells all of it."""
         return record.bind("generation")
+
+    def generation_prepared(self, generation: VllmGeneration) -> None:
+        """Its engines start by themselves."""
 
     def training_accelerators(self) -> AbstractContextManager[object]:
         """They are the run's from the start."""

@@ -10,12 +10,15 @@ requests serves exactly that version.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerError
+from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import SyncStarted, VersionPublished
@@ -91,7 +94,7 @@ class Refitter:
         if self._asleep:
             self._generation.prepare_for_generation(tags=["weights"])
         if not current or rebuilt:
-            self._sync_living(version, timer, recompute_kv)
+            rebuilt += self._sync_living(version, timer, recompute_kv)
         if offload:
             self._policy.offload_after_refit()
         if self._asleep:
@@ -102,6 +105,38 @@ class Refitter:
             self._repair.begin()
         self._asleep = False
         self.version = version
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether `revive` can be of use: lost shards have slots of their own, and are built anew."""
+        return self._repair is not None and not self._colocated
+
+    def await_rebuild(self, rebuilds: bool) -> None:
+        """Whether requests wait where every shard is lost; whoever says so calls `revive` from time to time."""
+        if self.rebuilds:
+            self._generation.shards.await_rebuild(rebuilds)
+
+    def revive(self, version: int) -> None:
+        """Where every shard is lost, builds them anew and brings them `version`, the policy's; does nothing otherwise.
+
+        Raises:
+            GenerationError: None of them could be built.
+            WorkerError, TransportError: See `bring_to`.
+        """
+        if self.rebuilds and not self._generation.shards.healthy():
+            self.version = None
+            self.bring_to(version)
+
+    def _rebuild_all(self, repair: ShardRepair) -> list[int]:
+        """With no shard left, the run waits until at least one stands again."""
+        logger.warning("shards=all_lost rebuild=awaited")
+        deadline = time.monotonic() + _REBUILD_S
+        while repair.lost() and time.monotonic() < deadline:
+            repair.begin()
+            repair.finish(_REBUILD_S)
+            if back := repair.take_back():
+                return back
+        raise GenerationError("every shard of generation is lost, and none of them starts anew; the log says why")
 
     def _take_back(self) -> list[int]:
         """The shards that were built anew; they take part in this refit.
@@ -127,24 +162,32 @@ class Refitter:
             self._policy.prepare_for_lp_inference()
         return back
 
-    def _sync_living(self, version: int, timer: Timer | None, recompute_kv: bool) -> None:
-        """Syncs all shards; those that fail are quarantined and the others synced again, as long as some are left."""
+    def _sync_living(self, version: int, timer: Timer | None, recompute_kv: bool) -> list[int]:
+        """Syncs all shards; those that fail are quarantined and the others synced again, as long as some are left.
+        Where all are lost, the run waits until some are built anew; these.
+        """
+        rebuilt: list[int] = []
         while True:
+            if self._repair is not None and self.rebuilds and not self._generation.shards.healthy():
+                rebuilt += self._rebuild_all(self._repair)
             targets = self._generation.get_model_update_receiver(recompute_kv=recompute_kv)
             try:
-                return self._sync(targets, version, timer)
-            except WorkerError:
-                if not targets.culprits or len(targets.culprits) == len(targets.shards):
+                self._sync(targets, version, timer, recompute_kv)
+                return rebuilt
+            except (WorkerError, ShardStateError):
+                all_failed = len(targets.culprits) == len(targets.shards)
+                # Engines that the refit itself ends would be built for ever.
+                if not targets.culprits or (all_failed and not (self.rebuilds and targets.died and not rebuilt)):
                     raise
                 for shard, reason in targets.culprits.items():
                     self._generation.quarantine([shard], reason)
 
-    def _sync(self, targets: Any, version: int, timer: Timer | None) -> None:
+    def _sync(self, targets: Any, version: int, timer: Timer | None, recompute_kv: bool) -> None:
         # Engines of their own serve on while the windows arrive, where both copies of the weights fit.
         staged = not self._colocated and targets.staging_fits(sum(meta.nbytes for meta in self._policy.tensor_metas()))
         session = SyncSession(self._policy, targets, version=version, options=self._options, staged=staged)
         shards = targets.shards
-        self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport))
+        self._record.emit(SyncStarted(session.session_id, version, shards, self._options.transport, recompute_kv))
         # Until it is done, targets may hold some of the new weights: after a failure every version must be sent anew.
         self.version = report = None
         try:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane
 from nemo_rl.algorithms.grpo.placement import Placement
 from nemo_rl.algorithms.grpo.reward_watch import RewardWatch
 from nemo_rl.algorithms.run_state import RunState
 from nemo_rl.config import MasterConfig
+from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss.interfaces import LossFunction
+from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.backlog import Backlog
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -28,11 +30,16 @@ from nemo_rl.utils.progress import RunProgress
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from transformers import PreTrainedTokenizerBase
+
 
 class GRPOState(RunState):
     """Counters of a run, under the names that GRPO checkpoints use."""
 
-    def training_info(self) -> dict[str, Any]:
+    def training_info(self) -> dict[str, object]:
         """What a checkpoint carries."""
         reward = {"val_reward": self.val_metrics["accuracy"]} if "accuracy" in self.val_metrics else {}
         return self.totals() | {
@@ -89,16 +96,16 @@ class GRPORun:
     """
 
     config: MasterConfig
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     policy: Policy
-    generation: Any
+    generation: VllmGeneration | None
     control: ControlPlane
     rollouts: RolloutSource
     validation_rollouts: RolloutSource | None
-    store: ExperienceStore[Any]
+    store: ExperienceStore
     loss_fn: LossFunction
-    train_loader: Any
-    val_loader: Any
+    train_loader: Loader
+    val_loader: StatefulDataLoader[Batch] | None
     logger: Logger
     checkpointer: CheckpointManager
     state: GRPOState
@@ -107,7 +114,7 @@ class GRPORun:
     timeout: TimeoutChecker
     progress: RunProgress
     total_steps: int
-    environments: dict[str, Any]
+    environments: dict[str, ActorHandle[object]]
     placement: Placement
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount

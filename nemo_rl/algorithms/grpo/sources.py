@@ -7,12 +7,13 @@ once, or recorded as dropped, or held by the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.grpo.collect import collect_experience
 from nemo_rl.algorithms.grpo.stages import Experience
+from nemo_rl.data.loader import HasState
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.prompts import EpochPrompts
 
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
     from nemo_rl.experience.stream_collector import StreamCollector
     from nemo_rl.experience.trajectory_collector import TrajectoryCollector
-
-
-class HasState(Protocol):
-    """Something whose state goes into a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        ...
 
 
 class ExperienceSource(Protocol):
@@ -75,17 +68,19 @@ class ExperienceSource(Protocol):
         """Prompt groups that the current step needs, and how many of them are there."""
         ...
 
-    def refit_window(self) -> AbstractContextManager[bool]:
-        """The span in which generation takes new weights; yields whether running requests compute their keys and values
-        anew.
-        """
+    def recompute_kv(self) -> bool:
+        """Whether requests that run while generation takes new weights compute their keys and values anew."""
+        ...
+
+    def refit_window(self) -> AbstractContextManager[None]:
+        """The span in which generation takes new weights."""
         ...
 
     def loader(self) -> HasState:
         """Where the loader stands, for a checkpoint."""
         ...
 
-    def saved(self) -> Mapping[str, Any]:
+    def saved(self) -> Mapping[str, object]:
         """Further files of a checkpoint by name."""
         ...
 
@@ -101,7 +96,7 @@ class ExperienceSource(Protocol):
 class BatchSource(ExperienceSource, Protocol):
     """Gives whole steps."""
 
-    def next_experience(self) -> Experience[Any]:
+    def next_experience(self) -> Experience:
         """The scored and filtered batch of the current step.
 
         Raises:
@@ -145,7 +140,7 @@ class SynchronousSource:
     def published(self, version: int) -> None:
         """Generation waits for the step."""
 
-    def next_experience(self) -> Experience[Any]:
+    def next_experience(self) -> Experience:
         """Brings generation to the current weights and rolls out."""
         run = self._run
         run.progress.phase("generation")
@@ -154,7 +149,7 @@ class SynchronousSource:
         with run.control.demand(run.state.step, *self.waited_for()):
             return collect_experience(run, self._next_prompts)
 
-    def _next_prompts(self) -> BatchedDataDict[Any]:
+    def _next_prompts(self) -> BatchedDataDict:
         state = self._run.state
         try:
             return self._prompts.next()
@@ -177,24 +172,28 @@ class SynchronousSource:
             return True
         if data.use_multiple_dataloader or cfg.use_dynamic_sampling:
             return not data.use_multiple_dataloader and state.epoch >= cfg.max_num_epochs
-        in_last_epoch = state.epoch == cfg.max_num_epochs - 1
+        loader, in_last_epoch = self._run.train_loader, state.epoch == cfg.max_num_epochs - 1
         return state.epoch >= cfg.max_num_epochs or (
-            in_last_epoch and state.step_in_epoch >= len(self._run.train_loader)
+            in_last_epoch and isinstance(loader, Sized) and state.step_in_epoch >= len(loader)
         )
 
     def waited_for(self) -> tuple[int, int]:
         """A whole batch, none of it made yet."""
         return (0 if self.finished() else self._run.config.grpo.num_prompts_per_step), 0
 
-    def refit_window(self) -> AbstractContextManager[bool]:
+    def recompute_kv(self) -> bool:
+        """Cached prefixes are of the old weights too."""
+        return True
+
+    def refit_window(self) -> AbstractContextManager[None]:
         """No rollout runs between steps."""
-        return nullcontext(True)
+        return nullcontext()
 
     def loader(self) -> HasState:
         """Where the run's own stands, or stood before it was asked ahead."""
         return self._prompts.position()
 
-    def saved(self) -> Mapping[str, Any]:
+    def saved(self) -> Mapping[str, object]:
         """The loader is all there is."""
         return {}
 

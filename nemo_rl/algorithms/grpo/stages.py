@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -28,10 +29,10 @@ from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data_plane.schema import columns_of_others
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import ExperienceStore, Handle
+from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import masked_mean
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.interfaces import BatchHandle, ScoringPolicy
 from nemo_rl.utils.timer import Timer
 
 
@@ -137,7 +138,7 @@ def trained_tokens(columns: BatchedDataDict) -> StageOutput:
 
 
 @dataclass
-class Experience(Generic[Handle]):
+class Experience:
     """A batch on its way through the stages.
 
     Attributes:
@@ -148,13 +149,19 @@ class Experience(Generic[Handle]):
             groups.
     """
 
-    handle: Handle
-    rows: BatchedDataDict[Any]
+    handle: BatchHandle
+    rows: BatchedDataDict
     metrics: dict[str, Any] = field(default_factory=dict)
     group_names: Mapping[int, str] = field(default_factory=dict)
 
 
-def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
+def run_stage(experience: Experience, store: ExperienceStore, stage: TokenStage) -> dict[str, torch.Tensor]:
+    """Runs a token stage on the experience's tokens; its row scalars [B]."""
+    experience.handle, rows = store.apply(experience.handle, stage)
+    return rows
+
+
+def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
     """Scales and shapes rewards, then adds `group_id`, `baseline`, `std` and the processed rewards, in place."""
     components = {name: column for name, column in rows.items() if name.startswith(COMPONENT_PREFIX)}
     rewards_B = rows["total_reward"]
@@ -179,7 +186,7 @@ def score_rewards(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> None:
     )
 
 
-def filter_rows(rows: BatchedDataDict[Any], cfg: GRPOConfig) -> dict[str, float]:
+def filter_rows(rows: BatchedDataDict, cfg: GRPOConfig) -> dict[str, float]:
     """Overlong filtering, and of samples that the environment flagged, in place on `sample_mask`; metrics."""
     metrics: dict[str, float] = {}
     if cfg.overlong_filtering:
@@ -204,15 +211,15 @@ def needs_reference_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> 
 
 
 def compute_logprobs(
-    experience: Experience[Handle],
-    store: ExperienceStore[Handle],
-    policy: PolicyInterface,
+    experience: Experience,
+    store: ExperienceStore,
+    policy: ScoringPolicy,
     cfg: GRPOConfig,
     loss_cfg: ClippedPGLossConfig,
     timer: Timer,
 ) -> None:
     """Adds the columns `prev_logprobs` and `reference_policy_logprobs`, as far as they are read; both with one call."""
-    handle: Any = experience.handle
+    handle = experience.handle
     previous, reference = needs_previous_logprobs(cfg, loss_cfg), needs_reference_logprobs(cfg, loss_cfg)
     if not previous and not reference:
         return
@@ -226,8 +233,8 @@ def compute_logprobs(
 
 
 def mask_and_weigh(
-    experience: Experience[Handle],
-    store: ExperienceStore[Handle],
+    experience: Experience,
+    store: ExperienceStore,
     cfg: GRPOConfig,
     loss_cfg: ClippedPGLossConfig,
     global_batch_size: int,
@@ -238,7 +245,7 @@ def mask_and_weigh(
     """
     rows = experience.rows
     if needs_previous_logprobs(cfg, loss_cfg):
-        error_B = store.apply(experience.handle, sequence_error_stage())["seq_mult_prob_error"]
+        error_B = run_stage(experience, store, sequence_error_stage())["seq_mult_prob_error"]
         rows["sample_mask"], metrics = mask_by_sequence_error(
             error_B, rows["sample_mask"], rows["reward"], cfg.seq_logprob_error_threshold
         )
@@ -252,14 +259,14 @@ def mask_and_weigh(
         "sample_index": torch.arange(first_row, first_row + rows.size),
     }
     columns |= positive_example_columns(
-        lambda stage: store.apply(experience.handle, stage),
+        partial(run_stage, experience, store),
         rows["reward"],
         rows["sample_mask"],
         loss_cfg,
         global_batch_size,
     )
     experience.handle = store.update(experience.handle, columns)
-    experience.metrics.update(compute_advantages(lambda stage: store.apply(experience.handle, stage), cfg, loss_cfg))
+    experience.metrics.update(compute_advantages(partial(run_stage, experience, store), cfg, loss_cfg))
 
 
 def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
@@ -283,8 +290,8 @@ def train_columns(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> list[str]:
 
 
 def columns_to_train(
-    experience: Experience[Handle], store: ExperienceStore[Handle], cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig
-) -> Any:
+    experience: Experience, store: ExperienceStore, cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig
+) -> BatchHandle:
     """The batch with the columns that training reads, and those that no stage knows."""
     columns = [*train_columns(cfg, loss_cfg), *columns_of_others(store.columns(experience.handle))]
     return store.select_columns(experience.handle, columns)
@@ -295,7 +302,7 @@ StalenessPolicy = Literal["importance", "mask", "drop"]
 loss, its older tokens masked, or dropped."""
 
 
-def newest_tokens_only(columns: BatchedDataDict[Any]) -> StageOutput:
+def newest_tokens_only(columns: BatchedDataDict) -> StageOutput:
     """Masks tokens of versions older than their row's newest; `masked_tokens` per row."""
     mask_BS, versions_BS = columns["token_mask"], columns["token_versions"]
     trained_BS = mask_BS != 0
@@ -306,9 +313,7 @@ def newest_tokens_only(columns: BatchedDataDict[Any]) -> StageOutput:
     )
 
 
-def apply_staleness_policy(
-    experience: Experience[Any], store: ExperienceStore[Any], rule: StalenessPolicy, step: int
-) -> None:
+def apply_staleness_policy(experience: Experience, store: ExperienceStore, rule: StalenessPolicy, step: int) -> None:
     """Applies the rule to a step's batch, in place, and adds its metrics.
 
     Args:
@@ -332,8 +337,8 @@ def apply_staleness_policy(
         rows["sample_mask"] = rows["sample_mask"] * (~mixed_B).to(rows["sample_mask"].dtype)
         experience.metrics["dropped_share"] = float(mixed_B.double().mean())
     elif rule == "mask" and bool(mixed_B.any()):
-        masked_B = store.apply(
-            experience.handle, TokenStage(newest_tokens_only, ("token_mask", "token_versions"), ("token_mask",))
+        masked_B = run_stage(
+            experience, store, TokenStage(newest_tokens_only, ("token_mask", "token_versions"), ("token_mask",))
         )["masked_tokens"]
         experience.metrics["dropped_share"] = float(masked_B.sum() / rows["generated_lengths"].sum().clamp(min=1))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.grpo.collect import group_id
 from nemo_rl.algorithms.grpo.run import GRPORun
@@ -17,6 +17,9 @@ from nemo_rl.algorithms.grpo.stages import Experience
 from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
 from nemo_rl.utils.checkpoint_retention import UnknownMetric, ranking_metric
 from nemo_rl.utils.record_events import GroupTrained, StepFinished
+
+if TYPE_CHECKING:
+    from nemo_rl.data.loader import HasState
 
 
 @dataclass
@@ -60,8 +63,8 @@ def save_checkpoint(
     train_metrics: Mapping[str, float],
     val_metrics: Mapping[str, float] | None,
     *,
-    loader: Any,
-    also: Mapping[str, Any],
+    loader: HasState,
+    also: Mapping[str, object],
 ) -> None:
     """Snapshots the run after a completed step; files are finished in the background.
 
@@ -81,7 +84,7 @@ def save_checkpoint(
     begin_checkpoint(run.checkpointer, run.policy, loader, run.state.step, info, run.config, also)
 
 
-def complete_step(run: GRPORun, experience: Experience[Any]) -> None:
+def complete_step(run: GRPORun, experience: Experience) -> None:
     """Counts and records the step whose weights were just made."""
     state, rows = run.state, experience.rows
     trained = sorted(set(rows["prompt_number"].tolist()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -114,7 +114,7 @@ class StreamingSource(AheadSource[StreamCollector]):
         """The span in which the current step waits for its groups and trains on them."""
         return self._run.control.demand(self._run.state.step, *self.waited_for())
 
-    def next_part(self, report: ReportProgress) -> Experience[Any] | None:
+    def next_part(self, report: ReportProgress) -> Experience | None:
         """The next groups of the current step, scored and filtered, as many as are worth a pass; None once it has all
         that it gets, each once.
 
@@ -147,7 +147,7 @@ class StreamingSource(AheadSource[StreamCollector]):
         tokens = sum(float(group.rows["total_lengths"].sum()) for group in groups)
         return tokens >= packing.train_mb_tokens * data_parallel_size(self._run.config)
 
-    def _experience(self, groups: Sequence[BufferedGroup]) -> Experience[Any]:
+    def _experience(self, groups: Sequence[BufferedGroup]) -> Experience:
         store, numbers = self._run.store, self.collector.numbers()
         for group in groups:
             group.rows["prompt_number"] = torch.full_like(group.rows["prompt_number"], numbers[group.key])
@@ -168,11 +168,15 @@ class StreamingSource(AheadSource[StreamCollector]):
             "streaming/dispatch_loop_lag_s": lag_s,
         }
 
-    def refit_window(self) -> AbstractContextManager[bool]:
-        """Weights are replaced below running requests."""
-        return nullcontext(self._cfg.recompute_kv_cache_after_weight_updates)
+    def recompute_kv(self) -> bool:
+        """As configured."""
+        return self._cfg.recompute_kv_cache_after_weight_updates
 
-    def saved(self) -> Mapping[str, Any]:
+    def refit_window(self) -> AbstractContextManager[None]:
+        """Weights are replaced below running requests."""
+        return nullcontext()
+
+    def saved(self) -> Mapping[str, object]:
         """Which prompts are drawn and not trained, and their finished groups."""
         draws = [[draw.batch, draw.rows, [list(row) for row in draw.open]] for draw in self.collector.draws()]
         return {
@@ -239,7 +243,7 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
         StopIteration: The prompts are used up.
         NonFiniteStepError, WorkerError, CollectorError: The weights are those of the step before.
     """
-    parts: list[Experience[Any]] = []
+    parts: list[Experience] = []
     try:
         with source.demand() as report:
             while (part := source.next_part(report)) is not None:
@@ -259,7 +263,7 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
     return Trained(whole, metrics, result)
 
 
-def _train_on_part(run: GRPORun, parts: list[Experience[Any]], part: Experience[Any]) -> None:
+def _train_on_part(run: GRPORun, parts: list[Experience], part: Experience) -> None:
     """Gradients of some groups of a step; the first of them opens it."""
     if not parts:
         run.control.lend_training(run.state.step)
@@ -276,7 +280,7 @@ def _train_on_part(run: GRPORun, parts: list[Experience[Any]], part: Experience[
         run.policy.train_microbatches(data, timer=run.timer)
 
 
-def _joined(run: GRPORun, parts: Sequence[Experience[Any]]) -> Experience[Any]:
+def _joined(run: GRPORun, parts: Sequence[Experience]) -> Experience:
     """All parts of a step as one, for its metrics and its samples."""
     if len(parts) == 1:
         return parts[0]
@@ -285,9 +289,9 @@ def _joined(run: GRPORun, parts: Sequence[Experience[Any]]) -> Experience[Any]:
     return Experience(run.store.concat([part.handle for part in parts]), rows, _joined_metrics(parts), names)
 
 
-def _joined_metrics(parts: Sequence[Experience[Any]]) -> dict[str, Any]:
+def _joined_metrics(parts: Sequence[Experience]) -> dict[str, object]:
     """Lists joined, extremes of extremes, sums of counts, and means by rows."""
-    joined: dict[str, Any] = {}
+    joined: dict[str, object] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         found = [(part.metrics[name], part.rows.size) for part in parts if name in part.metrics]
         values = [value for value, _ in found]

@@ -47,12 +47,12 @@ class Trained:
         result: What training returned.
     """
 
-    experience: Experience[Any]
+    experience: Experience
     metrics: dict[str, Any]
     result: TrainResult
 
 
-def train_on_batch(run: GRPORun, experience: Experience[Any], meanwhile: Callable[[], None]) -> Trained:
+def train_on_batch(run: GRPORun, experience: Experience, meanwhile: Callable[[], None]) -> Trained:
     """Trains on the experience of the current step; the weights are then those of version `state.step + 1`.
 
     Args:
@@ -69,7 +69,7 @@ def train_on_batch(run: GRPORun, experience: Experience[Any], meanwhile: Callabl
     return Trained(experience, step_metrics(run, experience, result), result)
 
 
-def score(run: GRPORun, experience: Experience[Any], *, step_open: bool = False) -> None:
+def score(run: GRPORun, experience: Experience, *, step_open: bool = False) -> None:
     """Log-probabilities of the experience, as far as anything reads them. Group-local.
 
     Args:
@@ -86,7 +86,7 @@ def score(run: GRPORun, experience: Experience[Any], *, step_open: bool = False)
         compute_logprobs(experience, run.store, run.policy, cfg, loss_cfg, timer)
 
 
-def weigh(run: GRPORun, experience: Experience[Any], *, first_row: int = 0) -> None:
+def weigh(run: GRPORun, experience: Experience, *, first_row: int = 0) -> None:
     """Masks and advantages. Group-local, unless `stages.whole_batch_stages` names one of them.
 
     Args:
@@ -99,7 +99,7 @@ def weigh(run: GRPORun, experience: Experience[Any], *, first_row: int = 0) -> N
         mask_and_weigh(experience, run.store, run.config.grpo, run.config.loss_fn, global_batch_size, first_row)
 
 
-def optimise(run: GRPORun, experience: Experience[Any], meanwhile: Callable[[], None]) -> TrainResult:
+def optimise(run: GRPORun, experience: Experience, meanwhile: Callable[[], None]) -> TrainResult:
     """The optimizer's steps on weighed experience; columns that no stage knows go along, for the model and for losses
     of users.
     """

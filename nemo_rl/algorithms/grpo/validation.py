@@ -6,10 +6,12 @@ least one, run, each drawn with the same seeds at every validation.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,10 +23,15 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import environment_metrics
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.experience.stage import TokenStage
 from nemo_rl.utils.logger import print_message_log_samples
+from nemo_rl.utils.record_events import Validated
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.interfaces import BatchHandle
 
 
 def batch_size(grpo: GRPOConfig, prompts: int) -> int:
@@ -66,7 +73,8 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
         EnvironmentFailure: An environment cannot say what it measured.
     """
     cfg = run.config.grpo
-    if run.val_loader is None or run.validation_rollouts is None:
+    loader, source = run.val_loader, run.validation_rollouts
+    if loader is None or source is None:
         raise ValueError(
             "validation needs data.validation (or data.train.split_validation_size); set it, or switch "
             "val_period, val_at_start and val_at_end off"
@@ -75,9 +83,12 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     with run.timer.time("total_validation_time"):
         run.control.serve(run.state.step)
         size = cfg.val_batch_size or cfg.max_val_samples or 1
-        groups = batches_to_run(cfg, len(run.val_loader)) * size
+        groups = batches_to_run(cfg, len(loader)) * size
+        began = time.monotonic()
         with run.control.demand(run.state.step, groups, 0, "validation"):
-            done = _roll_out_all(run, step)
+            batches = islice(loader, batches_to_run(cfg, len(loader)))
+            done = _roll_out_all(run, source, list(batches), step)
+        run.record.emit(Validated(run.state.step, len(done.rewards), time.monotonic() - began))
     metrics = validation_metrics(
         done.rewards,
         done.lengths,
@@ -123,14 +134,13 @@ def _measured_by_environments(run: GRPORun, done: _Validated) -> dict[str, float
     return found
 
 
-def _roll_out_all(run: GRPORun, step: int) -> _Validated:
+def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[BatchedDataDict], step: int) -> _Validated:
     cfg = run.config.grpo
-    rows: list[BatchedDataDict[Any]] = []
+    rows: list[BatchedDataDict] = []
     tasks: list[str] = []
     texts: list[str] = []
-    for index, prompts in enumerate(_batches(run)):
+    for index, prompts in enumerate(batches):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
-        source: Any = run.validation_rollouts
         columns = source.roll_out(batch, validation_plan(run, index), 0).columns
         rows.append(columns.rows)
         tasks += batch["task_name"]
@@ -146,13 +156,9 @@ def _roll_out_all(run: GRPORun, step: int) -> _Validated:
     return _Validated(joined["total_reward"], joined["generated_lengths"], components, tasks, texts)
 
 
-def _write_samples(run: GRPORun, handle: Any, stage: TokenStage) -> None:
+def _write_samples(run: GRPORun, handle: BatchHandle, stage: TokenStage) -> None:
     try:
         with run.sample_files.best_effort():
             run.store.apply(handle, stage)
     finally:
         run.store.clear(handle)
-
-
-def _batches(run: GRPORun) -> list[Any]:
-    return list(islice(run.val_loader, batches_to_run(run.config.grpo, len(run.val_loader))))

@@ -55,7 +55,7 @@ def sft_train(run: SFTRun) -> None:
         name_latest(run.checkpointer)
 
 
-def _batches(run: SFTRun) -> Iterator[BatchedDataDict[Any]]:
+def _batches(run: SFTRun) -> Iterator[BatchedDataDict]:
     """Training batches until steps or epochs are used up, the first one where the checkpoint left off."""
     while not _finished(run):
         for batch in run.train_loader:
@@ -72,7 +72,7 @@ def _finished(run: SFTRun) -> bool:
     return state.step >= cfg.max_num_steps or state.epoch >= cfg.max_num_epochs or last_epoch_done
 
 
-def _step(run: SFTRun, batch: BatchedDataDict[Any]) -> dict[str, Any]:
+def _step(run: SFTRun, batch: BatchedDataDict) -> dict[str, Any]:
     run.progress.phase("training")
     with run.timer.time("policy_training"):
         result = run.policy.train(batch, run.loss_fn, timer=run.timer)
@@ -92,7 +92,7 @@ def validate(run: SFTRun) -> dict[str, float]:
     run.progress.phase("validation")
     total, tokens = 0.0, 0.0
     with run.timer.time("total_validation_time"):
-        for index, batch in enumerate(run.val_loader):
+        for index, batch in enumerate(run.val_loader or ()):
             if 0 < cfg.val_batches <= index:
                 break
             whole = _filled(batch, cfg.val_global_batch_size)
@@ -113,7 +113,7 @@ def validate(run: SFTRun) -> dict[str, float]:
     return run.state.val_metrics
 
 
-def _filled(batch: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
+def _filled(batch: BatchedDataDict, rows: int) -> BatchedDataDict:
     """The batch with copies of its first row, masked out, until it has `rows` rows: the last batch is counted too, and
     divides over ranks.
     """
@@ -130,14 +130,14 @@ def _validation_due(run: SFTRun) -> bool:
     return (cfg.val_at_end and _finished(run)) or (cfg.val_period > 0 and run.state.step % cfg.val_period == 0)
 
 
-def _save(run: SFTRun, metrics: dict[str, Any], val_metrics: dict[str, float] | None) -> None:
+def _save(run: SFTRun, metrics: dict[str, object], val_metrics: dict[str, float] | None) -> None:
     info = run.state.training_info() | ranking_metric(
         run.config.checkpointing, run.state.step, train=metrics, val=val_metrics
     )
     begin_checkpoint(run.checkpointer, run.policy, run.train_loader, run.state.step, info, run.config)
 
 
-def _log_step(run: SFTRun, batch: BatchedDataDict[Any], metrics: dict[str, Any]) -> None:
+def _log_step(run: SFTRun, batch: BatchedDataDict, metrics: dict[str, Any]) -> None:
     step, tokens = run.state.step, float(batch["input_lengths"].sum())
     run.logger.log_metrics(metrics, step, prefix="train")
     seconds = {name: sum(run.timer.elapsed(name)) for name in run.timer.get_timing_metrics("sum")}

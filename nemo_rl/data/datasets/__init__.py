@@ -1,20 +1,19 @@
 """Datasets. Names are loaded when they are first used."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from nemo_rl.lazy import names_in
 
 if TYPE_CHECKING:
-    from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
-    from nemo_rl.data.datasets.raw import RawDataset
-    from nemo_rl.data.datasets.registry import load_response_dataset
+    from nemo_rl.data.datasets.processed import AllTaskProcessedDataset as AllTaskProcessedDataset
+    from nemo_rl.data.datasets.raw import RawDataset as RawDataset
+    from nemo_rl.data.datasets.registry import load_response_dataset as load_response_dataset
 
-__all__ = ["AllTaskProcessedDataset", "RawDataset", "load_response_dataset"]
-_HOME = {"AllTaskProcessedDataset": "processed", "RawDataset": "raw", "load_response_dataset": "registry"}
+_HOMES = {
+    "AllTaskProcessedDataset": "nemo_rl.data.datasets.processed",
+    "RawDataset": "nemo_rl.data.datasets.raw",
+    "load_response_dataset": "nemo_rl.data.datasets.registry",
+}
+__all__ = list(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = names_in(__name__, _HOMES)

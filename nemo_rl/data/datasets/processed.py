@@ -6,10 +6,13 @@ Knows which processor belongs to which task; the processors know the rest. Invar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.data.errors import DataError
 from nemo_rl.data.interfaces import DatumSpec, TaskDataProcessFnCallable, TaskDataSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TaskProcessors = Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 
@@ -29,7 +32,7 @@ class AllTaskProcessedDataset:
     def __init__(
         self,
         dataset: Any,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         default_task_data_spec: TaskDataSpec,
         task_data_processors: TaskProcessors | TaskDataProcessFnCallable,
         max_seq_length: int,

@@ -33,11 +33,11 @@ class RawDataset:
     """
 
     dataset: Any
-    val_dataset: Any = None
+    val_dataset: object = None
     task_name: str
     task_spec: TaskDataSpec
     processor: TaskDataProcessFnCallable
-    preprocessor: Any = None
+    preprocessor: object = None
 
     def set_task_spec(self, config: DatasetConfig) -> None:
         """Reads the prompt files of the dataset's entry."""

@@ -106,5 +106,5 @@ def _generator(task: str, settings: str, seed: int, size: int) -> Any:
 
 
 @functools.lru_cache(maxsize=65536)
-def _entry(reference: ProblemReference) -> dict[str, Any]:
+def _entry(reference: ProblemReference) -> dict[str, object]:
     return _generator(reference.task, reference.settings, reference.seed, reference.size)[reference.index]

@@ -7,7 +7,6 @@ tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.config.data_rules import UNBUILT_DATASETS
@@ -28,7 +27,7 @@ _GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
 
 
 def load_response_dataset(
-    config: DatasetConfig | Mapping[str, Any], key: str = "data.train", task_name: str | None = None
+    config: DatasetConfig | Mapping[str, object], key: str = "data.train", task_name: str | None = None
 ) -> RawDataset:
     """Loads a dataset, with its prompt, processor and validation split.
 
@@ -69,7 +68,7 @@ def _load(config: DatasetConfig, key: str, task_name: str) -> RawDataset:
 
 def _users_class(config: DatasetConfig, key: str) -> RawDataset:
     factory = import_dotted(config.dataset_name, f"{key}.dataset_name")
-    settings: dict[str, Any] = config.to_dict()
+    settings: dict[str, object] = config.to_dict()
     dataset = factory(**settings)
     for attribute in ("dataset", "task_name"):
         if not hasattr(dataset, attribute):

@@ -24,7 +24,7 @@ class MemoryStorage:
     def __init__(self, capacity: int = 1_000_000) -> None:
         self._capacity = capacity
         self._blocks: dict[str, dict[str, dict[str, bytes]]] = {}
-        self._tags: dict[str, dict[str, dict[str, Any]]] = {}
+        self._tags: dict[str, dict[str, dict[str, object]]] = {}
         self._lock = threading.Lock()
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Located:

@@ -135,7 +135,7 @@ def segment_sizes(cfg: DataPlaneConfig, host_bytes: int) -> tuple[int, int]:
     return segment, buffer
 
 
-def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, Any]:
+def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, object]:
     """Starts a master on free ports of this host.
 
     Args:

@@ -12,12 +12,15 @@ import logging
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, start_master
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
 from nemo_rl.data_plane.errors import DataPlaneError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         try:
             config = _configuration(cfg, overlay)
             # All processes start at the same time.
-            units: dict[str, Any] = {} if mooncake else _start_units(cfg, config, name, undo)
+            units: dict[str, ActorHandle[object]] = {} if mooncake else _start_units(cfg, config, name, undo)
             config.controller.zmq_info = ray.get(controller.get_zmq_server_info.remote(), timeout=_START_TIMEOUT_S)
             if units:
                 infos = ray.get(
@@ -92,13 +95,13 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake), undo.pop_all(), endpoint)
 
 
-def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any]) -> Any:
+def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> Any:
     from importlib import resources
 
     from omegaconf import OmegaConf
 
     with resources.as_file(resources.files("transfer_queue") / "config.yaml") as path:
-        defaults: Any = OmegaConf.load(path)
+        defaults: object = OmegaConf.load(path)
     config: Any = OmegaConf.merge(OmegaConf.create({}, flags={"allow_objects": True}), defaults)
     config.controller.polling_mode = True
     config.backend.storage_backend = "MooncakeStore" if cfg.backend == "mooncake_cpu" else "SimpleStorage"
@@ -109,14 +112,14 @@ def _configuration(cfg: DataPlaneConfig, overlay: dict[str, Any]) -> Any:
     return config
 
 
-def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) -> dict[str, Any]:
+def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) -> dict[str, ActorHandle[object]]:
     """Storage actors by name, spread over the nodes."""
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
     plain = dict(config.backend.SimpleStorage)
     unit_class: Any = SimpleStorageUnit
-    units: dict[str, Any] = {}
+    units: dict[str, ActorHandle[object]] = {}
     for rank, strategy in enumerate(get_node_round_robin_scheduling_strategies(cfg.num_storage_units)):
         actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(
             config=plain
@@ -138,7 +141,7 @@ def _start_metrics(cfg: DataPlaneConfig, controller: Any, config: Any) -> str:
     return str(endpoint)
 
 
-def _kill(actor: Any) -> None:
+def _kill(actor: ActorHandle[object]) -> None:
     import ray
 
     if ray.is_initialized():

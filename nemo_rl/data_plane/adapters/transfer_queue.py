@@ -129,7 +129,9 @@ class TransferQueueStorage:
         present = self.list(partition_id)
         return [identity for identity in ids if identity not in present]
 
-    def put(self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, Any]] | None) -> None:
+    def put(
+        self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, object]] | None
+    ) -> None:
         """See `Storage`."""
         what = f"writing {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         try:
@@ -207,7 +209,7 @@ class TransferQueueStorage:
         self._client.close()
         self._loop.close()
 
-    def _run(self, what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def _run(self, what: str, make: Callable[[], Coroutine[object, object, T]]) -> T:
         """Runs a call to its end, or to the deadline, or until a part of the data plane is found dead."""
         if not self._open:
             raise DataPlaneClosedError(f"{what}: the client is closed")
@@ -262,7 +264,7 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class _Rows(dict[str, Any]):
+class _Rows(dict[str, object]):
     """A batch as TransferQueue's managers read one: columns by name, and its size."""
 
     batch_size: tuple[int, ...] = (0,)

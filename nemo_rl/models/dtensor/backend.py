@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
-from nemo_rl.distributed.devices import CPU, CUDA, release_cached_memory
+from nemo_rl.distributed.accelerators import CPU, CUDA
+from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.dtensor.checkpoint import CheckpointWriter, load_optimizer
 from nemo_rl.models.dtensor.export import adapter_metas, full_weights, sent_adapters, tensor_metas
@@ -44,6 +45,9 @@ from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.weight_sync.layout import TensorMeta
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> DTensorBackend:
@@ -156,7 +160,7 @@ class DTensorBackend:
         return self.mesh.sizes
 
     @property
-    def model_config(self) -> Any:
+    def model_config(self) -> PretrainedConfig:
         """See `Backend`."""
         return self.scorer.lm.config
 
@@ -183,7 +187,7 @@ class DTensorBackend:
         self.scorer.synchronize_gradients(not self._defers)
 
     def forward_backward(
-        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         """See `StepBackend`."""
         # Every time: log-probabilities may have been computed since the last chunk.
@@ -200,7 +204,7 @@ class DTensorBackend:
             self._idle_backward()
         return results
 
-    def _loss(self, data: Mapping[str, Any], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
+    def _loss(self, data: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
         logits = wants_logits(loss_fn)
         batch = pack(data, self.device, multiple=self.scorer.row_multiple(), trained_only=not logits)
         output = self.scorer(batch, self.transform, logits=logits)
@@ -210,7 +214,7 @@ class DTensorBackend:
         scores: TokenScores = self.scorer(self._packed(idle_microbatch()), self.transform)
         (scores.unfiltered_T.sum() * 0.0).backward()
 
-    def _packed(self, data: Mapping[str, Any]) -> PackedBatch:
+    def _packed(self, data: Mapping[str, torch.Tensor]) -> PackedBatch:
         return pack(data, self.device, multiple=self.scorer.row_multiple())
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
@@ -285,7 +289,7 @@ class DTensorBackend:
 
     @torch.no_grad()
     def evaluate(
-        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         """See `Backend`."""
         self.scorer.eval()
@@ -294,7 +298,9 @@ class DTensorBackend:
         return results
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[Mapping[str, Any]], *, filtered: bool, idle: int) -> list[torch.Tensor]:
+    def logprobs(
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], *, filtered: bool, idle: int
+    ) -> list[torch.Tensor]:
         """See `Backend`."""
         self.scorer.eval()
         transform = self.transform if filtered else self.transform.unfiltered()
@@ -307,7 +313,7 @@ class DTensorBackend:
 
     @torch.no_grad()
     def topk_logits(
-        self, microbatches: Sequence[Mapping[str, Any]], k: int, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], k: int, *, idle: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """See `Backend`."""
         self.scorer.eval()

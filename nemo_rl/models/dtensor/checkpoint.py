@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, host_copy, 
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 from nemo_rl.models.policy.optimizer import advance_scheduler
 from nemo_rl.utils.adapters import AdapterInfo, write_adapter
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SCHEDULE_FILE = "schedule.json"
 
@@ -78,12 +81,12 @@ class CheckpointWriter(BackgroundWriter):
                 json.dump(schedule, file)
 
 
-def _write_adapter(config: Any, path: str, info: AdapterInfo, state: dict[str, torch.Tensor]) -> None:
+def _write_adapter(config: PretrainedConfig, path: str, info: AdapterInfo, state: dict[str, torch.Tensor]) -> None:
     write_adapter(path, info, state)
     config.save_pretrained(path)
 
 
-def _named_state(scorer: CausalLMScorer, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def _named_state(scorer: CausalLMScorer, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
     return {
         hf_name(name): dict(optimizer.state[parameter])
         for name, parameter in scorer.named_parameters()

@@ -6,7 +6,7 @@ kind of slot is known.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor import kernels
@@ -14,8 +14,11 @@ from nemo_rl.models.dtensor.lora import chosen_layers
 from nemo_rl.models.policy.model_config import check_divisible, check_experts
 from nemo_rl.models.policy.optimizer import check_names
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def check_policy(cfg: PolicyConfig, model: Any) -> None:
+
+def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     """See `BackendSpec.check`."""
     check_divisible(model, cfg.dtensor_cfg.tensor_parallel_size, "policy.dtensor_cfg.tensor_parallel_size")
     check_experts(model, cfg.dtensor_cfg)
@@ -25,7 +28,7 @@ def check_policy(cfg: PolicyConfig, model: Any) -> None:
         _check_adapters(cfg, model)
 
 
-def _check_adapters(cfg: PolicyConfig, model: Any) -> None:
+def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 

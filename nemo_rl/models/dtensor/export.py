@@ -1,21 +1,60 @@
-"""The collective export of full weights in the engine's precision, tensor by tensor.
+"""The collective export of full weights, tensor by tensor, in the engine's precision and under the names of files.
 
-Every rank iterates; each gets every full tensor for as long as it holds it. Names are those of Hugging Face's files.
-Knows neither transports nor engines. Invariant: names, shapes and order are those of `tensor_metas`.
+Every rank iterates; each gets every full tensor for as long as it holds it. transformers 5 stacks the experts of a
+layer, and renames, when it loads a file; engines and other readers expect what files hold. Knows neither transports nor
+engines. Invariants: names, shapes and order are those of `tensor_metas`; what is written here loads like the file that
+the model came from; a model without conversions keeps every name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.dtensor.disk_names import hf_name, on_disk
 from nemo_rl.models.dtensor.lora import AdaptedLinear, is_factor, merged_weight
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PREFIX = "lm."
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def hf_name(name: str) -> str:
+    """A parameter's name in the Hugging Face model in memory."""
+    return name.removeprefix(PREFIX).replace(_CHECKPOINT_WRAPPER, "")
+
+
+def remember_disk_names(model: Any) -> None:
+    """Finds the model's conversions once and leaves them where transformers itself keeps those of a model it has
+    read.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+    except ImportError:
+        # Before version 5 the names in memory are those of the files.
+        model._weight_conversions = None
+        return
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # Whether the file had the prefix cannot be known of a model that was built from its configuration.
+    model._weight_conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+
+
+def on_disk(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One parameter as the files have it: itself, or its parts under their names. Works on tensors without storage
+    too.
+    """
+    if not model._weight_conversions:
+        return {name: tensor}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, {name: tensor})
 
 
 def tensor_metas(scorer: CausalLMScorer, dtype: torch.dtype) -> list[TensorMeta]:

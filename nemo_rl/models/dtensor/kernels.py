@@ -10,10 +10,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.config import DTensorConfig
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LIGER = "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel"
 _ATTENTION = "policy.dtensor_cfg.automodel_kwargs.backend.attn"
@@ -55,7 +58,7 @@ def check_device(cfg: DTensorConfig, *, cuda: bool) -> None:
         )
 
 
-def apply_liger(model: Any, *, keep_experts: bool) -> None:
+def apply_liger(model: PreTrainedModel, *, keep_experts: bool) -> None:
     """Replaces the model's norms, feed-forwards and rotary embeddings by Liger's, in place.
 
     Args:

@@ -8,15 +8,15 @@ configuration says so.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nemo_rl.config import LoraConfig, PolicyConfig
-from nemo_rl.models.dtensor.disk_names import PREFIX, remember_disk_names
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
+from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
 from nemo_rl.models.dtensor.kernels import apply_liger, check_device
 from nemo_rl.models.dtensor.lora import apply_adapters, first_factors
 from nemo_rl.models.dtensor.mesh import ParallelMesh
@@ -36,6 +36,9 @@ from nemo_rl.models.policy.model_config import (
     number_of_experts,
 )
 from nemo_rl.utils.adapters import AdapterError, is_adapter, read_adapter
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | None = None) -> CausalLMScorer:
@@ -65,7 +68,9 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     state: dict[str, torch.Tensor] = {}
     if mesh.rank == 0:
         state = _read_weights(cfg.model_name if lora.enabled else source, config, cfg.trust_remote_code)
-    kernels: dict[str, Any] = {"attn_implementation": attention.register(cfg.dtensor_cfg.automodel_kwargs.backend.attn)}
+    kernels: dict[str, object] = {
+        "attn_implementation": attention.register(cfg.dtensor_cfg.automodel_kwargs.backend.attn)
+    }
     if cfg.dtensor_cfg.automodel_kwargs.backend.experts != "torch" and number_of_experts(config):
         kernels["experts_implementation"] = cfg.dtensor_cfg.automodel_kwargs.backend.experts
     with init_empty_weights(include_buffers=False):
@@ -73,6 +78,8 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
             config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels
         )
     model.tie_weights()
+    # Padding never reaches the loss here; where its id was drawn as a token, the token has a gradient like any other.
+    model.get_input_embeddings().padding_idx = None
     if cfg.dtensor_cfg.automodel_kwargs.use_liger_kernel:
         apply_liger(model, keep_experts=mesh.ep_mesh is not None)
     remember_disk_names(model)
@@ -116,7 +123,9 @@ def _read_adapter(path: str, cfg: PolicyConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _factors(model: Any, lora: LoraConfig, adapter: dict[str, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+def _factors(
+    model: PreTrainedModel, lora: LoraConfig, adapter: dict[str, torch.Tensor], path: str
+) -> dict[str, torch.Tensor]:
     first = first_factors(model, lora)
     if adapter and adapter.keys() != first.keys():
         different = sorted(adapter.keys() ^ first.keys())
@@ -126,7 +135,7 @@ def _factors(model: Any, lora: LoraConfig, adapter: dict[str, torch.Tensor], pat
     return adapter or first
 
 
-def _read_weights(source: str, config: Any, trust_remote_code: bool) -> dict[str, torch.Tensor]:
+def _read_weights(source: str, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     try:

@@ -114,11 +114,6 @@ def merged_weight(weight: torch.Tensor, module: AdaptedLinear, device: torch.dev
     return whole.float() + module.scale * (up.float() @ down.float())
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether the model has adapters."""
-    return any(isinstance(module, AdaptedLinear) for module in model.modules())
-
-
 @contextmanager
 def base_model(model: nn.Module) -> Iterator[None]:
     """The model computes without its adapters inside the block."""

@@ -8,15 +8,14 @@ their own over the same ranks, in which dp_shard x cp is cut into expert_shard x
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.communicators import Communicators
-from nemo_rl.distributed.devices import Accelerator
 
 COLLECTIVE_TIMEOUT_S = 900.0
 
@@ -48,14 +47,8 @@ class ParallelMesh:
         self.sizes = sizes
         self.dp_replicate = dp_replicate
         self.device = accelerator.torch_device()
-        if accelerator.is_cuda:
-            torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
-            dist.init_process_group(accelerator.process_group_backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self.rank = int(os.environ["RANK"])
-        self.communicators = Communicators(
-            accelerator.process_group_backend, COLLECTIVE_TIMEOUT_S, dist.new_group(backend="gloo")
-        )
+        self.communicators = Communicators.of_ranks(accelerator, COLLECTIVE_TIMEOUT_S)
         shape = (dp_replicate, sizes.dp // dp_replicate, sizes.cp, sizes.tp)
         self.mesh = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
         self.shard_mesh = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.model_config import UnsupportedModelError, check_divisible
+
+if TYPE_CHECKING:
+    pass
 
 # Norms inside attention work on this rank's heads only, so their gradients are parts of a sum over tensor-parallel
 # ranks.
@@ -111,7 +114,7 @@ def apply_tensor_parallel(model: Any, mesh: ParallelMesh, cfg: DTensorConfig) ->
         parallelize_module(model, mesh.tp_mesh, {"lm_head": ColwiseParallel(output_layouts=Shard(-1))})
 
 
-def _plan(model: Any, cfg: DTensorConfig) -> dict[str, ParallelStyle]:
+def _plan(model: object, cfg: DTensorConfig) -> dict[str, ParallelStyle]:
     if cfg.custom_parallel_plan is None:
         return tensor_parallel_plan(model, sequence_parallel=cfg.sequence_parallel)
     plan = resolve_fqn(cfg.custom_parallel_plan)
@@ -141,7 +144,7 @@ def _keep_routing(widths: set[int]) -> Callable[..., CheckpointPolicy]:
     """Keeps products whose width is the number of experts: those of a router."""
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
-    def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    def policy(_: Any, op: object, *args: Any, **__: object) -> CheckpointPolicy:
         return (
             CheckpointPolicy.MUST_SAVE
             if op in products and args[-1].shape[-1] in widths

@@ -7,7 +7,7 @@ rank of a replica returns the same scores for the whole row, and gradients flow 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+
+if TYPE_CHECKING:
+    pass
 
 
 class CausalLMScorer(nn.Module):

@@ -65,6 +65,9 @@ class ElasticGeneration:
         cache: Where weights come from.
         options: `weight_sync.*`.
         record: Run record.
+
+    Attributes:
+        recompute_kv: Whether requests that run through a refresh compute their keys and values anew.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class ElasticGeneration:
         self._options = options
         self._record: Record = record or NullRecord()
         self._turn = threading.Lock()
+        self.recompute_kv = True
         self.pauses_s: list[float] = []
 
     def shrink(self, dp_ranks: Iterable[int]) -> Resize:
@@ -117,6 +121,21 @@ class ElasticGeneration:
             logger.error("shard=%d expand=failed reason=%s", shard, reason)
         return Resize(wanted, failed, report)
 
+    def resize_infer(self, dp_ranks_to_remove: Iterable[int], dp_ranks_to_add: Iterable[int]) -> tuple[Resize, Resize]:
+        """`shrink` and then `expand`, for a control plane that moves shards both ways at once.
+
+        Returns:
+            What became of those to remove, and of those to add.
+
+        Raises:
+            ValueError: A shard is to be removed and added; nothing has moved.
+            CacheError, TransportError, WorkerError: As for `shrink` and `expand`; what was removed sleeps.
+        """
+        removed, added = set(dp_ranks_to_remove), set(dp_ranks_to_add)
+        if removed & added:
+            raise ValueError(f"shards {sorted(removed & added)} are to be removed and added: name each on one side")
+        return self.shrink(removed), self.expand(added)
+
     def wake_weights(self, dp_ranks: Iterable[int]) -> None:
         """Builds engines that do not stand yet and wakes the weights of the others: the first half of `expand`.
 
@@ -150,38 +169,52 @@ class ElasticGeneration:
                 self._generation.shards.accept(wanted)
         return Resize(wanted, failed, report)
 
-    def refresh(self, dp_ranks: Iterable[int] | None = None, *, recompute_kv: bool = True) -> SyncReport | None:
-        """Brings shards that serve to the cache's version; all of them by default, None when none serves.
+    def refresh(self, dp_ranks: Iterable[int] | None = None) -> Resize:
+        """Brings shards that serve to the cache's version, all of them by default.
+
+        Returns:
+            Which have it; the others are quarantined. Without a session where none serves.
 
         Raises:
-            WorkerError, TransportError: The session failed; targets that staged serve their old weights, others are
-                quarantined.
+            WorkerError, TransportError: The session failed through no shard's fault, or on all of them; targets that
+                staged serve their old weights, others are quarantined.
         """
         with self._alone("refresh"):
             active = self._generation.shards.having(ShardState.ACTIVE)
             wanted = active if dp_ranks is None else sorted(set(dp_ranks))
-            return self._refresh(wanted, self._served(), recompute_kv) if wanted else None
+            return self._refresh(wanted) if wanted else Resize([])
 
-    def _refresh(self, wanted: list[int], version: int, recompute_kv: bool) -> SyncReport:
-        targets = self._generation.get_model_update_receiver(wanted, recompute_kv=recompute_kv)
-        source = self._cache.source(version)
-        staged = targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
-        try:
-            report = self._run(source, targets, version, staged=staged)
-        except CacheError:
-            # Nothing was loaded yet. A newer version that was built meanwhile is as good.
-            if self._served() == version:
-                raise
-            return self._refresh(wanted, self._served(), recompute_kv)
-        except Exception:
-            # Without staging the engines stand still over weights that may be half new, whatever it was that failed.
-            lost = targets.culprits if staged else dict.fromkeys(wanted, "its weights may be half new")
-            if lost:
-                self._generation.quarantine(list(lost), "; ".join(sorted(set(lost.values()))))
-            raise
-        self.pauses_s += report.pauses_s
-        self._record.emit(VersionPublished(version, tuple(wanted)))
-        return report
+    def _refresh(self, wanted: list[int]) -> Resize:
+        failed: dict[int, str] = {}
+        half_new = False
+        while True:
+            version, recompute_kv, staged = self._served(), self.recompute_kv, True
+            targets = self._generation.get_model_update_receiver(wanted, recompute_kv=recompute_kv)
+            try:
+                source = self._cache.source(version)
+                staged = targets.staging_fits(sum(meta.nbytes for meta in source.tensor_metas()))
+                report = self._run(source, targets, version, staged=staged, recompute_kv=recompute_kv)
+            except Exception as error:
+                if isinstance(error, CacheError) and self._served() != version:
+                    # Nothing was loaded yet. A newer version that was built meanwhile is as good.
+                    continue
+                # Without staging the engines stand still over weights that may be half new, whatever it was that
+                # failed, until another session brings them whole ones.
+                half_new |= not staged
+                lost = targets.culprits
+                again = bool(lost) and len(lost) < len(wanted)
+                if half_new and not again:
+                    lost = dict.fromkeys(wanted, "its weights may be half new")
+                if lost:
+                    self._generation.quarantine(list(lost), "; ".join(sorted(set(lost.values()))))
+                if not again:
+                    raise
+                failed |= lost
+                wanted = [shard for shard in wanted if shard not in lost]
+                continue
+            self.pauses_s += report.pauses_s
+            self._record.emit(VersionPublished(version, tuple(wanted)))
+            return Resize(wanted, failed, report)
 
     def sync_selected_workers(self, tgt_dp_ranks: Sequence[int], verify: bool = False) -> SyncReport:
         """Syncs shards that are awake and not routed, and nothing else.
@@ -254,10 +287,18 @@ class ElasticGeneration:
         return None
 
     def _run(
-        self, source: Any, targets: Any, version: int, *, staged: bool = False, options: SyncOptions | None = None
+        self,
+        source: Any,
+        targets: Any,
+        version: int,
+        *,
+        staged: bool = False,
+        options: SyncOptions | None = None,
+        recompute_kv: bool = True,
     ) -> SyncReport:
         session = SyncSession(source, targets, version=version, options=options or self._options, staged=staged)
-        self._record.emit(SyncStarted(session.session_id, version, targets.shards, self._options.transport))
+        transport = self._options.transport
+        self._record.emit(SyncStarted(session.session_id, version, targets.shards, transport, recompute_kv))
         report = None
         try:
             report = session.run()

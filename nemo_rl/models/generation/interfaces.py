@@ -1,17 +1,19 @@
 """What generation is to the rest: requests in, token ids with their log-probabilities out.
 
-Holds the request and result values, the batch form that NeMo-RL users know, and the interface of a backend. Knows no
-engine. Invariants: a result's token ids and log-probabilities have equal length; every token lies in exactly one
-version span.
+Holds the request and result values, the seed of every request, the batch form that NeMo-RL users know, and the
+interface of a backend. Knows no engine. Invariants: a result's token ids and log-probabilities have equal length; every
+token lies in exactly one version span; a run draws the same tokens whatever the order of arrival, the number of shards,
+or a restart in between.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -118,7 +120,7 @@ class GenerationResult:
 
 
 def verify_right_padding(
-    data: BatchedDataDict[Any], pad_value: int, *, ids_key: str = "input_ids", lengths_key: str = "input_lengths"
+    data: BatchedDataDict, pad_value: int, *, ids_key: str = "input_ids", lengths_key: str = "input_lengths"
 ) -> tuple[bool, str | None]:
     """Whether every row is padded on the right with `pad_value` after its length; the first fault as text otherwise."""
     ids_BS, lengths_B = data[ids_key], data[lengths_key]
@@ -138,7 +140,7 @@ def verify_right_padding(
 
 def results_to_batch(
     prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult], pad_token_id: int
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict:
     """GenerationOutputSpec of a batch.
 
     Returns:
@@ -167,7 +169,7 @@ class GenerationInterface(ABC):
     """A generation backend as drivers and rollouts see it."""
 
     @abstractmethod
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Continues a right-padded batch (`input_ids [B,S]`, `input_lengths [B]`, optional `stop_strings`, optional
         `seeds`).
         """
@@ -177,9 +179,7 @@ class GenerationInterface(ABC):
         """Continues one prompt."""
 
     @abstractmethod
-    def generate_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+    def generate_async(self, data: BatchedDataDict, greedy: bool = False) -> AsyncIterator[tuple[int, BatchedDataDict]]:
         """Continues a batch and yields (row, one-row batch) as rows finish."""
 
     @abstractmethod
@@ -197,3 +197,20 @@ class GenerationInterface(ABC):
 
 # NeMo-RL's names besides.
 __getattr__, __dir__ = names_of(__name__)
+
+
+VALIDATION_STEP_OFFSET = 1 << 40
+
+
+def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int = 0) -> int:
+    """A 31-bit seed for one request.
+
+    Args:
+        run_seed: `grpo.seed`.
+        step: RL step, from 0; validation adds `VALIDATION_STEP_OFFSET` so that it never shares a draw with training.
+        prompt: Number of the prompt inside the step, counting refills of dynamic sampling.
+        sample: Number of the sample inside its prompt group.
+        turn: Turn of a multi-turn rollout.
+    """
+    text = f"{run_seed}/{step}/{prompt}/{sample}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & 0x7FFFFFFF

@@ -65,8 +65,8 @@ class Router:
             self.generation += 1
         return self.generation
 
-    def book(self, tokens: int) -> int:
-        """Chooses an active shard and books `tokens` of work on it.
+    def reserve(self, tokens: int) -> int:
+        """Chooses an active shard and reserves `tokens` of work on it.
 
         Raises:
             NoActiveShardError: The active set is empty.

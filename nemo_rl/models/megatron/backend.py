@@ -2,23 +2,22 @@
 
 Ties building, passes, residency, export and checkpoints of one rank together; counts and normalisation belong to the
 step. Gradients stay local until the step is finished: Megatron's own hooks that would reduce or scale them after every
-schedule are left empty. Invariants: gradients are reduced over ranks exactly once per step; every rank of a replica
-returns what its last pipeline stage computed.
+schedule are left empty. Invariant: gradients are reduced over ranks exactly once per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
-from nemo_rl.distributed.devices import CPU, CUDA, release_cached_memory
+from nemo_rl.distributed.accelerators import CPU, CUDA
+from nemo_rl.distributed.devices import release_cached_memory
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.bridge import BridgedWeights
@@ -26,12 +25,12 @@ from nemo_rl.models.megatron.checkpoint import CheckpointWriter, OptimizerState,
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel, build_model
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
+from nemo_rl.models.megatron.passes import Ending, Pipeline
 from nemo_rl.models.megatron.residency import MovableStorages, ReferenceWeights, forget_workspaces, optimizer_tensors
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
 from nemo_rl.models.policy.microbatch import (
-    idle_microbatch,
     largest_logits,
     logit_transform,
     logprob_rows,
@@ -39,18 +38,13 @@ from nemo_rl.models.policy.microbatch import (
     wants_logits,
 )
 from nemo_rl.models.policy.model_config import compute_dtype, model_config
-from nemo_rl.models.policy.packed import PackedBatch, pack
-from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
-from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.packed import PackedBatch
+from nemo_rl.models.policy.scoring import LogitTransform
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.weight_sync.layout import TensorMeta
 
-# What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
-Ending = Callable[[Mapping[str, Any], PackedBatch, TokenScores | torch.Tensor], tuple[torch.Tensor, Any]]
-
-
-class PipelineStageError(RuntimeError):
-    """Another pipeline stage of this replica failed."""
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> MegatronBackend:
@@ -95,7 +89,7 @@ class MegatronBackend:
         self,
         cfg: PolicyConfig,
         groups: MegatronGroups,
-        hf: Any,
+        hf: PretrainedConfig,
         model: BuiltModel,
         weights: ModelWeights,
         reference: list[torch.Tensor] | None,
@@ -107,18 +101,17 @@ class MegatronBackend:
         self.model_config = hf
         self._dtype = compute_dtype(cfg.precision)
         self._model = model
-        self._chunk_size = cfg.logprob_chunk_size
         self._clears_cache = cfg.megatron_cfg.empty_unused_memory_level
         generation = cfg.generation
         self.transform = logit_transform(generation.temperature, generation.top_p, generation.top_k, hf)
-        self._cut = RowSlice(groups.cp_group if groups.sizes.cp > 1 else None, groups.cp_group.rank(), groups.sizes.cp)
+        self._pipeline = Pipeline(model, groups, cfg.logprob_chunk_size)
         frozen = ".mlp.router." if cfg.megatron_cfg.freeze_moe_router else None
         self._trained = {weight.name: frozen is None or frozen not in weight.name for weight in weights.described}
         self.chunks: list[Any] = model.chunks
         self.optimizer: Any = None
         self.schedule: Any = None
         if options.init_optimizer:
-            self.chunks = with_gradients(model, cfg)
+            self.chunks = self._pipeline.chunks = with_gradients(model, cfg)
             self.optimizer = build_optimizer(self.chunks, cfg)
             self.schedule = build_schedule(self.optimizer, cfg)
             if options.optimizer_path is not None:
@@ -169,116 +162,10 @@ class MegatronBackend:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        microbatches: Sequence[Mapping[str, Any]],
-        idle: int,
-        ending: Ending,
-        transform: LogitTransform,
-        *,
-        backward: bool,
-        logits: bool = False,
-        trained_only: bool = False,
-    ) -> list[Any]:
-        """All microbatches through Megatron's schedule; what `ending` made of each, on every rank of the replica."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        cpu.install()
-        virtual = self._model.config.virtual_pipeline_model_parallel_size
-        # The interleaved schedule takes microbatches in groups as large as the pipeline.
-        idle += -(len(microbatches) + idle) % self.sizes.pp if virtual else 0
-        rows: list[Mapping[str, Any] | None] = [*microbatches, *([None] * idle)]
-
-        failures: list[Exception] = []
-
-        def guarded(data: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
-            try:
-                return ending(data, batch, output)
-            except Exception as error:
-                if self.sizes.pp == 1:
-                    raise
-                # Other stages wait for this one's gradients: it goes on with nothing, and all fail together.
-                failures.append(error)
-                return _nothing(output), None
-
-        def forward(batches: Iterator[Mapping[str, Any] | None], chunk: Any) -> Any:
-            data = next(batches)
-            batch = self._packed(data, trained_only=trained_only and data is not None)
-            output = self._through(chunk, batch)
-            return output, partial(self._end, data, batch, guarded, transform, logits, chunk)
-
-        results = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(rows) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(rows),
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=not backward,
-        )
-        self._raise_together(failures)
-        return self.groups.from_last_stage(list(results)[: len(microbatches)] if self.groups.is_last_stage else None)
-
-    def _raise_together(self, failures: Sequence[Exception]) -> None:
-        said = self.groups.from_last_stage([f"{type(error).__name__}: {error}" for error in failures])
-        if failures:
-            raise failures[0]
-        if said:
-            raise PipelineStageError(f"the last pipeline stage of this replica failed: {said[0]}")
-
-    def _packed(self, data: Mapping[str, Any] | None, *, trained_only: bool = False) -> PackedBatch:
-        multiple = self.sizes.tp * self.sizes.cp
-        return pack(
-            data if data is not None else idle_microbatch(), self.device, multiple=multiple, trained_only=trained_only
-        )
-
-    def _through(self, chunk: Any, batch: PackedBatch) -> torch.Tensor:
-        from nemo_rl.models.megatron.layers import PackedRow
-
-        mine = self._cut.mine(batch)
-        row = PackedRow(segments=self._cut.segments(batch))
-        return chunk(
-            input_ids=batch.input_ids_T[None, mine],
-            position_ids=batch.position_ids_T[None, mine],
-            attention_mask=None,
-            packed_seq_params=row,
-        )
-
-    def _end(
-        self,
-        data: Mapping[str, Any] | None,
-        batch: PackedBatch,
-        ending: Ending,
-        transform: LogitTransform,
-        logits: bool,
-        chunk: Any,
-        hidden: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        if self._model.config.sequence_parallel:
-            # Scoring needs all tokens, and hands back a gradient that is complete on every rank.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        gpt = getattr(chunk, "module", chunk)
-        weight_WD = gpt.shared_embedding_or_output_weight() if self._model.sizes.tied else gpt.output_layer.weight
-        group = self.groups.tp_group if self.sizes.tp > 1 else None
-        output = score_row(
-            hidden.squeeze(1),
-            Projection(weight_WD, None, group, self._chunk_size),
-            batch,
-            transform,
-            self._cut,
-            logits=logits,
-        )
-        # Megatron divides by a number of tokens unless it is told that losses are sums, as they are here.
-        no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
-        if data is None:
-            return _nothing(output), no_tokens, None
-        loss, result = ending(data, batch, output)
-        return loss, no_tokens, result
-
     def _loss_ending(self, loss_fn: LossFunction) -> Ending:
-        def end(data: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, MicrobatchResult]:
+        def end(
+            data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any
+        ) -> tuple[torch.Tensor, MicrobatchResult]:
             loss, result = microbatch_loss(
                 data, loss_fn, batch, output, filters=self.transform.filters, device=self.device
             )
@@ -292,13 +179,13 @@ class MegatronBackend:
         self.discard_gradients()
 
     def forward_backward(
-        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         """See `StepBackend`."""
         # Every time: log-probabilities may have been computed since the last chunk.
         self._set_training(True)
         logits = wants_logits(loss_fn)
-        results = self._run(
+        results = self._pipeline.run(
             microbatches,
             idle,
             self._loss_ending(loss_fn),
@@ -317,12 +204,12 @@ class MegatronBackend:
 
     @torch.no_grad()
     def evaluate(
-        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         """See `Backend`."""
         self._set_training(False)
         logits = wants_logits(loss_fn)
-        return self._run(
+        return self._pipeline.run(
             microbatches,
             idle,
             self._loss_ending(loss_fn),
@@ -333,27 +220,29 @@ class MegatronBackend:
         )
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[Mapping[str, Any]], *, filtered: bool, idle: int) -> list[torch.Tensor]:
+    def logprobs(
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], *, filtered: bool, idle: int
+    ) -> list[torch.Tensor]:
         """See `Backend`."""
         self._set_training(False)
         transform = self.transform if filtered else self.transform.unfiltered()
 
-        def end(data: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def end(data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return output.logprobs_T.sum(), logprob_rows(data, batch, output)
 
-        return self._run(microbatches, idle, end, transform, backward=False)
+        return self._pipeline.run(microbatches, idle, end, transform, backward=False)
 
     @torch.no_grad()
     def topk_logits(
-        self, microbatches: Sequence[Mapping[str, Any]], k: int, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], k: int, *, idle: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """See `Backend`."""
         self._set_training(False)
 
-        def end(_: Mapping[str, Any], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
+        def end(_: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
             return output.sum(), largest_logits(batch, output, k)
 
-        return self._run(microbatches, idle, end, LogitTransform(), backward=False, logits=True)
+        return self._pipeline.run(microbatches, idle, end, LogitTransform(), backward=False, logits=True)
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """See `Backend`."""
@@ -482,12 +371,6 @@ class MegatronBackend:
     def wait_saved(self) -> None:
         """See `Backend`."""
         self.writer.wait()
-
-
-def _nothing(output: TokenScores | torch.Tensor) -> torch.Tensor:
-    """A loss that is zero, with gradients that are."""
-    scores = output if isinstance(output, torch.Tensor) else output.unfiltered_T
-    return scores.sum() * 0.0
 
 
 def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult:

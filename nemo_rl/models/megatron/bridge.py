@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,15 @@ from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.policy.model_config import CheckpointMismatchError, KernelUnavailableError, UnsupportedModelError
 from nemo_rl.weight_sync.layout import TensorMeta, dtype_name
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _MODULE = "megatron.bridge"
 _MAPPINGS = "megatron.bridge.models.conversion.param_mapping"
 _KEY = "policy.megatron_cfg.enabled"
 _INSTEAD = "train it with policy.dtensor_cfg.enabled=true"
 # Of Megatron's configuration, what attention over packed rows and positions here take; absent is the same.
-_TAKEN: dict[str, tuple[Any, ...]] = {
+_TAKEN: dict[str, tuple[object, ...]] = {
     "multi_latent_attention": (False,),
     "window_size": (None,),
     "softmax_type": ("vanilla",),
@@ -39,18 +42,18 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
     "cross_attention": (False,),
 }
-_TAKEN_BY_LOCAL_LAYERS: dict[str, tuple[Any, ...]] = {
+_TAKEN_BY_LOCAL_LAYERS: dict[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
     "layernorm_zero_centered_gamma": (False,),
 }
 
 
-def is_known(model: Any) -> bool:
+def is_known(model: PretrainedConfig) -> bool:
     """Whether the backend knows a model's family without the package, by its Hugging Face configuration."""
     return model.model_type in FAMILIES
 
 
-def _auto_bridge(model: Any) -> Any:
+def _auto_bridge(model: PretrainedConfig) -> Any:
     """The package's entry.
 
     Raises:
@@ -73,7 +76,7 @@ def _auto_bridge(model: Any) -> Any:
         ) from error
 
 
-def check(cfg: PolicyConfig, model: Any) -> Sizes:
+def check(cfg: PolicyConfig, model: PretrainedConfig) -> Sizes:
     """What the driver asks before anything starts; the sizes of the model.
 
     Args:
@@ -101,7 +104,7 @@ def check(cfg: PolicyConfig, model: Any) -> Sizes:
     return _sizes(provider)
 
 
-def _refuse(provider: Any, model: Any, taken: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse(provider: object, model: PretrainedConfig, taken: Mapping[str, tuple[object, ...]]) -> None:
     if not hasattr(provider, "transformer_layer_spec"):
         raise UnsupportedModelError(
             f"{_KEY}: megatron-bridge makes a {type(provider).__name__} of the model type {model.model_type!r}, which "
@@ -149,7 +152,7 @@ class Bridge:
         UnsupportedModelError: See `check`.
     """
 
-    def __init__(self, cfg: PolicyConfig, model: Any, *, engine: bool) -> None:
+    def __init__(self, cfg: PolicyConfig, model: PretrainedConfig, *, engine: bool) -> None:
         self.sizes = check(cfg, model)
         # Exporting follows the order of the model's files, so that the package wants their place.
         self._auto = _auto_bridge(model).from_hf_pretrained(cfg.model_name, trust_remote_code=cfg.trust_remote_code)
@@ -177,7 +180,7 @@ class Bridge:
         provider.finalize()
         return provider
 
-    def layers(self, virtual: int | None) -> Any:
+    def layers(self, virtual: int | None) -> object:
         """The package's specification of Transformer Engine's layers, with attention over packed rows."""
         from nemo_rl.models.megatron.layers import PackedAttention
 

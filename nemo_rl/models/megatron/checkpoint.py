@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from nemo_rl.models.megatron.optimizer import inner_optimizers
 from nemo_rl.models.megatron.weights import ModelWeights
 from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, write_model_directory
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SCHEDULE_FILE = "schedule.json"
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -39,7 +42,7 @@ class OptimizerState:
         device: Where state is gathered.
     """
 
-    def __init__(self, optimizer: Any, weights: ModelWeights, device: torch.device) -> None:
+    def __init__(self, optimizer: object, weights: ModelWeights, device: torch.device) -> None:
         self._inner = [inner for inner in inner_optimizers(optimizer) if getattr(inner, "optimizer", None) is not None]
         self._weights = weights
         self._device = device
@@ -171,7 +174,7 @@ class StateFiles:
         if not (folder / SCHEDULE_FILE).exists() or not any(folder.glob("state-*.safetensors")):
             raise CheckpointMismatchError(f"{path}: there is no optimizer state of the Megatron backend")
         saved = json.loads((folder / SCHEDULE_FILE).read_text())
-        self.schedule: dict[str, Any] = saved["schedule"]
+        self.schedule: dict[str, object] = saved["schedule"]
         self.step: float = saved["step"]
         self._files = [safe_open(file, "pt") for file in sorted(folder.glob("state-*.safetensors"))]
         self._file = {key: number for number, file in enumerate(self._files) for key in file.keys()}  # noqa: SIM118 - no mapping, only the method
@@ -195,7 +198,7 @@ class CheckpointWriter(BackgroundWriter):
         model: The Hugging Face configuration.
     """
 
-    def __init__(self, groups: MegatronGroups, model: Any) -> None:
+    def __init__(self, groups: MegatronGroups, model: PretrainedConfig) -> None:
         super().__init__()
         from transformers import GenerationConfig
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.megatron import bridge
 from nemo_rl.models.megatron.families import Sizes
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _KEY = "policy.megatron_cfg"
 
 
-def check_policy(cfg: PolicyConfig, model: Any) -> None:
+def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     """See `BackendSpec.check`.
 
     Raises:

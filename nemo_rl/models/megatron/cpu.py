@@ -37,15 +37,15 @@ _TYPE_NAMES = {
 }
 
 
-def _nothing_happens(*_: Any, **__: Any) -> None: ...
+def _nothing_happens(*_: object, **__: object) -> None: ...
 
 
 class _Nothing:
     """A stream or event of a device that does everything in order."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
-    def record_event(self, *_: Any) -> _Nothing:
+    def record_event(self, *_: object) -> _Nothing:
         return _Nothing()
 
     def __getattr__(self, name: str) -> Any:
@@ -64,24 +64,24 @@ class _HostDevice(ModuleType):
     def current_device(self) -> torch.device:
         return _HOST
 
-    def synchronize(self, *_: Any) -> None: ...
+    def synchronize(self, *_: object) -> None: ...
 
     def empty_cache(self) -> None: ...
 
     def manual_seed(self, _: int) -> None: ...
 
-    def current_stream(self, *_: Any) -> _Nothing:
+    def current_stream(self, *_: object) -> _Nothing:
         return _Nothing()
 
     default_stream = current_stream
 
-    def stream(self, _: Any) -> Any:
+    def stream(self, _: object) -> Any:
         return nullcontext()
 
-    def get_rng_state(self, *_: Any, **__: Any) -> torch.Tensor:
+    def get_rng_state(self, *_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(self, *_: Any, **__: Any) -> None: ...
+    def set_rng_state(self, *_: object, **__: object) -> None: ...
 
     @property
     def random(self) -> _HostDevice:
@@ -98,7 +98,7 @@ class _HostDistributed(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_gather(self, pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    def all_gather(self, pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: object) -> Any:
         if len({piece.shape for piece in pieces}) == 1:
             return dist.all_gather(pieces, own, group=group, **options)
         for source, piece in zip(dist.get_process_group_ranks(group), pieces, strict=True):
@@ -118,8 +118,8 @@ class _HostDistributed(ModuleType):
         return None
 
 
-def _on_host(make: Any) -> Any:
-    def made(*args: Any, **kwargs: Any) -> Any:
+def _on_host(make: Any) -> object:
+    def made(*args: object, **kwargs: object) -> object:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _HOST
         return make(*args, **kwargs)
@@ -162,11 +162,11 @@ def install() -> None:
     setattr(nn.Module, "cuda", _itself)  # noqa: B010
 
 
-def _itself(self: Any, *_: Any, **__: Any) -> Any:
+def _itself(self: object, *_: object, **__: object) -> object:
     return self
 
 
-def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_host_value(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
     del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 

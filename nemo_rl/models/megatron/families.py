@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from nemo_rl.models.policy.model_config import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Cut = Literal["whole", "rows", "columns", "qkv", "gate_up"]
 
@@ -65,7 +68,7 @@ class Sizes:
     norm_epsilon: float
 
     @staticmethod
-    def of(config: Any) -> Sizes:
+    def of(config: PretrainedConfig) -> Sizes:
         """Sizes of the model.
 
         Raises:
@@ -97,7 +100,7 @@ class Sizes:
         )
 
 
-def _refuse_unknown_parts(config: Any) -> None:
+def _refuse_unknown_parts(config: PretrainedConfig) -> None:
     refused = {
         "attention_bias": getattr(config, "attention_bias", False) and config.model_type != "qwen2",
         "mlp_bias": getattr(config, "mlp_bias", False),

@@ -8,15 +8,14 @@ tensor; every reduction that the train step needs gives the same value on all ra
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nemo_rl.config.placement import ParallelSizes, ParallelSizesError
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.communicators import Communicators
-from nemo_rl.distributed.devices import Accelerator
 from nemo_rl.models.megatron import cpu
 
 COLLECTIVE_TIMEOUT_S = 900.0
@@ -43,18 +42,12 @@ class MegatronGroups:
             )
         self.sizes = sizes
         self.device = accelerator.torch_device()
-        if accelerator.is_cuda:
-            torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
-            dist.init_process_group(accelerator.process_group_backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self.rank = int(os.environ["RANK"])
-        self.communicators = Communicators(
-            accelerator.process_group_backend, COLLECTIVE_TIMEOUT_S, dist.new_group(backend="gloo")
-        )
+        self.communicators = Communicators.of_ranks(accelerator, COLLECTIVE_TIMEOUT_S)
         from megatron.core import parallel_state
 
         cpu.install()
-        self._state: Any = parallel_state
+        self._state: object = parallel_state
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -103,7 +96,7 @@ class MegatronGroups:
         dist.all_gather_object(parts, numbers, group=self.dp_group)
         return [number for part in parts for number in part]
 
-    def from_last_stage(self, value: Any) -> Any:
+    def from_last_stage(self, value: object) -> Any:
         """What the last pipeline stage of this replica has, on all of its stages."""
         if self.sizes.pp == 1:
             return value

@@ -39,7 +39,7 @@ class PackedAttention(MegatronModule):
     """Attention of every token to the earlier ones of its own sequence, in the slot `core_attention`."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -53,7 +53,7 @@ class PackedAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         *,
         packed_seq_params: PackedRow,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """[T, 1, H * D] from query, key and value [T, 1, H, D]."""
         if packed_seq_params.segments is None:
@@ -72,7 +72,7 @@ class RowNorm(nn.Module):
     ranks' gradients.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron's mark
@@ -98,11 +98,11 @@ class PackedGPT(GPTModel):
         self.register_buffer("angles_D", angles_D, persistent=False)
         self.angles_D: torch.Tensor
 
-    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **options: Any) -> Any:
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **options: object) -> object:
         prepared = list(super()._preprocess(input_ids=input_ids, position_ids=position_ids, **options))
         half_TD = position_ids.reshape(-1, 1).float() * self.angles_D
         prepared[1] = torch.cat([half_TD, half_TD], dim=-1)[:, None, None, :]
         return tuple(prepared)
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         return hidden_states

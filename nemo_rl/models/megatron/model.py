@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from nemo_rl.models.megatron.bridge import Bridge, is_known
 from nemo_rl.models.megatron.families import Naming, Sizes
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.policy.model_config import UnsupportedModelError, compute_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def has_transformer_engine() -> bool:
@@ -48,7 +51,7 @@ class BuiltModel:
     bridge: Bridge | None = None
 
 
-def build_model(cfg: PolicyConfig, model: Any, groups: MegatronGroups) -> BuiltModel:
+def build_model(cfg: PolicyConfig, model: PretrainedConfig, groups: MegatronGroups) -> BuiltModel:
     """The model without weights, on this rank's device.
 
     Args:
@@ -120,7 +123,7 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    architecture: dict[str, Any] = {
+    architecture: dict[str, object] = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.hidden,
         "ffn_hidden_size": sizes.feed_forward,
@@ -150,7 +153,7 @@ def transformer_config(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> Any:
 def _running(cfg: PolicyConfig, sizes: Sizes, *, engine: bool) -> dict[str, Any]:
     """How the model is cut and computed, whatever its architecture."""
     mcore, dtype = cfg.megatron_cfg, compute_dtype(cfg.precision)
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -194,7 +197,7 @@ def _interleaving(cfg: PolicyConfig) -> dict[str, Any]:
     return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
 
-def _experts(cfg: PolicyConfig, *, engine: bool) -> dict[str, Any]:
+def _experts(cfg: PolicyConfig, *, engine: bool) -> dict[str, object]:
     mcore = cfg.megatron_cfg
     return {
         "moe_router_load_balancing_type": mcore.moe_router_load_balancing_type,
@@ -210,7 +213,7 @@ def _fp8(cfg: PolicyConfig) -> dict[str, Any]:
     return {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param} if fp8.enabled else {}
 
 
-def _layers(config: Any, sizes: Sizes, virtual: int | None, *, engine: bool) -> Any:
+def _layers(config: object, sizes: Sizes, virtual: int | None, *, engine: bool) -> object:
     """The layers of one chunk, as Megatron specifies them."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,

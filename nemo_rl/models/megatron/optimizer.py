@@ -37,7 +37,7 @@ def with_gradients(model: BuiltModel, cfg: PolicyConfig) -> list[Any]:
     return wrapped
 
 
-def build_optimizer(chunks: list[Any], cfg: PolicyConfig) -> Any:
+def build_optimizer(chunks: list[object], cfg: PolicyConfig) -> Any:
     """Megatron's optimizer over wrapped chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -64,7 +64,7 @@ def build_optimizer(chunks: list[Any], cfg: PolicyConfig) -> Any:
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
-def build_schedule(optimizer: Any, cfg: PolicyConfig) -> Any:
+def build_schedule(optimizer: object, cfg: PolicyConfig) -> Any:
     """Megatron's schedule of learning rate and weight decay, in RL steps."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -86,6 +86,6 @@ def build_schedule(optimizer: Any, cfg: PolicyConfig) -> Any:
     )
 
 
-def inner_optimizers(optimizer: Any) -> list[Any]:
+def inner_optimizers(optimizer: object) -> list[Any]:
     """The parts of a chained optimizer: dense parameters and experts have one each."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))

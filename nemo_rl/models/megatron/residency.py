@@ -12,7 +12,6 @@ import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -91,7 +90,7 @@ class ReferenceWeights:
                 parameter.copy_(own)
 
 
-def optimizer_tensors(optimizers: Iterable[Any], model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def optimizer_tensors(optimizers: Iterable[object], model: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What optimizers hold beside the model's own memory: their state, and parameters in float32."""
     known = {tensor.untyped_storage()._cdata for tensor in model}
     found: list[torch.Tensor] = []

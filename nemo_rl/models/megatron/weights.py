@@ -43,7 +43,7 @@ class ModelFiles:
     def __init__(self, source: str) -> None:
         folder = Path(source) if os.path.isdir(source) else _downloaded(source)
         self._source = source
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, object] = {}
         self._state: Mapping[str, torch.Tensor] = {}
         self._file: dict[str, Path] = {}
         index = folder / "model.safetensors.index.json"

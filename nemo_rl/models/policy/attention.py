@@ -96,7 +96,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kernel: Kernel = "auto",
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in every layer.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -22,6 +22,8 @@ from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.train_step import MicrobatchResult, StepBackend
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from nemo_rl.weight_sync.layout import TensorMeta
 
 
@@ -56,7 +58,7 @@ class Backend(StepBackend, Protocol):
         ...
 
     @property
-    def model_config(self) -> Any:
+    def model_config(self) -> PretrainedConfig:
         """The model's Hugging Face configuration."""
         ...
 
@@ -77,17 +79,19 @@ class Backend(StepBackend, Protocol):
     # -- passes without gradients -------------------------------------------------------------------------------------
 
     def evaluate(
-        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         """Losses and metrics without a backward pass, in evaluation mode."""
         ...
 
-    def logprobs(self, microbatches: Sequence[Mapping[str, Any]], *, filtered: bool, idle: int) -> list[torch.Tensor]:
+    def logprobs(
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], *, filtered: bool, idle: int
+    ) -> list[torch.Tensor]:
         """[B, S] log-probabilities of each microbatch on the host, with or without generation's filters."""
         ...
 
     def topk_logits(
-        self, microbatches: Sequence[Mapping[str, Any]], k: int, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], k: int, *, idle: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Values and token ids [B, S, k] of the k largest logits of each microbatch, on the host."""
         ...
@@ -190,11 +194,16 @@ class BackendSpec:
     checker: str
     device_checker: str
 
+    def load(self) -> None:
+        """Imports what `build` needs, which takes seconds; touches no accelerator."""
+        resolve_fqn(self.builder)
+        resolve_fqn("transformers.AutoModelForCausalLM")
+
     def build(self, cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> Backend:
         """This rank's backend. Collective."""
         return cast(Backend, resolve_fqn(self.builder)(cfg, sizes, options))
 
-    def check(self, cfg: PolicyConfig, model: Any) -> None:
+    def check(self, cfg: PolicyConfig, model: PretrainedConfig) -> None:
         """Whether the model can be trained as configured, before anything starts.
 
         Args:

@@ -38,8 +38,8 @@ def refuse_model_inputs(columns: Iterable[str]) -> None:
 
 
 def shard_batch(
-    data: BatchedDataDict[Any], config: PolicyConfig, ranks: int, batch_size: int | None, *, training: bool
-) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
+    data: BatchedDataDict, config: PolicyConfig, ranks: int, batch_size: int | None, *, training: bool
+) -> tuple[list[SlicedDataDict], list[int] | None]:
     """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing, as the configuration says.
 
     Args:
@@ -109,7 +109,7 @@ def chunk_rows(lengths: Sequence[int], ranks: int) -> list[list[int]] | None:
     return [sorted(own) for own in rows]
 
 
-def shard_chunk(data: BatchedDataDict[Any], config: PolicyConfig, ranks: int) -> list[SlicedDataDict[Any]]:
+def shard_chunk(data: BatchedDataDict, config: PolicyConfig, ranks: int) -> list[SlicedDataDict]:
     """Shards a chunk of a step, of any size, over data-parallel ranks; a rank's shard may be empty."""
     rows = chunk_rows([int(length) for length in data["input_lengths"]], ranks)
     if rows is None:
@@ -120,7 +120,7 @@ def shard_chunk(data: BatchedDataDict[Any], config: PolicyConfig, ranks: int) ->
     ]
 
 
-def microbatches(data: BatchedDataDict[Any], config: PolicyConfig, size: int) -> list[BatchedDataDict[Any]]:
+def microbatches(data: BatchedDataDict, config: PolicyConfig, size: int) -> list[BatchedDataDict]:
     """One rank's rows as the microbatches that they were planned as, or in parts of `size` rows, the last one short."""
     if not data.size:
         return []

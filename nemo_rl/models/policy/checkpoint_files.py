@@ -10,9 +10,12 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class BackgroundWriter:
@@ -20,9 +23,9 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: list[Future[Any]] = []
+        self._pending: list[Future[object]] = []
 
-    def submit(self, write: Callable[..., Any], *args: Any) -> None:
+    def submit(self, write: Callable[..., object], *args: object) -> None:
         """Queues a write."""
         self._pending.append(self._pool.submit(write, *args))
 
@@ -59,7 +62,7 @@ class BackgroundWriter:
             future.result()
 
 
-def host_copy(tree: Any) -> Any:
+def host_copy(tree: object) -> object:
     """The tree of dictionaries with its tensors copied to the host."""
     if isinstance(tree, dict):
         return {key: host_copy(value) for key, value in tree.items()}
@@ -67,7 +70,7 @@ def host_copy(tree: Any) -> Any:
 
 
 def write_model_directory(
-    model: Any, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, save_format: str
+    model: PreTrainedModel, state: dict[str, torch.Tensor], path: str, dtype: torch.dtype, save_format: str
 ) -> None:
     """Writes a directory that transformers loads.
 

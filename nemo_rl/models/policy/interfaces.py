@@ -8,14 +8,33 @@ i), position 0 is 0, padding is 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
+import torch
+
+from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.weight_sync.session import WeightSource
 
 if TYPE_CHECKING:
     from nemo_rl.utils.timer import Timer
+
+BatchHandle = BatchedDataDict | KVBatchMeta
+"""Rows of a batch: they themselves, or a reference to where they are stored."""
+
+
+@dataclass(frozen=True)
+class StoredColumns:
+    """Results that stayed with their rows: name in the result to name of the column."""
+
+    columns: Mapping[str, str]
+
+
+Scores = BatchedDataDict | StoredColumns
+"""What scoring gives: columns, or where they were stored."""
 
 Result_co = TypeVar("Result_co", covariant=True)
 
@@ -35,7 +54,7 @@ class TrainResult(TypedDict, total=False):
         skipped_steps: Steps without a trained token, which left weights, optimizer and schedule as they were.
     """
 
-    loss: Any
+    loss: torch.Tensor
     grad_norm: float
     all_mb_metrics: dict[str, list[float]]
     total_flops: float
@@ -66,25 +85,25 @@ class Pending(Protocol[Result_co]):
 class ScoringPolicy(Protocol):
     """Log-probabilities, for the stages of a step."""
 
-    def get_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+    def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """`logprobs [B, S]` of the batch's own tokens under the current weights, after the sampling filters."""
         ...
 
     def get_reference_policy_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> Any:
+        self, data: BatchHandle, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> Scores:
         """`reference_logprobs [B, S]` under the initial weights, without sampling filters."""
         ...
 
-    def get_policy_and_reference_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+    def get_policy_and_reference_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """`logprobs` and `reference_logprobs` of one batch with one call of the workers; the numbers are those of the
         two calls.
         """
         ...
 
     def get_topk_logits(
-        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
         """`topk_logits [B, S, k]` and `topk_indices [B, S, k]` of the next-token distribution at each position."""
         ...
 
@@ -94,7 +113,7 @@ class TrainingPolicy(Protocol):
 
     def train(
         self,
-        data: Any,
+        data: BatchHandle,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -107,7 +126,7 @@ class TrainingPolicy(Protocol):
 
     def submit_train(
         self,
-        data: Any,
+        data: BatchHandle,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -122,11 +141,11 @@ class TrainingPolicy(Protocol):
         """Opens a step; one may be open at a time."""
         ...
 
-    def train_microbatches(self, data: Any, timer: Timer | None = None) -> None:
+    def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
         """Adds a chunk of any number of samples to the open step, and waits for it."""
         ...
 
-    def submit_microbatches(self, data: Any, timer: Timer | None = None) -> Pending[None]:
+    def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> Pending[None]:
         """Adds a chunk to the open step without waiting for it."""
         ...
 

@@ -1,20 +1,18 @@
 """A language-model policy over a group of workers, one per accelerator slot.
 
 Shards batches over data-parallel ranks (plainly, by dynamic batching or by packing), gathers results back into the
-caller's order, and offers the workers as source of a sync session. Knows no framework: each worker builds the backend
-that the configuration enables. Invariant: rows come back in the order in which they were given.
+caller's order; where training state lies and how it is exported is `PolicyWeights`'s. Knows no framework: each worker
+builds the backend that the configuration enables. Invariant: rows come back in the order in which they were given.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import ray
 import torch
 
 from nemo_rl.config import PolicyConfig
@@ -27,14 +25,16 @@ from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_worker
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shard_chunk
-from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
+from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface, Scores, TrainResult
 from nemo_rl.models.policy.pending import PendingCall
+from nemo_rl.models.policy.worker_weights import PolicyWeights
 from nemo_rl.utils.flops import TransformerShape, peak_tflops
 from nemo_rl.utils.record_events import PolicyStarted
-from nemo_rl.weight_sync.layout import TensorMeta
-from nemo_rl.weight_sync.sender import SendSpec
+from nemo_rl.utils.timer import timed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nemo_rl.utils.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,25 @@ _SAVE_POLL_S = 0.1
 _PROFILE_S = 60.0
 
 
-class Policy(PolicyInterface):
-    """A policy on the slots of a cluster.
+def start_policy_actors(
+    cluster: RayVirtualCluster,
+    config: PolicyConfig,
+    name_prefix: str = POLICY_WORKERS,
+    *,
+    init_optimizer: bool = True,
+    weights_path: str | None = None,
+    optimizer_path: str | None = None,
+    init_reference_model: bool = True,
+    worker_extension_cls_fqn: str | None = None,
+    bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
+    profile: Profile | None = None,
+) -> RayWorkerGroup:
+    """Starts the actors of a policy, which import what they need and touch no accelerator until a `Policy` is made of
+    them.
 
     Args:
         cluster: Slots; all of them, unless `bundle_indices_list` names some (overlapping placement).
         config: The policy section.
-        tokenizer: Saved beside checkpoints.
         name_prefix: Name in messages.
         init_optimizer: Whether this policy trains.
         weights_path: Checkpoint weights to start from.
@@ -63,47 +75,53 @@ class Policy(PolicyInterface):
         bundle_indices_list: Slots to use, as `(node_rank, [bundle])`.
         profile: Which workers start under Nsight Systems; none by default.
     """
+    world = cluster.world_size() if bundle_indices_list is None else len(bundle_indices_list)
+    builder = RayWorkerBuilder(
+        worker_extension_cls_fqn or WORKER,
+        config,
+        init_optimizer=init_optimizer,
+        init_reference_model=init_reference_model,
+        weights_path=weights_path,
+        optimizer_path=optimizer_path,
+    )
+    return RayWorkerGroup(
+        cluster,
+        builder,
+        name_prefix=name_prefix,
+        bundle_indices_list=bundle_indices_list,
+        sharding_annotations=_rank_grid(config, world),
+        env_vars=dict(training_backend(config).env_vars or {}),
+        profile=profile,
+    )
+
+
+class Policy(PolicyWeights, PolicyInterface):
+    """A policy on the slots of a cluster.
+
+    Args:
+        cluster: Slots.
+        config: The policy section.
+        tokenizer: Saved beside checkpoints.
+        actors: What `start_policy_actors` started; by default it is called here, with `options`.
+    """
 
     def __init__(
         self,
         cluster: RayVirtualCluster,
         config: PolicyConfig,
-        tokenizer: Any,
-        name_prefix: str = POLICY_WORKERS,
+        tokenizer: PreTrainedTokenizerBase,
         *,
-        init_optimizer: bool = True,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        init_reference_model: bool = True,
-        worker_extension_cls_fqn: str | None = None,
-        bundle_indices_list: Sequence[tuple[int, list[int]]] | None = None,
-        profile: Profile | None = None,
+        actors: RayWorkerGroup | None = None,
+        **options: Any,
     ) -> None:
         self.cfg = config
         self.tokenizer = tokenizer
-        world = cluster.world_size() if bundle_indices_list is None else len(bundle_indices_list)
-        self.sharding_annotations = _rank_grid(config, world)
-        builder = RayWorkerBuilder(
-            worker_extension_cls_fqn or WORKER,
-            config,
-            init_optimizer=init_optimizer,
-            init_reference_model=init_reference_model,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
-        )
-        self.worker_group = RayWorkerGroup(
-            cluster,
-            builder,
-            name_prefix=name_prefix,
-            bundle_indices_list=bundle_indices_list,
-            sharding_annotations=self.sharding_annotations,
-            env_vars=dict(training_backend(config).env_vars or {}),
-            profile=profile,
-        )
-        self._cluster = cluster
+        workers = actors or start_policy_actors(cluster, config, **options)
+        self.sharding_annotations = workers.sharding_annotations
+        super().__init__(workers, cluster)
+        self._building = workers.run_all_workers_single_data("build")
         self._devices: list[str] | None = None
         self.started: PolicyStarted | None = None
-        self._metas: list[TensorMeta] | None = None
         self.device_name = ""
         self._shape: TransformerShape | None = None
         self._step_lengths: list[int] = []
@@ -115,12 +133,18 @@ class Policy(PolicyInterface):
             WorkerError: A worker could not start, e.g. because the model does not exist.
         """
         if self._devices is None:
+            self.worker_group.get_all_worker_results(self._building)
             answers = self.worker_group.run("describe")
             self._devices = [answer["device"] for answer in answers]
             self.device_name = answers[0]["device_name"]
             self._shape = answers[0]["shape"]
             self.started = PolicyStarted(answers[0]["backend"], answers[0]["kernels"], len(answers))
             logger.info("policy=started backend=%s kernels=%s", self.started.backend, self.started.kernels)
+
+    def devices(self) -> list[str]:
+        """Device identity of every rank."""
+        self.wait_until_started()
+        return list(self._devices or [])
 
     def profile(self, on: bool) -> None:
         """Has the workers that run under Nsight Systems record from here on, or write what they recorded.
@@ -142,13 +166,13 @@ class Policy(PolicyInterface):
     # -- sharding -----------------------------------------------------------------------------------------------------
 
     def shard(
-        self, data: BatchedDataDict[Any], batch_size: int | None, *, training: bool
-    ) -> tuple[list[SlicedDataDict[Any]], list[int] | None]:
+        self, data: BatchedDataDict, batch_size: int | None, *, training: bool
+    ) -> tuple[list[SlicedDataDict], list[int] | None]:
         """See `shard_batch`."""
         return shard_batch(data, self.cfg, self.data_parallel_size, batch_size, training=training)
 
     def _call_sharded(
-        self, method: str, shards: Sequence[Any], *, argument: str = "data", **common: Any
+        self, method: str, shards: Sequence[object], *, argument: str = "data", **common: object
     ) -> MultiWorkerFuture:
         return self.worker_group.run_all_workers_sharded_data(
             method,
@@ -159,14 +183,15 @@ class Policy(PolicyInterface):
             **{argument: list(shards)},
         )
 
-    def _run_sharded(self, method: str, shards: Sequence[Any], *, argument: str = "data", **common: Any) -> list[Any]:
+    def _run_sharded(
+        self, method: str, shards: Sequence[object], *, argument: str = "data", **common: object
+    ) -> list[Any]:
         return self.worker_group.get_all_worker_results(self._call_sharded(method, shards, argument=argument, **common))
 
-    def _score(
-        self, method: str, data: BatchedDataDict[Any], timer: Timer | None, **common: Any
-    ) -> BatchedDataDict[Any]:
-        refuse_model_inputs(data)
-        columns = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
+    def _score(self, method: str, data: BatchHandle, timer: Timer | None, **common: Any) -> BatchedDataDict:
+        batch = _in_process(data)
+        refuse_model_inputs(batch)
+        columns = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
         with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
         with timed(timer, submit_label(method)):
@@ -174,25 +199,23 @@ class Policy(PolicyInterface):
         merged = BatchedDataDict.from_batches(results)
         return merged if order is None else merged.reorder_data(order)
 
-    def get_logprobs(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> BatchedDataDict[Any]:
+    def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """`logprobs [B, S]`; see `PolicyInterface`."""
         return self._score("get_logprobs", data, timer)
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchHandle, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> Scores:
         """`reference_logprobs [B, S]`; see `PolicyInterface`."""
         return self._score("get_reference_policy_logprobs", data, timer, micro_batch_size=micro_batch_size)
 
-    def get_policy_and_reference_logprobs(
-        self, data: BatchedDataDict[Any], timer: Timer | None = None
-    ) -> BatchedDataDict[Any]:
+    def get_policy_and_reference_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """`logprobs` and `reference_logprobs`, [B, S] each; see `PolicyInterface`."""
         return self._score("get_policy_and_reference_logprobs", data, timer)
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
         """`topk_logits`, `topk_indices` [B, S, k]; see `PolicyInterface`."""
         return self._score("get_topk_logits", data, timer, k=k, micro_batch_size=micro_batch_size)
 
@@ -200,7 +223,7 @@ class Policy(PolicyInterface):
 
     def train(
         self,
-        data: Any,
+        data: BatchHandle,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -217,7 +240,7 @@ class Policy(PolicyInterface):
 
     def submit_train(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchHandle,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -231,13 +254,14 @@ class Policy(PolicyInterface):
             ValueError: The batch does not divide into global batches over the data-parallel ranks.
             UnsupportedColumnsError: It has inputs of the model that the backend does not take.
         """
-        refuse_model_inputs(data)
-        gbs, mbs = self._batch_sizes(data.size, gbs, mbs)
+        batch = _in_process(data)
+        refuse_model_inputs(batch)
+        gbs, mbs = self._batch_sizes(batch.size, gbs, mbs)
         with timed(timer, "policy_training/sharding_data"):
-            shards, _ = self.shard(data, gbs, training=True)
+            shards, _ = self.shard(batch, gbs, training=True)
         with timed(timer, "policy_training/submit_training_futures"):
             future = self._call_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        return self._pending_training(future, data["input_lengths"].tolist(), training=not eval_mode)
+        return self._pending_training(future, batch["input_lengths"].tolist(), training=not eval_mode)
 
     def _pending_training(
         self, future: MultiWorkerFuture, lengths: Sequence[int], *, training: bool
@@ -275,20 +299,21 @@ class Policy(PolicyInterface):
         self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
         self._step_lengths.clear()
 
-    def submit_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> PendingCall[None]:
+    def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
         """See `TrainingPolicy`."""
-        refuse_model_inputs(data)
+        batch = _in_process(data)
+        refuse_model_inputs(batch)
         with timed(timer, "policy_training/sharding_data"):
-            shards = shard_chunk(data, self.cfg, self.data_parallel_size)
-        self._step_lengths += data["input_lengths"].tolist()
+            shards = shard_chunk(batch, self.cfg, self.data_parallel_size)
+        self._step_lengths += batch["input_lengths"].tolist()
         with timed(timer, "policy_training/submit_microbatch_futures"):
             return self._submit_chunk("train_microbatches", shards, "data")
 
-    def _submit_chunk(self, method: str, shards: Sequence[Any], argument: str) -> PendingCall[None]:
+    def _submit_chunk(self, method: str, shards: Sequence[object], argument: str) -> PendingCall[None]:
         future = self._call_sharded(method, shards, argument=argument)
         return PendingCall(self.worker_group, future, lambda _: None, on_error=self._abandon_step)
 
-    def train_microbatches(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
+    def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
         """Adds a chunk of any number of samples to the open step.
 
         Raises:
@@ -296,7 +321,7 @@ class Policy(PolicyInterface):
         """
         self.submit_microbatches(data, timer).result()
 
-    def train_microbatch(self, data: BatchedDataDict[Any], timer: Timer | None = None) -> None:
+    def train_microbatch(self, data: BatchHandle, timer: Timer | None = None) -> None:
         """NeMo-RL's name of `train_microbatches`."""
         self.train_microbatches(data, timer)
 
@@ -357,95 +382,6 @@ class Policy(PolicyInterface):
             },
         )
 
-    # -- residency ----------------------------------------------------------------------------------------------------
-
-    def prepare_for_training(self) -> None:
-        """Model and optimizer on the device."""
-        self.worker_group.run("prepare_for_training")
-
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Model on the device."""
-        self.worker_group.run("prepare_for_training" if keep_train_buffers else "prepare_for_lp_inference")
-
-    def finish_training(self) -> None:
-        """Gives cached memory back."""
-        self.worker_group.run("release_cached_memory")
-
-    def offload_before_refit(self) -> None:
-        """Optimizer to the host: weights are still needed on the device for the export."""
-        self.worker_group.run("offload_optimizer")
-
-    def offload_after_refit(self) -> None:
-        """Model and optimizer to the host."""
-        self.worker_group.run("offload_optimizer")
-        self.worker_group.run("offload_model")
-
-    def offload_to_cpu(self) -> None:
-        """Same as `offload_after_refit`."""
-        self.offload_after_refit()
-
-    def offload_training_gpu(self) -> None:
-        """Everything of training off the devices but communicators: model, optimizer, caches."""
-        self.offload_after_refit()
-
-    def destroy_nccl_groups(self) -> None:
-        """Gives the device memory of communicators back. They are made again before their next use.
-
-        Raises:
-            WorkerError: A train step is open.
-        """
-        self.worker_group.run("drop_communicators")
-
-    def get_free_memory_bytes(self) -> int:
-        """Free device memory of the fullest slot, in bytes."""
-        return min(self.worker_group.run("free_memory"))
-
-    # -- source of a sync session -------------------------------------------------------------------------------------
-
-    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name to (shape, dtype name) of everything that a refit sends."""
-        return {meta.name: (meta.shape, meta.dtype) for meta in self.tensor_metas()}
-
-    def tensor_metas(self) -> list[TensorMeta]:
-        """What a refit sends, in order."""
-        if self._metas is None:
-            ref = self.worker_group.run_single_worker_single_data("tensor_metas", 0)
-            self._metas = wait_for_workers([ref], self.worker_group.identities[:1], what="tensor_metas")[0]
-        return self._metas
-
-    def devices(self) -> list[str]:
-        """Device identity of every rank."""
-        self.wait_until_started()
-        return list(self._devices or [])
-
-    maps_host_memory = False
-
-    def staging_budget(self) -> int:
-        """Bytes of one staging window on the fullest slot."""
-        return min(self.worker_group.run("staging_budget"))
-
-    def rendezvous(self) -> tuple[str, int]:
-        """Address of rank 0 and a free port there."""
-        return self._cluster.get_master_address_and_port()
-
-    def begin(self, spec: SendSpec, timeout_s: float) -> None:
-        """Starts the export on every rank."""
-        self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
-
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
-        """Packs a window on every rank."""
-        return self.worker_group.run("export_window", index=index, timeout_s=timeout_s)
-
-    def send_window(self, index: int, timeout_s: float) -> None:
-        """Pushes a window from rank 0."""
-        ref = self.worker_group.run_single_worker_single_data("send_window", 0, index=index)
-        wait_for_workers([ref], self.worker_group.identities[:1], what="send_window", timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Ends the export on every rank that still answers."""
-        refs: list[Any] = [worker.close_export.remote() for worker in self.worker_group.workers]
-        ray.wait(refs, num_returns=len(refs), timeout=60.0)
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -479,13 +415,19 @@ class Policy(PolicyInterface):
                 )
             time.sleep(_SAVE_POLL_S)
 
-    def run_on_all(self, method: str, **kwargs: Any) -> list[Any]:
+    def run_on_all(self, method: str, **kwargs: Any) -> list[object]:
         """Calls a method of every worker, for worker classes of one's own."""
         return self.worker_group.run(method, **kwargs)
 
     def shutdown(self) -> bool:
         """Ends the workers."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
+
+
+def _in_process(data: BatchHandle) -> BatchedDataDict:
+    if not isinstance(data, BatchedDataDict):
+        raise TypeError(f"a policy without data plane takes batches, got a reference to {data.size} rows; see TQPolicy")
+    return data
 
 
 def _rank_grid(config: PolicyConfig, world: int) -> NamedSharding:
@@ -497,7 +439,3 @@ def submit_label(method: str) -> str:
     """The timer's label of a scoring call, as dashboards know it."""
     reference = "reference_policy_" if method == "get_reference_policy_logprobs" else ""
     return f"{method}/submit_{reference}logprob_futures"
-
-
-def timed(timer: Timer | None, label: str) -> AbstractContextManager[Any]:
-    return nullcontext() if timer is None else cast(Callable[[str], AbstractContextManager[Any]], timer.time)(label)

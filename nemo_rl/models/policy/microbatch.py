@@ -10,7 +10,7 @@ Shapes: B rows, S padded width, T tokens of the packed row, V vocabulary, k larg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +19,11 @@ from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def idle_microbatch() -> dict[str, Any]:
+
+def idle_microbatch() -> dict[str, torch.Tensor]:
     """A row of two tokens, for ranks that take part in collectives without work of their own."""
     return {"input_ids": torch.zeros((1, 2), dtype=torch.long), "input_lengths": torch.tensor([2])}
 
@@ -31,7 +34,7 @@ def wants_logits(loss_fn: LossFunction) -> bool:
 
 
 def microbatch_loss(
-    data: Mapping[str, Any],
+    data: Mapping[str, torch.Tensor],
     loss_fn: LossFunction,
     batch: PackedBatch,
     output: TokenScores | torch.Tensor,
@@ -69,7 +72,7 @@ def microbatch_loss(
     )
 
 
-def logprob_rows(data: Mapping[str, Any], batch: PackedBatch, scores: TokenScores) -> torch.Tensor:
+def logprob_rows(data: Mapping[str, torch.Tensor], batch: PackedBatch, scores: TokenScores) -> torch.Tensor:
     """[B, S] log-probabilities on the host: of each token given those before it, position 0 and padding 0."""
     next_BS = batch.unpack(scores.logprobs_T).float()
     logprobs_BS = torch.cat([torch.zeros_like(next_BS[:, :1]), next_BS[:, :-1]], dim=1).cpu()
@@ -84,7 +87,9 @@ def largest_logits(batch: PackedBatch, logits_TV: torch.Tensor, k: int) -> tuple
     return batch.unpack(values_Tk).cpu(), batch.unpack(indices_Tk).cpu()
 
 
-def logit_transform(temperature: float | None, top_p: float, top_k: int | None, model: Any) -> LogitTransform:
+def logit_transform(
+    temperature: float | None, top_p: float, top_k: int | None, model: PretrainedConfig
+) -> LogitTransform:
     """What generation does to logits, and what the model itself does before.
 
     Args:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class UnsupportedModelError(UserError, ValueError):
@@ -37,7 +40,7 @@ def compute_dtype(precision: str) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[precision]
 
 
-def model_config(cfg: PolicyConfig, source: str | None = None) -> Any:
+def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConfig:
     """The Hugging Face configuration of the model, with `policy.hf_config_overrides` applied.
 
     Raises:
@@ -75,7 +78,7 @@ def _nearest_directory(name: str) -> str:
     return f"{parent} holds {', '.join(inside) or 'no directory'}"
 
 
-def number_of_experts(config: Any) -> int:
+def number_of_experts(config: PretrainedConfig) -> int:
     """Experts of a layer by the model's Hugging Face configuration, 0 for a model without."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         value = getattr(config, name, None)
@@ -84,7 +87,7 @@ def number_of_experts(config: Any) -> int:
     return 0
 
 
-def check_experts(config: Any, cfg: DTensorConfig) -> None:
+def check_experts(config: PretrainedConfig, cfg: DTensorConfig) -> None:
     """Whether the model's experts can be shared out as configured.
 
     Args:
@@ -109,7 +112,10 @@ _CUT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
 
 
 def check_divisible(
-    config: Any, tp: int, key: str = "policy.dtensor_cfg.tensor_parallel_size", sizes: Sequence[str] = _CUT_SIZES
+    config: PretrainedConfig,
+    tp: int,
+    key: str = "policy.dtensor_cfg.tensor_parallel_size",
+    sizes: Sequence[str] = _CUT_SIZES,
 ) -> None:
     """Whether heads and vocabulary divide over `tp` ranks.
 

@@ -62,7 +62,7 @@ def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
     """The parameters, in groups where some are cut over other ranks than others: torch's batched updates take tensors
     of one mesh.
     """
-    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    groups: dict[object, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return [{"params": group} for group in groups.values()] if len(groups) > 1 else next(iter(groups.values()), [])
@@ -106,7 +106,7 @@ def advance_scheduler(scheduler: LRScheduler, steps: int) -> None:
         scheduler.step()
 
 
-def _build_one(name: str, kwargs: dict[str, Any], optimizer: torch.optim.Optimizer, index: int) -> LRScheduler:
+def _build_one(name: str, kwargs: dict[str, object], optimizer: torch.optim.Optimizer, index: int) -> LRScheduler:
     try:
         return resolve_fqn(name)(optimizer, **kwargs)
     except (ImportError, TypeError, ValueError) as error:
@@ -114,5 +114,5 @@ def _build_one(name: str, kwargs: dict[str, Any], optimizer: torch.optim.Optimiz
         raise OptimizerConfigError(f"policy.scheduler.{index}: {call} cannot be built: {error}") from error
 
 
-def _call(name: str, kwargs: dict[str, Any]) -> str:
+def _call(name: str, kwargs: dict[str, object]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in kwargs.items())})"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class PackedBatch:
 
 
 def pack(
-    data: Mapping[str, Any], device: torch.device, *, multiple: int = 1, trained_only: bool = False
+    data: Mapping[str, torch.Tensor], device: torch.device, *, multiple: int = 1, trained_only: bool = False
 ) -> PackedBatch:
     """Packs a right-padded microbatch.
 
@@ -89,7 +88,7 @@ def pack(
     )
 
 
-def _trained_positions(data: Mapping[str, Any], source_N: torch.Tensor) -> torch.Tensor:
+def _trained_positions(data: Mapping[str, torch.Tensor], source_N: torch.Tensor) -> torch.Tensor:
     trained_BS = (data["token_mask"].cpu() != 0) & (data["sample_mask"].cpu() != 0)[:, None]
     before_BS = torch.zeros_like(trained_BS)
     before_BS[:, :-1] = trained_BS[:, 1:]

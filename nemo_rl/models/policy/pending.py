@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import ray
 
@@ -32,7 +32,7 @@ class PendingCall(Generic[Result]):
         self,
         group: RayWorkerGroup,
         future: MultiWorkerFuture,
-        combine: Callable[[list[Any]], Result],
+        combine: Callable[[list[object]], Result],
         *,
         on_error: Callable[[], None],
     ) -> None:
@@ -65,6 +65,6 @@ class PendingCall(Generic[Result]):
                 on_error()
             raise
 
-    def __await__(self) -> Generator[Any, None, Result]:
+    def __await__(self) -> Generator[object, None, Result]:
         """The result, awaited by an event loop, which goes on meanwhile."""
         return asyncio.to_thread(self.result).__await__()

@@ -81,13 +81,13 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum of every rank's part; its gradient flows to each part unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
+    def forward(ctx: object, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
         total = local.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
 
 

@@ -7,7 +7,6 @@ run and ends it. Invariant: no tensor with a token axis passes the driver.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DataPlaneConfig, PolicyConfig
@@ -20,24 +19,18 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
-from nemo_rl.models.policy.interfaces import TrainResult
-from nemo_rl.models.policy.lm_policy import Policy, submit_label, timed
+from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns, TrainResult
+from nemo_rl.models.policy.lm_policy import Policy, submit_label
 from nemo_rl.models.policy.pending import PendingCall
+from nemo_rl.utils.timer import timed
 
 if TYPE_CHECKING:
-    from nemo_rl.utils.timer import Timer
+    from transformers import PreTrainedTokenizerBase
 
-Batch = KVBatchMeta | BatchedDataDict[Any]
+    from nemo_rl.utils.timer import Timer
 
 _PREVIOUS = {"logprobs": "prev_logprobs"}
 _REFERENCE = {"reference_logprobs": "reference_policy_logprobs"}
-
-
-@dataclass(frozen=True)
-class StoredColumns:
-    """Results that stayed with their rows: name in the result to name of the column."""
-
-    columns: Mapping[str, str]
 
 
 class TQPolicy(Policy):
@@ -60,7 +53,7 @@ class TQPolicy(Policy):
         self,
         cluster: RayVirtualCluster,
         config: PolicyConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         dp_cfg: DataPlaneConfig,
         tq_partition_id: str = "train",
@@ -109,13 +102,13 @@ class TQPolicy(Policy):
 
     def read_from_dataplane(
         self, meta: KVBatchMeta, *, select_fields: Sequence[str], pad_value_dict: Mapping[str, float] | None = None
-    ) -> BatchedDataDict[Any]:
+    ) -> BatchedDataDict:
         """Columns of a meta's rows, in this process."""
         return read_columns(
             self.dp_client, meta, select_fields, pad_value_dict=pad_value_dict or pad_values(self._pad_token_id)
         )
 
-    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:
         """Adds columns from this process."""
         write_columns(self.dp_client, meta, fields)
 
@@ -152,7 +145,7 @@ class TQPolicy(Policy):
             )
         return StoredColumns(columns)
 
-    def get_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+    def get_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """See `Policy`; for a meta the result stays with the rows."""
         if not isinstance(data, KVBatchMeta):
             return super().get_logprobs(data, timer)
@@ -160,23 +153,23 @@ class TQPolicy(Policy):
         return StoredColumns(_PREVIOUS)
 
     def get_reference_policy_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> Any:
+        self, data: BatchHandle, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> Scores:
         """See `Policy`; for a meta the result stays with the rows."""
         if not isinstance(data, KVBatchMeta):
             return super().get_reference_policy_logprobs(data, micro_batch_size, timer)
         self.get_reference_policy_logprobs_from_meta(data, micro_batch_size, timer)
         return StoredColumns(_REFERENCE)
 
-    def get_policy_and_reference_logprobs(self, data: Any, timer: Timer | None = None) -> Any:
+    def get_policy_and_reference_logprobs(self, data: BatchHandle, timer: Timer | None = None) -> Scores:
         """See `Policy`; for a meta the results stay with the rows, which every rank fetches once."""
         if not isinstance(data, KVBatchMeta):
             return super().get_policy_and_reference_logprobs(data, timer)
         return self._score_meta("get_policy_and_reference_logprobs", data, _PREVIOUS | _REFERENCE, timer)
 
     def get_topk_logits(
-        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchHandle, k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
         """See `Policy`.
 
         Raises:
@@ -244,7 +237,7 @@ class TQPolicy(Policy):
 
     def submit_train(
         self,
-        data: Any,
+        data: BatchHandle,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         *,
@@ -257,7 +250,7 @@ class TQPolicy(Policy):
             return super().submit_train(data, loss_fn, eval_mode, gbs=gbs, mbs=mbs, timer=timer)
         return self._submit_train_meta(data, loss_fn, eval_mode, gbs, mbs, timer)
 
-    def submit_microbatches(self, data: Any, timer: Timer | None = None) -> PendingCall[None]:
+    def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
         """See `TrainingPolicy`."""
         if not isinstance(data, KVBatchMeta):
             return super().submit_microbatches(data, timer)
@@ -286,7 +279,7 @@ class TQPolicy(Policy):
         """NeMo-RL's name of `abort_train_step` on the data plane."""
         self.abort_train_step()
 
-    def train_microbatches(self, data: Any, timer: Timer | None = None) -> None:
+    def train_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> None:
         """See `Policy`; takes metas and batches."""
         self.submit_microbatches(data, timer).result()
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -54,7 +54,7 @@ class StepBackend(Protocol):
         ...
 
     def forward_backward(
-        self, microbatches: Sequence[Mapping[str, Any]], loss_fn: LossFunction, *, idle: int
+        self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
         """Adds the gradients of the plain-sum losses of all microbatches, in training mode.
 
@@ -144,7 +144,7 @@ class TrainStep:
         self._backend.start_step()
         self._open = _OpenStep(loss_fn, torch.zeros(2, dtype=torch.float64, device=self._backend.device))
 
-    def microbatches(self, batches: Sequence[Mapping[str, Any]]) -> None:
+    def microbatches(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Adds a chunk of any size to the open step; ranks with fewer microbatches, or none, take part in the others'
         collectives. An error closes the step.
 
@@ -234,7 +234,7 @@ class TrainStep:
         return self._open
 
 
-def non_finite_rows(scores: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
+def non_finite_rows(scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Which rows [B] hold a NaN or infinity that training reads.
 
     Args:
@@ -265,6 +265,6 @@ def _stack(results: list[MicrobatchResult]) -> dict[str, torch.Tensor]:
     }
 
 
-def _sample_numbers(data: Mapping[str, Any]) -> list[int]:
+def _sample_numbers(data: Mapping[str, torch.Tensor]) -> list[int]:
     numbers = data.get("sample_index")
     return numbers.tolist() if isinstance(numbers, torch.Tensor) else list(range(len(data["sample_mask"])))

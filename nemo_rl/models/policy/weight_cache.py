@@ -75,7 +75,7 @@ class PolicyWeightCache:
         """Opens a session that sends a built version from the owner."""
         self._on_owner("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
 
-    def export_window(self, index: int, timeout_s: float) -> list[dict[str, Any] | None]:
+    def export_window(self, index: int, timeout_s: float) -> list[dict[str, object] | None]:
         """Packs a window on the owner."""
         return [self._on_owner("export_window", timeout_s, index=index)]
 
@@ -87,7 +87,7 @@ class PolicyWeightCache:
         """Ends the session on the owner."""
         self._on_owner("close_export", 60.0)
 
-    def _on_owner(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
+    def _on_owner(self, method: str, timeout_s: float, **kwargs: object) -> Any:
         group = self._policy.worker_group
         ref = group.run_single_worker_single_data(method, _OWNER, **kwargs)
         return wait_for_workers([ref], group.identities[:1], what=method, timeout_s=timeout_s)[0]

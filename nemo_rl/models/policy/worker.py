@@ -45,7 +45,7 @@ _STAGING_SHARE = 0.3
 
 
 class PolicyWorker(TQWorkerMixin):
-    """One rank.
+    """One rank. The constructor only imports; `build` makes it usable.
 
     Args:
         cfg: The policy section.
@@ -65,20 +65,30 @@ class PolicyWorker(TQWorkerMixin):
         optimizer_path: str | None = None,
     ) -> None:
         self.cfg = cfg
-        torch.manual_seed(0)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path)
-        sizes = parallel_sizes(cfg, int(os.environ["WORLD_SIZE"]))
-        self.backend = backend_spec(cfg).build(cfg, sizes, options)
-        self.step = TrainStep(self.backend)
+        self._options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path)
         self._mbs = cfg.train_micro_batch_size
         self._sender: WeightSender | None = None
         self._cache: CacheBuilder | None = None
-        if self.backend.rank == 0:
-            logger.info("backend=%s kernels=%s sizes=%s", backend_spec(cfg).name, self.backend.kernels(), sizes)
+        backend_spec(cfg).load()
 
-    def describe(self) -> dict[str, Any]:
+    def build(self) -> None:
+        """Loads the model onto the accelerator. Collective.
+
+        Raises:
+            ModelNotFoundError: There is no such model.
+            CheckpointMismatchError: The checkpoint is of another model or optimizer.
+            KernelUnavailableError: A kernel that is asked for does not run here.
+        """
+        torch.manual_seed(0)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        spec, sizes = backend_spec(self.cfg), parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"]))
+        self.backend = spec.build(self.cfg, sizes, self._options)
+        self.step = TrainStep(self.backend)
+        if self.backend.rank == 0:
+            logger.info("backend=%s kernels=%s sizes=%s", spec.name, self.backend.kernels(), sizes)
+
+    def describe(self) -> dict[str, object]:
         """Device identity and name of this rank, its backend and kernels, and the model's sizes (None where its
         configuration does not say).
         """
@@ -110,15 +120,15 @@ class PolicyWorker(TQWorkerMixin):
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
-    def _cut(self, data: BatchedDataDict[Any], size: int) -> tuple[list[BatchedDataDict[Any]], int]:
+    def _cut(self, data: BatchedDataDict, size: int) -> tuple[list[BatchedDataDict], int]:
         """The microbatches of these rows, and how many more another rank has."""
         self.backend.rebuild_communicators()
         parts = microbatches(data, self.cfg, size)
         return parts, self.backend.max_over_data(len(parts)) - len(parts)
 
     def _score(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None, *, policy: bool = False, reference: bool = False
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchedDataDict, micro_batch_size: int | None, *, policy: bool = False, reference: bool = False
+    ) -> BatchedDataDict:
         """Log-probabilities under the current weights, the initial ones, or both, of the same microbatches."""
         parts, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
         width = data["input_ids"].shape[1]
@@ -134,13 +144,13 @@ class PolicyWorker(TQWorkerMixin):
                 scores["reference_logprobs"] = rows(filtered=False)
         return BatchedDataDict(scores)
 
-    def get_logprobs(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> BatchedDataDict[Any]:
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`logprobs [B, S]` under the current weights."""
         return self._score(data, micro_batch_size, policy=True)
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """`reference_logprobs [B, S]` under the initial weights.
 
         Raises:
@@ -149,8 +159,8 @@ class PolicyWorker(TQWorkerMixin):
         return self._score(data, micro_batch_size, reference=True)
 
     def get_policy_and_reference_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """`logprobs` and `reference_logprobs`, [B, S] each, of the same microbatches.
 
         Raises:
@@ -158,9 +168,7 @@ class PolicyWorker(TQWorkerMixin):
         """
         return self._score(data, micro_batch_size, policy=True, reference=True)
 
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
+    def get_topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None) -> BatchedDataDict:
         """`topk_logits` and `topk_indices`, [B, S, k]."""
         batches, idle = self._cut(data, micro_batch_size or self.cfg.logprob_batch_size)
         width = data["input_ids"].shape[1]
@@ -174,8 +182,8 @@ class PolicyWorker(TQWorkerMixin):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(
-        self, data: SlicedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool, gbs: int, mbs: int
-    ) -> dict[str, Any]:
+        self, data: SlicedDataDict, loss_fn: LossFunction, *, eval_mode: bool, gbs: int, mbs: int
+    ) -> dict[str, object]:
         """One step per local global-batch part; `gbs` counts samples over all data-parallel ranks."""
         local = gbs // self.backend.sizes.dp
         results: list[StepResult] = []
@@ -201,11 +209,11 @@ class PolicyWorker(TQWorkerMixin):
         self.step.begin(loss_fn)
         self._mbs = mbs or self.cfg.train_micro_batch_size
 
-    def train_microbatches(self, data: BatchedDataDict[Any]) -> None:
+    def train_microbatches(self, data: BatchedDataDict) -> None:
         """Adds one chunk of samples to the open step; this rank's part may have no rows."""
         self.step.microbatches(microbatches(data, self.cfg, self._mbs))
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def finish_train_step(self) -> dict[str, object]:
         """Steps the optimizer and the schedule."""
         rates = self.backend.rates()
         result = self.step.finish(self.cfg.max_grad_norm)
@@ -219,7 +227,7 @@ class PolicyWorker(TQWorkerMixin):
         """Closes an open step without stepping."""
         self.step.abort()
 
-    def _evaluate(self, batch: BatchedDataDict[Any], loss_fn: LossFunction, mbs: int) -> StepResult:
+    def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
         counts = torch.stack(count_valid(batch)).to(self.backend.device)
         counts = self.backend.sum_over_data(counts).tolist()
         parts, idle = self._cut(batch, mbs)
@@ -235,7 +243,7 @@ class PolicyWorker(TQWorkerMixin):
         )
         return StepResult(float(loss), 0.0, metrics, *counts)
 
-    def _report(self, results: Sequence[StepResult], rates: dict[str, float]) -> dict[str, Any]:
+    def _report(self, results: Sequence[StepResult], rates: dict[str, float]) -> dict[str, object]:
         metrics: dict[str, list[float]] = {}
         for result in results:
             for name, values in result.metrics.items():

@@ -61,7 +61,7 @@ class Agent(RankKeeper):
         self.holds: dict[str, LocalHold] = {}
         self.wants: dict[str, Want] = {}
         self.demand = Demand()
-        self.leaving = False
+        self.leaving = self.builds = False
         self._request_s = request_s
         self._given_back: dict[str, GivenBack] = {}
         self._term = self._requests = 0
@@ -179,6 +179,13 @@ class Agent(RankKeeper):
         self.demand = Demand(0, 0, 1, self.demand.seq + 1)
         self.send_status()
 
+    def builds_ahead(self) -> None:
+        """The engines can be built from here on, without weights: the scheduler may have that done ahead of their first
+        wakes.
+        """
+        self.builds = True
+        self.send_status()
+
     def leave(self) -> None:
         """The pipeline is done: its ranks will be put to sleep, then it is dismissed."""
         self.leaving = True
@@ -224,6 +231,7 @@ class Agent(RankKeeper):
                 broken,
                 self.leaving,
                 self._term,
+                self.builds,
             )
         )
 

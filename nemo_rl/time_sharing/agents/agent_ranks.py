@@ -33,7 +33,7 @@ class RankKeeper:
         self._host, self._record = host, record
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._refreshing: set[int] = set()
-        self._refresh_begun = False
+        self._refresh_begun = self._recompute_kv = False
         self._seq = self._operations = 0
 
     def send_status(self) -> None:
@@ -41,15 +41,16 @@ class RankKeeper:
         raise NotImplementedError
 
     def begin_at(self, version: int) -> None:
-        """The run begins with the weights of `version`; only before any rank was woken."""
-        if any(rank.phase is not Phase.ASLEEP for rank in self.ranks):
-            raise ProtocolError(f"{self.topology.pipeline}: ranks are awake; the first version comes before them")
+        """The run begins with the weights of `version`; only before any rank has weights."""
+        if any(rank.phase in (Phase.SYNCING, Phase.READY, Phase.ACTIVE) for rank in self.ranks):
+            raise ProtocolError(f"{self.topology.pipeline}: ranks have weights; the first version comes before them")
         self.cached = self.published = version
 
-    def refresh(self) -> None:
+    def refresh(self, *, recompute_kv: bool = False) -> None:
         """Brings the cached weights to every rank that is awake and serving, then publishes; the host hears
-        `refreshed`.
+        `refreshed`. `recompute_kv` says what the host lets running requests do, for the record.
         """
+        self._recompute_kv = recompute_kv
         self._refresh_begun = self.published != self.cached
         self._refreshing = {index for index, rank in enumerate(self.ranks) if rank.phase is Phase.ACTIVE}
         for index in sorted(self._refreshing):
@@ -60,7 +61,7 @@ class RankKeeper:
 
     def _begin_refresh(self, index: int) -> None:
         operation = self._perform(index, REFRESH, self.cached)
-        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH))
+        self._record.emit(rec.SyncStarted(self._sync_id(operation), self.cached, (index,), REFRESH, self._recompute_kv))
 
     def performed(self, operation: Operation, ok: bool, loaded: int | None = None) -> None:
         """The host has finished an operation; one that was given up meanwhile is ignored.
@@ -144,12 +145,16 @@ class RankKeeper:
             rank.phase = Phase.DRAINING
             self._perform(command.rank, Verb.DRAIN.value, -1, command)
             return
-        if rank.phase is not Phase.ASLEEP:
+        if rank.phase is Phase.ASLEEP:
+            # Its wake was lost or comes later; the lease is over all the same.
+            rank.over = command.epoch
+        else:
             rank.phase = Phase.DRAINING
         self._answer(command, Outcome.DONE)
 
     def _sleep(self, rank: LocalRank, command: Command) -> None:
         if rank.phase is Phase.ASLEEP:
+            rank.over = command.epoch
             self._answer(command, Outcome.DONE)
         elif rank.phase in (Phase.DRAINING, Phase.SLEEPING):
             rank.phase = Phase.SLEEPING

@@ -26,9 +26,32 @@ logger = logging.getLogger(__name__)
 _TITLE = "ray::"
 
 
+_NAMESPACE = "pipeline_"
+_AGENT = "agent."
+
+
 def agent_namespace(pipeline: str) -> str:
     """The Ray namespace that holds a pipeline's actors."""
-    return f"pipeline_{pipeline}_NS"
+    return f"{_NAMESPACE}{pipeline}_NS"
+
+
+def agent_actor_name(incarnation: int) -> str:
+    """The name of a pipeline's agent. Every actor of a pipeline ends in its incarnation, so that ending one never ends
+    its successor.
+    """
+    return f"{_AGENT}{incarnation}"
+
+
+def end_agents() -> None:
+    """Ends the agents of all pipelines, and with them the actors that they have started."""
+    import ray
+
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"].startswith(_NAMESPACE) and entry["name"].startswith(_AGENT):
+            try:
+                ray.kill(ray.get_actor(entry["name"], namespace=entry["namespace"]), no_restart=True)
+            except ValueError:
+                continue  # it ended meanwhile
 
 
 def rank_actor_name(rank: int, incarnation: int) -> str:

@@ -140,14 +140,14 @@ class AgentRuntime:
         with self._lock:
             self._agent.cache_built(version)
 
-    def publish(self, version: int, timeout_s: float) -> None:
+    def publish(self, version: int, timeout_s: float, *, recompute_kv: bool = False) -> None:
         """Refreshes the ranks that are awake with the cache of `version`, and publishes it. Raises TimeoutError after
-        timeout_s.
+        timeout_s. `recompute_kv` says whether the engine has running requests compute their keys and values anew.
         """
         with self._changed:
             if self._agent.cached < version:
                 self._agent.cache_built(version)
-            self._agent.refresh()
+            self._agent.refresh(recompute_kv=recompute_kv)
             if not self._wait(lambda: self._refreshed >= version, timeout_s):
                 raise TimeoutError(
                     f"{self._agent.topology.pipeline}: version {version} did not reach the ranks that are "
@@ -171,6 +171,11 @@ class AgentRuntime:
     def end_progress(self) -> None:
         with self._lock:
             self._agent.end_progress()
+
+    def builds_ahead(self) -> None:
+        """The engines can be built; the scheduler may have that done ahead of their first wakes."""
+        with self._lock:
+            self._agent.builds_ahead()
 
     def rank_broken(self, rank: int) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
 from nemo_rl.time_sharing.history.prompts import PromptChecks
+from nemo_rl.time_sharing.history.rules import RuleChecks
 from nemo_rl.time_sharing.history.sense import Sense
 from nemo_rl.time_sharing.history.starvation import StarvationChecks
 from nemo_rl.time_sharing.history.waiting import WaitChecks
@@ -34,6 +35,7 @@ INVARIANTS = {
     8: "every wait within its deadline",
     9: "no starvation beyond the bound",
     10: "conservation of GPUs",
+    11: "each decision follows from what was before",
 }
 
 Handler = Callable[[Entry, Any], None]
@@ -84,7 +86,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     record = entries if isinstance(entries, Sequence) else list(entries)
     refuse_nothing(record)
     sense, clocks = Sense(), Clocks()
-    groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks(), StarvationChecks()]
+    groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks(), StarvationChecks(), RuleChecks()]
     if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
         # One run by itself: its parts are one pipeline, and nobody lends it accelerators.
         record = [replace(entry, source=f"run/{entry.source.partition('/')[2] or entry.source}") for entry in record]

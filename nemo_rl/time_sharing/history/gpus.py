@@ -141,7 +141,7 @@ class GpuChecks:
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         holder = f"{event.pipeline}/rank {event.rank}"
-        if event.phase is Phase.WAKING:
+        if event.phase in (Phase.WAKING, Phase.BUILDING):
             self._lease(self._rank_gpus(event.pipeline, event.rank), holder, event.epoch)
         elif event.phase is Phase.ASLEEP:
             self._unlease(self._rank_gpus(event.pipeline, event.rank), holder)

@@ -31,7 +31,7 @@ class _Pipeline:
     trained_version: int | None = None
     training_memory: bool = False
     fenced: bool = False
-    rising: set[int] = field(default_factory=set)
+    waking: set[int] = field(default_factory=set)
     claimed: set[int] = field(default_factory=set)
     priority: Priority | None = None
     unsure: bool = False
@@ -77,7 +77,7 @@ class OrderChecks:
         self._gap = True
         for pipeline in self._pipelines.values():
             pipeline.unsure = True
-            pipeline.rising.clear()
+            pipeline.waking.clear()
             pipeline.claimed.clear()
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
@@ -109,7 +109,7 @@ class OrderChecks:
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
         pipeline = self._named(event.pipeline)
         pipeline.fenced = True
-        pipeline.rising.clear()
+        pipeline.waking.clear()
         pipeline.claimed.clear()
 
     # Invariant 6.
@@ -120,7 +120,7 @@ class OrderChecks:
             return
         pipeline.priority, pipeline.unsure = event.priority, False
         if event.priority is Priority.ACTOR_TRAINING and not self._gap:
-            under_way = pipeline.rising | pipeline.claimed
+            under_way = pipeline.waking | pipeline.claimed
             if under_way:
                 self._bad(
                     6,
@@ -132,9 +132,9 @@ class OrderChecks:
         pipeline = self._named(event.pipeline)
         pipeline.claimed.discard(event.rank)
         if event.phase in _RISING:
-            pipeline.rising.add(event.rank)
+            pipeline.waking.add(event.rank)
         else:
-            pipeline.rising.discard(event.rank)
+            pipeline.waking.discard(event.rank)
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         if event.cluster == ACTOR_INFER:

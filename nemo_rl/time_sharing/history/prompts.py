@@ -35,13 +35,12 @@ class _Request:
     sample: str
     shard: int
     versions: list[int]
+    keeps_kv: bool = False
 
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What is open in one pipeline. `staleness` is None when no registration says it: there is no bound to hold it to
-    then.
-    """
+    """What is open in one pipeline. `staleness` is None where no registration sets a bound."""
 
     staleness: int | None = None
     groups: dict[str, _Group] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class _Pipeline:
     prompts: set[str] = field(default_factory=set)
     trained_in_step: Counter[int] = field(default_factory=Counter)
     loaded: dict[int, int] = field(default_factory=dict)
-    syncs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    syncs: dict[str, rec.SyncStarted] = field(default_factory=dict)
     running: dict[str, _Request] = field(default_factory=dict)
     on_shard: dict[int, set[str]] = field(default_factory=dict)
     seen_versions: dict[str, list[int]] = field(default_factory=dict)
@@ -217,26 +216,28 @@ class PromptChecks:
         if event.tokens:
             pipeline.seen_versions.setdefault(request.sample, []).extend(request.versions)
             pipeline.tokens[request.sample] += event.tokens
-            if len(request.versions) > 1:
+            if request.keeps_kv:
                 pipeline.across.add(request.sample)
 
     def _sync_started(self, entry: Entry, event: rec.SyncStarted) -> None:
-        self._of(entry).syncs[event.sync_id] = event.targets
+        self._of(entry).syncs[event.sync_id] = event
 
     def _synced(self, entry: Entry, event: rec.SyncFinished) -> None:
         pipeline = self._of(entry)
-        targets = pipeline.syncs.pop(event.sync_id, ())
-        if event.outcome != "done":
+        started = pipeline.syncs.pop(event.sync_id, None)
+        if started is None or event.outcome != "done":
             return
         for checksum in event.checksums.values():
             known = pipeline.checksums.setdefault(event.version, set())
             known.add(checksum)
             if len(known) > 1:
                 self._bad(3, f"version {event.version} has different checksums on different shards: {sorted(known)}")
-        for shard in targets:
+        for shard in started.targets:
             pipeline.loaded[shard] = event.version
-            for request in pipeline.on_shard.get(shard, ()):
-                pipeline.running[request].versions.append(event.version)
+            for name in pipeline.on_shard.get(shard, ()):
+                request = pipeline.running[name]
+                request.keeps_kv |= bool(request.versions) and not started.recompute_kv
+                request.versions.append(event.version)
 
     def _tokens(self, entry: Entry, event: rec.TokensGenerated) -> None:
         pipeline = self._of(entry)

@@ -1,9 +1,9 @@
 """Invariant 9: nobody starves. Also, of invariant 10, that a grant is what was asked for.
 
 Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that
-are behind it in the aged queue, not counting those of pipelines that it waits for itself (rule 10): to stand in their
-way would be to wait for oneself. By time: it is served within the bound that follows from the longest hold in this
-record (`wait_bound`). Requests that were open when the log lost its end are not judged.
+are behind it in the aged queue, and each of these names it; not counted are those of pipelines that it waits for itself
+(rule 10): to stand in their way would be to wait for oneself. By time: it is served within the bound that follows from
+the longest hold in this record (`wait_bound`). Requests that were open when the log lost its end are not judged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.wait_bound import Wait, WaitBound
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
 from nemo_rl.utils.record import Entry
 
 _HUNGRY = ":generation"
@@ -220,16 +220,19 @@ class StarvationChecks:
         mine = self._requests.get((event.pipeline, event.cluster))
         if mine is not None:
             mine.claimed = True
-            self._count_overtaken(event.pipeline, mine.key, frozenset(event.gpus))
+            self._count_overtaken(event.pipeline, mine.key, frozenset(event.gpus), event.passed)
         # Only now: what it gets is no reason to let it past.
         self._fixed_owner.update(dict.fromkeys(event.gpus, event.pipeline))
 
-    def _count_overtaken(self, by: str, key: float, taken: frozenset[int]) -> None:
+    def _count_overtaken(self, by: str, key: float, taken: frozenset[int], passed: tuple[str, ...]) -> None:
         for (name, cluster), other in self._requests.items():
             if other.claimed or not other.judged or other.key >= key or name == by or other.gpus.isdisjoint(taken):
                 continue
             if self._contended and self._waits_for(name, by):
                 continue
+            held = self._pipelines[name].held
+            if cluster not in held and f"{name}#{other.number}" not in passed and not self._recovering:
+                self._bad(9, f"{name} waits for {cluster} and is overtaken by {by}, which is behind it in the queue")
             other.overtaken += 1
             if other.overtaken > self._wait_bound.limit("max_backfills"):
                 self._bad(9, f"{name} waits for {cluster} and is overtaken for the {other.overtaken}th time, by {by}")
@@ -385,7 +388,7 @@ class StarvationChecks:
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
         self._last_time = entry.time
         pipeline = self._of(event.pipeline)
-        if event.phase in (Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.ASLEEP):
+        if event.phase is Phase.ASLEEP or event.phase in SLEEP_PHASES:
             pipeline.awake.discard(event.rank)
         else:
             pipeline.awake.add(event.rank)

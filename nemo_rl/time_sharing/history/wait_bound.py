@@ -1,8 +1,8 @@
 """How long anybody may have to wait: the bound of docs/time_sharing_scheduler.md, worked out from one record.
 
-It takes the longest hold of the record for H and the registered weights for the length of turns, and adds the time that
-faults took from the very wait that is judged: a rank that cools off, GPUs in quarantine, a pipeline being ended, a
-scheduler that is down. A second counts once, however many faults share it.
+It takes the longest hold of the record for H and the registered weights for the length of time slices, and adds the
+time that faults took from the very wait that is judged: a rank that cools off, GPUs in quarantine, a pipeline being
+ended, a scheduler that is down. A second counts once, however many faults share it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 from nemo_rl.time_sharing.protocol.types import Priority
 
 _MOST_WEIGHT = 4.0
-"""A turn lasts `min_hold_s` times the pipeline's weight, which counts up to this (rule 7)."""
+"""A time slice lasts `max_slice_s` at most (`min_hold_s` before a hand-over was seen) times the pipeline's weight,
+which counts up to this (rule 7)."""
 
 
 class Wait(NamedTuple):
@@ -77,9 +78,10 @@ class WaitBound:
 
     @property
     def bound(self) -> float:
-        """Everyone ahead holds once, each with one hand-over, plus the aging window and turns; without faults."""
+        """Everyone ahead holds once, each with one hand-over, plus the aging window and time slices; without faults."""
         ahead = 2 * self.most_pipelines + self.limit("max_backfills") + 1
-        each = self.longest_hold + self.handover + self.limit("min_hold_s") * self._weight + self.limit("lease_s")
+        time_slice = max(self.limit("min_hold_s"), self.limit("max_slice_s")) * self._weight
+        each = self.longest_hold + self.handover + time_slice + self.limit("lease_s")
         return Priority.GENERATION * self.limit("aging_s") + ahead * each
 
     def lost(self, wait: Wait) -> float:

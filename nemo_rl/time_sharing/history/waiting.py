@@ -31,7 +31,9 @@ class WaitChecks:
         self._holds: dict[tuple[str, str], float] = {}
         self._restarted = float("-inf")
         self._isolated: float | None = None
-        self._isolation_s = 0.0
+        self._isolation_s = self._lease_s = 0.0
+        self._given_up: float | None = None
+        """When an isolation was given up, as long as nobody has come or gone since."""
         self._max_tick_s = 0.0
         self._drift_s = 0.0
         self._gap = False
@@ -44,6 +46,7 @@ class WaitChecks:
             ev.ClockJumped: self._jumped,
             ev.Isolated: self._isolated_now,
             ev.Reconnected: self._reconnected,
+            ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
             ev.Granted: self._granted,
             ev.Released: self._released,
@@ -86,15 +89,19 @@ class WaitChecks:
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
         self._max_tick_s = event.limits.get("max_tick_s", 0.0)
         self._isolation_s = event.limits.get("isolation_s", 0.0)
+        self._lease_s = event.limits.get("lease_s", 0.0)
 
     def _isolated_now(self, entry: Entry, event: ev.Isolated) -> None:
         self._isolated = entry.time
+        if self._given_up is not None and entry.time < self._given_up + self._lease_s / 2:
+            self._bad(8, "the scheduler takes itself for cut off again before anybody can have been heard")
 
     def _reconnected(self, entry: Entry, event: ev.Reconnected) -> None:
         if self._isolated is None:
             self._bad(8, "the scheduler is reconnected without having been isolated")
         else:
             self._end_isolation(entry.time)
+        self._given_up = entry.time if event.given_up else None
 
     def _end_isolation(self, time: float) -> None:
         assert self._isolated is not None  # noqa: S101 - callers looked
@@ -108,7 +115,7 @@ class WaitChecks:
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
         self._restarted = entry.time
-        self._isolated = None
+        self._isolated = self._given_up = None
 
     def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
         self._gap = False
@@ -117,7 +124,11 @@ class WaitChecks:
         self._restarted = entry.time
         self._drift_s += abs(event.seconds) + self._max_tick_s
 
+    def _registered(self, entry: Entry, event: ev.Registered) -> None:
+        self._given_up = None
+
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
+        self._given_up = None
         # What a pipeline's processes waited for ended with them; only one that could not be ended, or is not the one
         # that is meant, may still say so.
         waits = [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]
@@ -167,9 +178,14 @@ class WaitChecks:
         self._end_hold((event.pipeline, event.cluster), entry.time)
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        self._given_up = None
         if self._isolated is not None and event.reason.startswith("no heartbeat"):
             self._bad(8, f"{event.pipeline} was fenced for its silence while the scheduler was cut off")
-        for key in [key for key in self._holds if key[0] == event.pipeline]:
+        mine = [key for key in self._holds if key[0] == event.pipeline]
+        allowed = min((self._holds[key] for key in mine), default=entry.time)
+        if event.reason.startswith("it held") and entry.time < allowed:
+            self._bad(8, f"{event.pipeline} was fenced for holding too long, it may hold until {allowed:.1f} s")
+        for key in mine:
             self._end_hold(key, entry.time)
 
     def _end_hold(self, hold: tuple[str, str], time: float) -> None:

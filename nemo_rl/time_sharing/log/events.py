@@ -72,7 +72,7 @@ class Registered:
     weight: float = 1.0
     min_share: float = 0.0
     max_share: float = 1.0
-    staleness: int = 1
+    staleness: int | None = 1
     rank_batch: int = 1
 
 
@@ -86,6 +86,16 @@ class DemandReported:
     done: int
     unit: int
     seq: int
+
+
+@event_kind("ts_builds_ahead")
+@dataclass(frozen=True, slots=True)
+class BuildsAhead:
+    """The engines of a pipeline can be built, and may be on GPUs that nobody has a use for, ahead of their first
+    wakes.
+    """
+
+    pipeline: str
 
 
 @event_kind("ts_requested")
@@ -117,7 +127,7 @@ class Claimed:
     """These GPUs, free or about to be, go next to this cluster (`rank` -1) or this generation rank, and to nobody else.
 
     `passed` names the requests (`pipeline#request`) ahead in the queue that this one was let past because it will be
-    done before they can start.
+    done before they can start. `ahead`: the rank's engine is built there, and sleeps then.
     """
 
     plan: int
@@ -127,7 +137,8 @@ class Claimed:
     request: int
     gpus: tuple[int, ...]
     passed: tuple[str, ...] = ()
-    floor: bool = False
+    guaranteed: bool = False
+    ahead: bool = False
 
 
 @event_kind("ts_plan_explained")
@@ -207,14 +218,16 @@ class Released:
 @event_kind("ts_rank")
 @dataclass(frozen=True, slots=True)
 class RankMoved:
-    """A generation rank changed phase. WAKING takes the rank's GPUs under a new epoch, ASLEEP gives them back."""
+    """A generation rank changed phase. WAKING and BUILDING take the rank's GPUs under a new epoch, ASLEEP gives them
+    back.
+    """
 
     pipeline: str
     rank: int
     phase: Phase
     epoch: int
     version: int = -1
-    floor: bool = False
+    guaranteed: bool = False
 
 
 @event_kind("ts_rank_cooling")

@@ -33,7 +33,8 @@ class Claim:
     rank: int
     request: int
     gpus: tuple[int, ...]
-    floor: bool = False
+    guaranteed: bool = False
+    ahead: bool = False
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -64,22 +65,31 @@ class HeldCluster:
 
 @dataclass(slots=True)
 class AwakeRank:
-    """A generation rank that holds its GPUs; `since` is when it got them."""
+    """A generation rank that holds its GPUs; `since` is when it got them, `serves_since` when it first took
+    requests.
+    """
 
     phase: Phase
     epoch: int
     since: float
     version: int = -1
-    floor: bool = False
+    guaranteed: bool = False
+    serves_since: float | None = None
+
+    def slice_began(self) -> float:
+        """When its time slice began: that is time of use, which waking is not."""
+        return self.since if self.serves_since is None else self.serves_since
 
 
 @dataclass(slots=True)
 class PipelineState:
     """One registered pipeline. `unscheduled_since`: since when it has demand but no rank awake or about to be.
-    `service`: GPU-seconds of generation had. `warm`: ranks that have served before, whose next wake builds no engine;
-    `handover_s`: how long such a wake takes until the rank serves. `wake_order`: its ranks, those first whose GPUs the
-    fewest others train on, and among them those that its own training spares. `expired`: by cluster, the newest request
-    that waited too long.
+    `service`: GPU-seconds of generation had. `builds`: whether its engines can be built; `build_s`: how long that took.
+    `batch_since`: since when the samples that are waited for are; `generation_s`: how long that takes until training is
+    asked for. `warm`: ranks whose engine stands, so that their next wake builds none; `handover_s`: how long such a
+    wake takes until the rank serves; `start_s`: the same for one that builds its engine. `wake_order`: its ranks, those
+    first whose GPUs the fewest others train on, and among them those that its own training spares. `expired`: by
+    cluster, the newest request that waited too long.
     """
 
     topology: Topology
@@ -92,6 +102,7 @@ class PipelineState:
     claimed_ranks: set[int] = field(default_factory=set)
     warm: set[int] = field(default_factory=set)
     handover_s: float | None = None
+    start_s: float | None = None
     cooling: dict[int, float] = field(default_factory=dict)
     releases: dict[str, int] = field(default_factory=dict)
     hold_estimates: dict[Priority, float] = field(default_factory=dict)
@@ -102,12 +113,16 @@ class PipelineState:
     leaving: bool = False
     fenced: bool = False
     wake_order: tuple[int, ...] = ()
+    builds: bool = False
+    build_s: float | None = None
+    batch_since: float = 0.0
+    generation_s: float | None = None
 
     @property
     def spec(self) -> PipelineSpec:
         return self.topology.spec
 
-    def rising(self) -> bool:
+    def waking(self) -> bool:
         """Whether an expand is planned or under way."""
         return bool(self.claimed_ranks) or any(
             rank.phase in (Phase.WAKING, Phase.SYNCING, Phase.READY) for rank in self.awake.values()

@@ -15,6 +15,7 @@ from pathlib import Path
 from nemo_rl.time_sharing.log.events import ClockJumped, SchedulerStarted
 from nemo_rl.time_sharing.log.segments import first_segment, segment_number
 from nemo_rl.utils.record import Entry, read_record
+from nemo_rl.utils.record_events import RecordOpened
 
 
 def merge_by_machine_time(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
@@ -43,7 +44,9 @@ def _keyed(index: int, segments: Sequence[Path], recover: bool) -> Iterator[tupl
     for number, entry in enumerate(entries):
         if isinstance(entry.event, ClockJumped):
             drift_s += entry.event.seconds
-        elif isinstance(entry.event, SchedulerStarted):
-            drift_s = 0.0  # it begins in step with its machine
+        elif isinstance(entry.event, SchedulerStarted) or (
+            isinstance(entry.event, RecordOpened) and entry.event.resumed
+        ):
+            drift_s = 0.0  # a process begins in step with its machine, and its first lines are about its log
         latest = max(latest, entry.time + drift_s)
         yield latest, index, number, entry

@@ -50,6 +50,11 @@ class SavedPipeline:
     expired: Mapping[str, int]
     leaving: bool
     fenced: bool
+    builds: bool = False
+    build_s: float | None = None
+    batch_since: float = 0.0
+    generation_s: float | None = None
+    start_s: float | None = None
 
     @classmethod
     def of(cls, pipeline: PipelineState) -> SavedPipeline:

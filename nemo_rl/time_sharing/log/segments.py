@@ -107,6 +107,8 @@ class SegmentedLog:
                 f"segment_lines={segment_lines}: a segment has at least {_SHORTEST} lines, its beginning among them"
             )
         self._boot, self._clock, self._segment_lines = boot, clock, segment_lines
+        # Until it is signed nothing else says that terms and epochs of its beginning are taken.
+        self._durable = not boot
         aside = _newest_damaged(first_segment(path))
         self._path, self._number = path, max(segment_number(path), aside)
         self._due_lines = 0 if aside > segment_number(path) else segment_lines
@@ -124,11 +126,12 @@ class SegmentedLog:
         return self._writer.bind(source, clock=clock)
 
     def flush(self) -> None:
-        self._writer.flush()
+        """Brings what was emitted to the operating system, and to the disk while the log is unsigned."""
+        self._writer.flush(durable=self._durable)
 
     def sign(self, boot: str) -> None:
         """Signs for another boot from here on; see `log_end.sign`."""
-        self._boot = boot
+        self._boot, self._durable = boot, False
         log_end.sign(self._writer, boot)
 
     def begin_segment(self, state: StateSaved) -> None:

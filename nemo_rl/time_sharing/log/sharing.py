@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, RISING, ClusterSpec, Phase
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, ClusterSpec, Phase
 
 
 class Sharing(NamedTuple):
@@ -146,7 +146,7 @@ class SharingWatch:
             return False
         if self._others_use(name, gpus):
             return True
-        return phase in RISING and any(self._last_user.get(gpu, name) != name for gpu in gpus)
+        return phase in WAKE_PHASES and any(self._last_user.get(gpu, name) != name for gpu in gpus)
 
     def _others_use(self, name: str, gpus: tuple[int, ...]) -> bool:
         return any(user != name for gpu in gpus for user in self._users.get(gpu, ()))

@@ -25,11 +25,12 @@ from nemo_rl.time_sharing.log.saved_state import StateSaved
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
-    FALLING,
+    SLEEP_PHASES,
     Demand,
     Limits,
     Phase,
     PipelineSpec,
+    Priority,
     Want,
     limits_from,
 )
@@ -123,7 +124,7 @@ class SchedulerState:
             pipeline.claimed_ranks.discard(claim.rank)
 
     def note_hunger(self, pipeline: PipelineState, at: float) -> None:
-        fed = bool(pipeline.claimed_ranks) or any(rank.phase not in FALLING for rank in pipeline.awake.values())
+        fed = bool(pipeline.claimed_ranks) or any(rank.phase not in SLEEP_PHASES for rank in pipeline.awake.values())
         unscheduled = pipeline.demand.remaining > 0 and not fed and not pipeline.leaving and not pipeline.fenced
         if not unscheduled:
             pipeline.unscheduled_since = None
@@ -233,13 +234,21 @@ def _demand(state: SchedulerState, event: ev.DemandReported, at: float) -> None:
         # follows it.
         logger.error("event=demand_ignored pipeline=%s reason=%s", event.pipeline, problem)
         demand = Demand(seq=pipeline.demand.seq)
+    if pipeline.demand.remaining == 0 or demand.done < pipeline.demand.done:
+        pipeline.batch_since = at
     pipeline.demand = demand
     state.note_hunger(pipeline, at)
+
+
+def _builds_ahead(state: SchedulerState, event: ev.BuildsAhead, at: float) -> None:
+    state.pipeline(event.pipeline).builds = True
 
 
 def _requested(state: SchedulerState, event: ev.Requested, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     pipeline.last_request = max(pipeline.last_request, event.request)
+    if event.cluster not in pipeline.held and event.priority is not Priority.INITIALIZATION:
+        pipeline.generation_s = _smoothed(pipeline.generation_s, at - pipeline.batch_since)
     pipeline.wants[event.cluster] = QueuedWant(Want(event.cluster, event.priority, event.request, event.step), at)
 
 
@@ -251,7 +260,9 @@ def _request_dropped(state: SchedulerState, event: ev.RequestDropped, at: float)
 
 
 def _claimed(state: SchedulerState, event: ev.Claimed, at: float) -> None:
-    claim = Claim(event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.floor)
+    claim = Claim(
+        event.plan, event.pipeline, event.cluster, event.rank, event.request, event.gpus, event.guaranteed, event.ahead
+    )
     state.plan = max(state.plan, event.plan)
     state.add_claim(claim)
     if claim.rank >= 0:
@@ -297,37 +308,48 @@ def _released(state: SchedulerState, event: ev.Released, at: float) -> None:
 
 
 def _note_hold(pipeline: PipelineState, held: HeldCluster, at: float) -> None:
-    seconds = at - held.since
     known = pipeline.hold_estimates.get(held.priority)
-    pipeline.hold_estimates[held.priority] = seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
+    pipeline.hold_estimates[held.priority] = _smoothed(known, at - held.since)
+
+
+def _smoothed(known: float | None, seconds: float) -> float:
+    return seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
 
 
 def _rank_moved(state: SchedulerState, event: ev.RankMoved, at: float) -> None:
     pipeline = state.pipeline(event.pipeline)
     gpus = pipeline.topology.ranks[event.rank]
-    if event.phase is Phase.WAKING:
+    if event.phase in (Phase.WAKING, Phase.BUILDING):
         state.drop_claim((event.pipeline, ACTOR_INFER, event.rank))
         state.take(gpus, Lease(event.pipeline, ACTOR_INFER, event.rank, event.epoch))
         state.epoch = max(state.epoch, event.epoch)
-        pipeline.awake[event.rank] = AwakeRank(Phase.WAKING, event.epoch, at, floor=event.floor)
+        pipeline.awake[event.rank] = AwakeRank(event.phase, event.epoch, at, guaranteed=event.guaranteed)
     elif event.phase is Phase.ASLEEP:
         rank = pipeline.awake.pop(event.rank)
         pipeline.service += len(gpus) * (at - rank.since)
         state.give_back(gpus)
         if rank.phase is Phase.FAILED:
             pipeline.cooling[event.rank] = at + state.limits.quarantine_s
+            pipeline.warm.discard(event.rank)
     else:
         rank = pipeline.awake[event.rank]
+        if rank.phase is Phase.BUILDING and pipeline.cooling.get(event.rank, 0.0) <= at:
+            pipeline.warm.add(event.rank)
+            pipeline.build_s = _smoothed(pipeline.build_s, at - rank.since)
+        elif event.phase is Phase.SYNCING and event.rank not in pipeline.warm and rank.phase is Phase.WAKING:
+            pipeline.build_s = _smoothed(pipeline.build_s, at - rank.since)
         rank.phase, rank.version = event.phase, max(rank.version, event.version)
         if event.phase is Phase.ACTIVE:
+            rank.serves_since = at
             _note_handover(pipeline, event.rank, at - rank.since)
     state.note_hunger(pipeline, at)
 
 
 def _note_handover(pipeline: PipelineState, rank: int, seconds: float) -> None:
-    if rank in pipeline.warm and seconds > 0:
-        known = pipeline.handover_s
-        pipeline.handover_s = seconds if known is None else (1 - _EWMA) * known + _EWMA * seconds
+    if seconds > 0 and rank in pipeline.warm:
+        pipeline.handover_s = _smoothed(pipeline.handover_s, seconds)
+    elif seconds > 0:
+        pipeline.start_s = _smoothed(pipeline.start_s, seconds)
     pipeline.warm.add(rank)
 
 
@@ -404,6 +426,7 @@ _FOLDS: dict[type, Callable[..., None]] = {
     ev.InventoryDone: _inventory_done,
     ev.Registered: _registered,
     ev.DemandReported: _demand,
+    ev.BuildsAhead: _builds_ahead,
     ev.Requested: _requested,
     ev.RequestDropped: _request_dropped,
     ev.Claimed: _claimed,

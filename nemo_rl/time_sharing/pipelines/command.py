@@ -23,8 +23,9 @@ from nemo_rl.distributed.processes import kill_and_wait
 from nemo_rl.time_sharing.agents.actors import RayLink
 from nemo_rl.time_sharing.agents.external import ExternalJob
 from nemo_rl.time_sharing.pipelines.command_config import CommandConfig
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.protocol.types import Command, Reply
 
 logger = logging.getLogger(__name__)
@@ -94,10 +95,9 @@ class CommandPipeline(LentPipeline):
         client.release(_LEAVE_S)
         if code:
             said = _last_line(self._log())
-            raise CommandFailed(
-                f"{self._job.name}: {config.command[0]} ended with exit code {code}{f': {said}' if said else ''}; see "
-                f"{self._log()}"
-            )
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
+            last = f"; its last line: {said}" if said else "; it wrote nothing"
+            raise CommandFailed(f"{self._job.name}: {config.command[0]} {how}{last}; see {self._log()}")
         return Outcome("done", steps=self._starts, waited_s=waited_s)
 
     def _log(self) -> Path:
@@ -163,6 +163,13 @@ class CommandPipeline(LentPipeline):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(wait_bound_s)
             kill_and_wait([one for one in everybody if one.is_running()], _KILLED_S)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"
 
 
 def _last_line(log: Path) -> str:

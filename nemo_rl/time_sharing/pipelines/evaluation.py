@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nemo_rl.config import EvalMasterConfig
-from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, Outcome, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import RequestsOnly
+from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
-from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, engine_errors
+from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, FirstSlept, build_engine, engine_errors
 from nemo_rl.utils.record import Record
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,11 @@ class FixedWeights:
 
     Args:
         generation: Whose shards are lent.
+        told: See `build_engine`.
     """
 
-    def __init__(self, generation: VllmGeneration) -> None:
-        self._generation = generation
+    def __init__(self, generation: VllmGeneration, told: FirstSlept) -> None:
+        self._generation, self._told = generation, told
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere, and waits until it is idle."""
@@ -57,7 +59,7 @@ class FixedWeights:
     def wake(self, rank: int) -> None:
         """Wakes the rank's engine, or builds one where none stands."""
         with engine_errors(f"wake of rank {rank}"):
-            self._generation.shards.build([rank])
+            build_engine(self._generation, rank, self._told, _KEEP_WEIGHTS)
             self._generation.wake_up_partial([rank], skip_activate=True)
 
     def load(self, rank: int, version: int) -> int:
@@ -84,6 +86,7 @@ class LentEngines:
         runtime: Its agent, registered and started.
         engines: Where the agent finds the engines.
         record: For requests.
+        told: See `build_engine`.
 
     Attributes:
         done: Problems that are answered.
@@ -92,8 +95,10 @@ class LentEngines:
 
     lends_shards = True
 
-    def __init__(self, cluster: SharedCluster, runtime: AgentRuntime, engines: EngineSlot, record: Record) -> None:
-        self._cluster, self._runtime, self._engines = cluster, runtime, engines
+    def __init__(
+        self, cluster: SharedCluster, runtime: AgentRuntime, engines: EngineSlot, record: Record, told: FirstSlept
+    ) -> None:
+        self._cluster, self._runtime, self._engines, self._told = cluster, runtime, engines, told
         self.record: Record | None = record
         self.done, self.of = 0, 0
 
@@ -112,7 +117,7 @@ class LentEngines:
     def serving(self, generation: VllmGeneration, problems: int, answers: int) -> Iterator[Callable[[int], None]]:
         """The demand stands while problems are open; afterwards the ranks go to sleep and the registration ends."""
         self.of = problems
-        self._engines.put(FixedWeights(generation))
+        self._engines.put(FixedWeights(generation, self._told))
         generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         self._runtime.begin_progress(problems, 0, answers)
 
@@ -152,6 +157,7 @@ class EvaluationPipeline(LentPipeline):
             runtime,
             engines,
             RequestsOnly(record.bind(f"{job.name}/generation")),
+            self.engine_built,
         )
         score = evaluate(config, self._placement)
         said = f"{score.metric} {score.value:.4f} on {score.problems} problems"

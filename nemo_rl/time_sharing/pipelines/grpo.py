@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import MasterConfig
 from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, RayLink
-from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, Ranks
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Dismissed, EngineError, Ranks
 from nemo_rl.time_sharing.pipelines.job import Job
+from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import Command, Limits, Reply
 from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record_events import EngineBuilt
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.grpo.run import GRPORun
-    from nemo_rl.time_sharing.pipelines.residents import SlotMemory
+    from nemo_rl.time_sharing.pipelines.residents import Part, SlotMemory
     from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
+    from nemo_rl.time_sharing.pipelines.vllm_engine import FirstSleep
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +60,6 @@ class PoolHandles:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a pipeline ended: `done`, `failed`, `dismissed` or `died`; why, where it is not `done`; its completed steps,
-    and the seconds for which it waited for training GPUs.
-    """
-
-    kind: str
-    reason: str = ""
-    steps: int = 0
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Progress:
     """What a pipeline is doing."""
 
@@ -94,6 +86,10 @@ class LentPipeline:
         self._runtime: AgentRuntime | None = None
         self._ready = threading.Event()
         self._engines: Ranks | None = None
+        self._record: RecordWriter | None = None
+        self._over = threading.Event()
+        self._starting, self._started = threading.Lock(), False
+        self._outcome = Outcome("failed", "it was never started")
 
     def pid(self) -> int:
         """The process."""
@@ -131,6 +127,27 @@ class LentPipeline:
         """
         raise NotImplementedError
 
+    def start(self) -> None:
+        """Begins the run, which outlives whoever asked for it; returns at once. Once it has begun, nothing to do."""
+        with self._starting:
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._run_to_the_end, name="run", daemon=True).start()
+
+    def outcome(self) -> Outcome:
+        """Waits for the end of the run, and says how it was; may be asked again."""
+        self._over.wait()
+        return self._outcome
+
+    def _run_to_the_end(self) -> None:
+        try:
+            self._outcome = self.run()
+        except Exception:
+            logger.exception("pipeline=%s outcome=failed", self._job.name)
+            self._outcome = Outcome("failed", traceback.format_exc())
+        finally:
+            self._over.set()
+
     def run(self) -> Outcome:
         """Runs the pipeline to its end; a defect of the code is raised, everything else is an outcome."""
         from nemo_rl.algorithms.resume import NothingToDo
@@ -165,7 +182,7 @@ class LentPipeline:
 
     def join(self, engines: Ranks, record: RecordWriter) -> AgentRuntime:
         """Registers and starts the agent."""
-        self._engines = engines
+        self._engines, self._record = engines, record
         topology, link = self.register(), RayLink(self._handles.scheduler)
         self._runtime = AgentRuntime(topology, self._incarnation, engines, link, record, self._handles.limits)
         self._runtime.start()
@@ -178,14 +195,39 @@ class LentPipeline:
         Raises:
             PoolFull: It does not fit.
         """
+        from nemo_rl.time_sharing.pipelines.residents import Part
+
+        self._enter(Part.TRAINER, self._job.train, measured, needs)
+
+    def engine_built(self, rank: int, built: FirstSleep) -> None:
+        """Enters what a new engine leaves on its GPUs while it sleeps into the pool's ledger.
+
+        Raises:
+            EngineError: It does not fit; the pool ends this pipeline.
+        """
+        from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull
+
+        left = tuple(memory.used for memory in built.measured)
+        logger.info("event=engine_built rank=%d seconds=%.1f left_bytes=%s", rank, built.seconds, left)
+        if self._record is not None:
+            self._record.emit(EngineBuilt(rank, built.seconds, left))
+        if self._handles.accelerator != "cuda":
+            return
+        width = self._job.rank_width
+        gpus = self._job.infer[rank * width : (rank + 1) * width]
+        try:
+            self._enter(Part.ENGINES, gpus, built.measured, built.needs)
+        except PoolFull as full:
+            raise EngineError(str(full)) from full
+
+    def _enter(self, part: Part, gpus: Sequence[int], measured: Sequence[SlotMemory], needs: Sequence[int]) -> None:
         import ray
 
         from nemo_rl.time_sharing.pipelines.residents import PoolFull
 
-        train = self._job.train
         pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
         entered = pool.settle.remote(
-            self._job.name, dict(zip(train, measured, strict=True)), dict(zip(train, needs, strict=True))
+            self._job.name, dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)), part
         )
         try:
             ray.get(entered, timeout=_REGISTER_S)
@@ -196,7 +238,7 @@ class LentPipeline:
 
     def cluster(self, gpus: Sequence[int], *, leads_ranks: bool) -> SharedCluster:
         """Some GPUs of the pool as slots of this pipeline."""
-        from nemo_rl.distributed.devices import CPU, CUDA
+        from nemo_rl.distributed.accelerators import CPU, CUDA
         from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
 
         handles = self._handles
@@ -251,7 +293,14 @@ class NemoRLFullFinetunePipeline(LentPipeline):
             )
             wait_s = self._handles.limits.request_s
             placement = LentPlacement(
-                job.name, training, generation, runtime, engines, wait_s=wait_s, settle=self.settle
+                job.name,
+                training,
+                generation,
+                runtime,
+                engines,
+                wait_s=wait_s,
+                settle=self.settle,
+                told=self.engine_built,
             )
             self._run = run = setup(config, placement=placement)
             self._show_record(run)

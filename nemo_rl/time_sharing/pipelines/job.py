@@ -259,7 +259,7 @@ def _sleep_level(wrapper: Mapping[str, Any]) -> Any:
     return strategy.get("sleep_level")
 
 
-def _wrapper_overrides(wrapper: Mapping[str, Any]) -> list[str]:
+def _wrapper_overrides(wrapper: Mapping[str, object]) -> list[str]:
     """What a wrapper's own keys say of a GRPO configuration."""
     level, verify = _sleep_level(wrapper), wrapper.get("verify_model_after_sync")
     return [f"policy.generation.vllm_cfg.sleep_level={level}"] * (level is not None) + [
@@ -324,11 +324,10 @@ def _divides(name: str, config: RootConfig, world: int) -> list[str]:
     return problems
 
 
-def _options(wrapper: Mapping[str, Any], job: Job) -> dict[str, Any]:
+def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
     ranks = [set(job.infer[start : start + job.rank_width]) for start in range(0, len(job.infer), job.rank_width)]
-    ahead = job.config.grpo.async_grpo if isinstance(job.config, MasterConfig) else None
     options: dict[str, Any] = {
-        "staleness": ahead.max_trajectory_age_steps if ahead is not None and ahead.enabled else 0,
+        "staleness": job.config.max_staleness() if isinstance(job.config, MasterConfig) else 0,
         "rank_batch": 1 if job.kind is Kind.EXTERNAL else _DEFAULT_RANK_BATCH,
         # Where training covers every rank, generation and training take turns.
         "full_overlap": all(rank & set(job.train) for rank in ranks),

@@ -1,10 +1,10 @@
 """A GRPO run on accelerators that the scheduler lends: its placement, and the control plane of its step loop.
 
-`LentPlacement` builds the policy under a grant and lets engines be built when their ranks wake; `LentAccelerators` asks
-for the training GPUs step by step and gives them back. Knows the step loop's protocols and the agent, no plans. Order
-after a step: the cache is built while the weights are resident, a checkpoint that is due is snapshot, training moves to
-the host and drops its communicators, ranks that serve take the new weights, the version is published, the GPUs go back
-with the next demand in the same status.
+`LentPlacement` builds the policy under a grant and lets engines be built when their ranks wake, or before;
+`LentAccelerators` asks for the training GPUs step by step and gives them back. Knows the step loop's protocols and the
+agent, no plans. Order after a step: the cache is built while the weights are resident, a checkpoint that is due is
+snapshot, training moves to the host and drops its communicators, ranks that serve take the new weights, the version is
+published, the GPUs go back with the next demand in the same status.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from nemo_rl.algorithms.grpo.control_plane import ControlPlane, DemandKind, Repo
 from nemo_rl.algorithms.grpo.placement import Built, Clusters
 from nemo_rl.algorithms.grpo.sources import ExperienceSource
 from nemo_rl.config import MasterConfig
-from nemo_rl.distributed.devices import Accelerator
+from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.elastic import ElasticGeneration
+from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_cache import PolicyWeightCache
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
-from nemo_rl.time_sharing.pipelines.vllm_engine import EngineSlot, VllmEngine
+from nemo_rl.time_sharing.pipelines.vllm_engine import BuildableEngines, EngineSlot, FirstSlept, VllmEngine
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Priority
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted
@@ -75,6 +76,7 @@ class LentPlacement:
         wait_s: How long a grant may take.
         settle: Told what stays on each training GPU, and what the pipeline needs there when it is awake; raises where
             that does not fit.
+        told: See `build_engine`.
     """
 
     lends_shards = True
@@ -89,8 +91,9 @@ class LentPlacement:
         *,
         wait_s: float,
         settle: Settle,
+        told: FirstSlept,
     ) -> None:
-        self._settle = settle
+        self._settle, self._told = settle, told
         self.record_prefix = f"{pipeline}/"
         self._clusters = Clusters(training, generation)
         self._runtime, self._engines, self._wait_s = runtime, engines, wait_s
@@ -109,6 +112,11 @@ class LentPlacement:
     def shard_record(self, record: Record) -> Record:
         """Requests only; the agent tells the rest."""
         return RequestsOnly(record.bind(f"{self.record_prefix}generation"))
+
+    def generation_prepared(self, generation: VllmGeneration) -> None:
+        """Engines may be built from here on, on GPUs that nobody has a use for, beside the policy."""
+        self._engines.put(BuildableEngines(generation, self._told))
+        self._runtime.builds_ahead()
 
     @contextmanager
     def training_accelerators(self) -> Iterator[None]:
@@ -129,7 +137,7 @@ class LentPlacement:
         cache = PolicyWeightCache(built.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s)
         options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s)
         elastic = ElasticGeneration(built.generation, cache, options)
-        engine = VllmEngine(built.generation, elastic, lambda: cache.version)
+        engine = VllmEngine(built.generation, elastic, lambda: cache.version, self._told)
         self._engines.put(engine)
         built.generation.on_failure(lambda rank, reason: self._runtime.rank_broken_soon(rank))
         cache.build(built.version)
@@ -218,6 +226,7 @@ class LentAccelerators:
 
     def start(self, source: ExperienceSource) -> None:
         """Generation begins with the first demand: ranks wake with the cached weights."""
+        self._elastic.recompute_kv = source.recompute_kv()
         self._check_served(source.version)
 
     def serve(self, version: int) -> None:
@@ -280,7 +289,7 @@ class LentAccelerators:
         self._phase("hand-over")
         with self._timer.time("weight_sync"):
             leave_accelerators(self._policy, self._accelerator)
-            self._runtime.publish(step + 1, self._wait_s)
+            self._runtime.publish(step + 1, self._wait_s, recompute_kv=self._elastic.recompute_kv)
             groups, ready = source.waited_for()
             self._runtime.release(ACTOR_TRAIN, target=groups, done=ready, unit=self._samples)
         self._holds = False

@@ -1,13 +1,15 @@
 """What stays in the memory of a pool's GPUs while its pipelines are away, and whether there is room for one more.
 
-Contexts, sleeping engines and trainers on the host leave something behind on a GPU; it is measured when a pipeline has
-been built and has moved to the host, while everybody else's ranks on that GPU sleep. Pure; knows no GPU. Invariant: on
-every GPU in the ledger, what stays and the largest of what its pipelines need at once fit together.
+Contexts, sleeping engines and trainers on the host leave something behind on a GPU; it is measured when a trainer has
+been built and has moved to the host, and when an engine has been built and sleeps, while everybody else is away from
+that GPU. Pure; knows no GPU. Invariant: on every GPU in the ledger, what stays and the largest of what its pipelines
+need at once fit together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import NamedTuple
 
 from nemo_rl.config.errors import UserError
@@ -19,6 +21,13 @@ class PoolFull(UserError, RuntimeError):
     """The pool's GPUs cannot hold one more pipeline beside those that are there."""
 
 
+class Part(str, Enum):
+    """What of a pipeline stays on a GPU."""
+
+    TRAINER = "trainer"
+    ENGINES = "engines"
+
+
 class SlotMemory(NamedTuple):
     """One GPU's memory in bytes: in use by whoever is away, and all of it."""
 
@@ -26,47 +35,91 @@ class SlotMemory(NamedTuple):
     total: int
 
 
+class Resident(NamedTuple):
+    """One entry of the ledger: what a part of a pipeline leaves on a GPU, and what it needs there besides, in bytes."""
+
+    pipeline: str
+    part: str
+    gpu: int
+    left: int
+    needs: int
+
+
+class _Entry(NamedTuple):
+    """Bytes on one GPU: what stays while a part is away, and what it needs besides when it is awake."""
+
+    left: int
+    needs: int
+
+
 class Residents:
-    """The ledger of one pool."""
+    """The ledger of one pool.
 
-    def __init__(self) -> None:
-        self._left: dict[str, dict[int, int]] = {}
-        self._needs: dict[str, dict[int, int]] = {}
+    Args:
+        kept: What is in it already.
+    """
 
-    def admit(self, pipeline: str, measured: Mapping[int, SlotMemory], needs: Mapping[int, int]) -> None:
-        """Enters a pipeline that was built and is away now.
+    def __init__(self, kept: Iterable[Resident] = ()) -> None:
+        self._entries = {(name, Part(part), gpu): _Entry(left, needs) for name, part, gpu, left, needs in kept}
+
+    def entries(self) -> list[Resident]:
+        """All there is, to be kept."""
+        return [Resident(name, part.value, gpu, *entry) for (name, part, gpu), entry in self._entries.items()]
+
+    def admit(
+        self,
+        pipeline: str,
+        measured: Mapping[int, SlotMemory],
+        needs: Mapping[int, int],
+        part: Part = Part.TRAINER,
+    ) -> None:
+        """Enters a part of a pipeline that was built and is away now.
 
         Args:
-            pipeline: Its id; one that was there before is entered anew.
-            measured: Memory by GPU, with what this pipeline has left there.
+            pipeline: Its id.
+            measured: Memory by GPU, with what this part has left there; what was entered of it for these GPUs before
+                is forgotten.
             needs: Bytes that it needs on a GPU when it is awake there, by GPU.
+            part: Which part.
 
         Raises:
             PoolFull: It does not fit; it is not entered.
         """
-        self.leave(pipeline)
-        left = {gpu: max(0, memory.used - self._left_on(gpu)) for gpu, memory in measured.items()}
+        for gpu in measured:
+            self._entries.pop((pipeline, part, gpu), None)
+        there = {gpu: self._on(gpu) for gpu in measured}
+        mine = {
+            gpu: _Entry(max(0, memory.used - sum(entry.left for entry in there[gpu].values())), needs.get(gpu, 0))
+            for gpu, memory in measured.items()
+        }
         for gpu, memory in sorted(measured.items()):
-            asked = {name: their.get(gpu, 0) for name, their in self._needs.items()} | {pipeline: needs.get(gpu, 0)}
+            asked = {name: entry.needs for name, entry in there[gpu].items()}
+            asked[pipeline] = max(asked.get(pipeline, 0), mine[gpu].needs)
             neediest = max(asked, key=lambda name: asked[name])
             if memory.used + asked[neediest] > memory.total:
-                there = [f"{name} {_gib(their[gpu])}" for name, their in self._left.items() if gpu in their]
-                each = ", ".join([*there, f"{pipeline} {_gib(left[gpu])}"])
+                left = {name: entry.left for name, entry in there[gpu].items()}
+                left[pipeline] = left.pop(pipeline, 0) + mine[gpu].left
+                each = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in left.items())
                 raise PoolFull(
                     f"{pipeline}: GPU {gpu} cannot hold it: {_gib(memory.used)} of {_gib(memory.total)} stay in use "
                     f"while everybody is away ({each}), and {neediest} needs {_gib(asked[neediest])} when it is "
                     "awake; lower its policy.generation.vllm_cfg.gpu_memory_utilization, train on other GPUs, or "
                     "submit the job when another has ended"
                 )
-        self._left[pipeline], self._needs[pipeline] = left, dict(needs)
+        self._entries |= {(pipeline, part, gpu): entry for gpu, entry in mine.items()}
 
     def leave(self, pipeline: str) -> None:
         """The pipeline's processes are gone; one that is not there is no error."""
-        self._left.pop(pipeline, None)
-        self._needs.pop(pipeline, None)
+        self._entries = {key: entry for key, entry in self._entries.items() if key[0] != pipeline}
 
-    def _left_on(self, gpu: int) -> int:
-        return sum(left.get(gpu, 0) for left in self._left.values())
+    def _on(self, gpu: int) -> dict[str, _Entry]:
+        """What each pipeline leaves on a GPU with all its parts, and the most that one of them needs."""
+        found: dict[str, _Entry] = {}
+        for (name, _, where), entry in self._entries.items():
+            if where == gpu:
+                other = found.get(name, _Entry(0, 0))
+                found[name] = _Entry(other.left + entry.left, max(other.needs, entry.needs))
+        return found
 
 
 def _gib(nbytes: int) -> str:

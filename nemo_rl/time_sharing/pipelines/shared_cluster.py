@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 
-from nemo_rl.distributed.devices import Accelerator
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError
+from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, first_not_reserved
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.protocol.topology import Pool
 
@@ -41,10 +41,7 @@ def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
         )
         for node in range(pool.nodes)
     ]
-    ready, _ = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_RESERVE_S)
-    if len(ready) < len(groups):
-        for group in groups:
-            remove_placement_group(group)
+    if first_not_reserved(groups, _RESERVE_S) is not None:
         raise ResourceInsufficientError(
             f"the pool needs {pool.nodes} x {pool.gpus_per_node} {accelerator.ray_resource}; the Ray cluster has "
             f"{ray.cluster_resources().get(accelerator.ray_resource, 0.0):.0f}, of which "

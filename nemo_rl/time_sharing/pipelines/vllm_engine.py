@@ -1,25 +1,28 @@
 """A pipeline's generation ranks as live vLLM shards: what the agent's commands do to engines.
 
 Several loads that arrive together become one sync session. Knows neither leases nor priorities. Invariants: an engine
-is built, woken, loaded or put to sleep only by a command, hence under a lease; a rank becomes routable only after a
-load; routing changes never wait.
+is built, woken, loaded or put to sleep only by a command, hence under a lease; it has slept once under the lease that
+it was built under; a rank becomes routable only after a load; routing changes never wait.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.models.generation.elastic import ElasticGeneration, Resize
+from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.interfaces import GenerationError
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.time_sharing.agents.runtime import EngineError, Ranks
+from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.transports.base import TransportError
 
@@ -29,20 +32,59 @@ _GATHER_S = 0.05
 _FAILURES = (WorkerError, TransportError, CacheError, ShardStateError, GenerationError, TimeoutError)
 
 
-class VllmEngine:
-    """Implements `runtime.Engine` over the shards of one generation backend.
+@dataclass(frozen=True)
+class FirstSleep:
+    """What building an engine showed.
+
+    Attributes:
+        seconds: How long it took.
+        measured: Memory of each of its devices while it sleeps.
+        needs: Bytes that it needs besides on each when it is awake.
+    """
+
+    seconds: float
+    measured: list[SlotMemory]
+    needs: list[int]
+
+
+FirstSlept = Callable[[int, FirstSleep], None]
+"""Is told of a rank whose engine was built and sleeps."""
+
+
+def build_engine(generation: VllmGeneration, rank: int, told: FirstSlept, level: int | None = None) -> None:
+    """Builds the rank's engine where none stands, and puts it to sleep: its next wake, which may follow a neighbour's
+    training, is not the first use that it makes of an allocator.
+
+    Args:
+        generation: Whose shard it is.
+        rank: Which.
+        told: Hears what it leaves on its devices while it sleeps.
+        level: At which it sleeps.
+
+    Raises:
+        WorkerError: It did not start, or did not fall asleep.
+    """
+    began, shards = time.monotonic(), generation.shards
+    if not shards.build([rank]):
+        return
+    awake: list[int] = shards.call([rank], "memory_in_use")[0]
+    generation.sleep_partial([rank], level)
+    used, free = (shards.call([rank], what)[0] for what in ("memory_in_use", "free_memory"))
+    measured = [SlotMemory(stays, stays + rest) for stays, rest in zip(used, free, strict=True)]
+    needs = [max(0, before - stays) for before, stays in zip(awake, used, strict=True)]
+    told(rank, FirstSleep(time.monotonic() - began, measured, needs))
+
+
+class BuildableEngines:
+    """The shards of one generation backend while there are no weights for them: they can be built and sleep.
 
     Args:
         generation: Whose shards are lent.
-        elastic: Moves weights into them.
-        version: The version that the weight cache serves; None before the first.
+        told: See `build_engine`.
     """
 
-    def __init__(
-        self, generation: VllmGeneration, elastic: ElasticGeneration, version: Callable[[], int | None]
-    ) -> None:
-        self._generation, self._elastic, self._version = generation, elastic, version
-        self._loads = Together(self._load_all, _GATHER_S)
+    def __init__(self, generation: VllmGeneration, told: FirstSlept) -> None:
+        self._generation, self._told = generation, told
 
     def drain(self, rank: int) -> None:
         """Ends the rank's requests, which go on elsewhere with the tokens they have, and waits until it is idle."""
@@ -59,17 +101,17 @@ class VllmEngine:
             raise EngineError(f"rank {rank} failed while it was put to sleep")
 
     def wake(self, rank: int) -> None:
-        """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
-        with engine_errors(f"wake of rank {rank}"):
-            self._elastic.wake_weights([rank])
+        """Builds the rank's engine where none stands; it sleeps on."""
+        with engine_errors(f"build of rank {rank}"):
+            build_engine(self._generation, rank, self._told)
 
     def load(self, rank: int, version: int) -> int:
-        """Brings the cached weights to a rank that woke, or to one that serves; the version they are, `version` or a
-        newer one.
+        """There is nothing to load yet.
+
+        Raises:
+            EngineError: Always.
         """
-        self._loads.run(rank)
-        served = self._version()
-        return version if served is None else max(version, served)
+        raise EngineError(f"rank {rank} cannot be loaded: the pipeline is still initialising and has no weights")
 
     def set_routable(self, rank: int, active: bool) -> None:
         """Routes the rank or takes it out of routing; returns at once."""
@@ -80,6 +122,42 @@ class VllmEngine:
         self._generation.quarantine([rank], "its processes were ended by the scheduler")
         self._generation.shards.ended(rank)
 
+
+class VllmEngine(BuildableEngines):
+    """Implements `runtime.Engine` over the shards of one generation backend.
+
+    Args:
+        generation: Whose shards are lent.
+        elastic: Moves weights into them.
+        version: The version that the weight cache serves; None before the first.
+        told: See `build_engine`.
+    """
+
+    def __init__(
+        self,
+        generation: VllmGeneration,
+        elastic: ElasticGeneration,
+        version: Callable[[], int | None],
+        told: FirstSlept,
+    ) -> None:
+        super().__init__(generation, told)
+        self._elastic, self._version = elastic, version
+        self._loads = Together(self._load_all, _GATHER_S)
+
+    def wake(self, rank: int) -> None:
+        """Makes room for the rank's weights: wakes its engine, or builds one where none stands."""
+        with engine_errors(f"wake of rank {rank}"):
+            build_engine(self._generation, rank, self._told)
+            self._elastic.wake_weights([rank])
+
+    def load(self, rank: int, version: int) -> int:
+        """Brings the cached weights to a rank that woke, or to one that serves; the version they are, `version` or a
+        newer one.
+        """
+        self._loads.run(rank)
+        served = self._version()
+        return version if served is None else max(version, served)
+
     def _load_all(self, ranks: Sequence[int]) -> dict[int, str]:
         shards = self._generation.shards
         serving = [rank for rank in ranks if shards.state(rank) is ShardState.ACTIVE]
@@ -87,10 +165,9 @@ class VllmEngine:
         failed: dict[int, str] = {}
         with engine_errors(f"load of ranks {list(ranks)}"):
             if serving:
-                self._elastic.refresh(serving)
+                failed |= self._elastic.refresh(serving).failed
             if woken:
-                loaded: Resize = self._elastic.load(woken)
-                failed |= loaded.failed
+                failed |= self._elastic.load(woken).failed
         return failed
 
 

@@ -31,7 +31,7 @@ class HoldGraph:
         for claim in fixed_claims:
             self.hold(claim.pipeline, claim.gpus)
         # Without anybody who holds and waits, reservations cannot be part of a cycle.
-        self._contended = any(p.held and any(cluster not in p.held for cluster in p.wants) for p in pipelines.values())
+        self.contended = any(p.held and any(cluster not in p.held for cluster in p.wants) for p in pipelines.values())
 
     def hold(self, name: str, gpus: Iterable[int]) -> None:
         """Notes that a pipeline holds, or will hold, GPUs for a fixed cluster."""
@@ -57,17 +57,17 @@ class HoldGraph:
 
     def wait(self, waiter: str, gpus: Iterable[int], pipeline: str) -> None:
         """Notes that `waiter`, of `pipeline`, waits for GPUs that others hold."""
-        if self._contended:
+        if self.contended:
             self._waits.setdefault(waiter, set()).update(self._holders(gpus, pipeline))
 
     def wait_for(self, waiter: str, other: str) -> None:
         """Notes that `waiter` waits for another waiter or holder."""
-        if self._contended:
+        if self.contended:
             self._waits.setdefault(waiter, set()).add(other)
 
     def waits_for(self, waiter: str, other: str) -> bool:
         """Whether `waiter` waits for `other`, directly or through others."""
-        if not self._contended:
+        if not self.contended:
             return False
         seen, open_names = {waiter}, [waiter]
         while open_names:

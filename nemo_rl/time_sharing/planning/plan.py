@@ -65,15 +65,16 @@ class Shrink(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """A generation rank takes its GPUs once free and wakes. A `floor` rank is safe from every request for the minimum
-    hold time.
+    """A generation rank takes its GPUs once free and wakes; `ahead`: its engine is built there, and sleeps then. A
+    `guaranteed` rank is safe from every request for the minimum hold time.
     """
 
     pipeline: str
     rank: int
     gpus: tuple[int, ...]
-    floor: bool
+    guaranteed: bool
     because: Reason
+    ahead: bool = False
 
 
 class Wait(NamedTuple):
@@ -129,22 +130,24 @@ _REASONS = {
     "for_grant": "GPUs {0} go to {1} of {2}",
     "leaving": "its pipeline is leaving",
     "share": "its pipeline has {0} of {1:.1f} GPUs that its remaining work entitles it to",
+    "ahead": "nobody has a use for the GPUs now, and it will wake at once when it is wanted",
     "spare": "the GPUs would be idle otherwise",
     "gives": "{0} is served more for its work and weight ({1:.2f}) than {2} ({3:.2f}) and gives way",
     "surplus": "{0} has more ranks than work left, {1} has not",
     "unscheduled": "its pipeline has work and has had no rank for {0:.1f} s",
-    "turn": "{0} has had its turn on these GPUs, {1} has waited for {2:.1f} s",
+    "time_slice": "{0} has had its time slice on these GPUs, {1} has waited for {2:.1f} s",
     "held": "GPU {0} is held by {1} until it releases",
     "claimed": "GPU {0} goes to {1} next",
     "reserved": "GPU {0} is reserved for {1}, which is ahead in the queue",
     "outlasts": "GPUs of it are reserved for {0}, which is ahead in the queue and may start before this would end",
     "quarantined": "GPU {0} is in quarantine",
-    "floor": "GPU {0} is in its guaranteed turn of {1}",
+    "guaranteed": "GPU {0} is in its guaranteed time slice of {1}",
+    "building": "an engine of {1} is being built on GPU {0} and cannot be stopped before it stands",
     "unsafe": "{0} holds GPUs that this pipeline may want next, and may itself want these: it goes first",
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
 }
-_ABOUT_TIME = ("backfill", "unscheduled", "turn")
+_ABOUT_TIME = ("backfill", "unscheduled", "time_slice")
 
 
 def reason_text(because: Reason, now: float = 0.0) -> str:
@@ -165,7 +168,9 @@ def explain(plan: Plan, now: float = 0.0) -> Iterator[str]:
     for s in plan.shrinks:
         yield f"rank {s.rank} of {s.pipeline} goes to sleep: {reason_text(s.because, now)}."
     for e in plan.expands:
-        yield f"rank {e.rank} of {e.pipeline} wakes on GPUs {_gpus(e.gpus)}: {reason_text(e.because, now)}."
+        rank = f"rank {e.rank} of {e.pipeline}"
+        what = f"the engine of {rank} is built" if e.ahead else f"{rank} wakes"
+        yield f"{what} on GPUs {_gpus(e.gpus)}: {reason_text(e.because, now)}."
     for w in plan.waits:
         yield f"{w.pipeline} waits for {w.cluster}: {reason_text(w.because, now)}."
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nemo_rl.time_sharing.log.ledger import PipelineState, QueuedWant
+from nemo_rl.time_sharing.log.ledger import Lease, PipelineState, QueuedWant
 from nemo_rl.time_sharing.planning.hold_graph import HoldGraph, unscheduled
 from nemo_rl.time_sharing.planning.plan import Plan, Reason, Shrink, Snapshot
-from nemo_rl.time_sharing.protocol.types import FALLING, Phase, Priority
+from nemo_rl.time_sharing.protocol.types import SLEEP_PHASES, Phase, Priority
 
 FREE, FREEING, RANK, BLOCKED = 0, 1, 2, 3
 """What a GPU is to the plan: idle; being freed by a rank that is falling asleep; under a waking or awake rank; out of
-reach (fixed, claimed, failed)."""
+reach (fixed, claimed, failed, with an engine that is being built)."""
+_KIND_OF_PHASE = {phase: FREEING if phase in SLEEP_PHASES else RANK for phase in Phase} | {
+    Phase.FAILED: BLOCKED,
+    Phase.BUILDING: BLOCKED,
+}
 
 
 class Reservation(NamedTuple):
@@ -61,14 +65,23 @@ class PlanState:
         self.claimed = snapshot.claimed
         self.quarantined = snapshot.quarantined
         self.reserved: dict[int, list[Reservation]] = {}
+        # What generation has to know of them: when the first request can start on each GPU, and which unscheduled
+        # pipeline keeps it ("" where several do).
+        self.first_start = [math.inf] * len(snapshot.owner)
+        self.kept_for: dict[int, str] = {}
         self.passings: Counter[str] = Counter()
         self.shrunk: set[tuple[str, int]] = set()
         self.no_expand: set[str] = set()
         self.initialising: set[str] = set()
         self.tp: dict[str, int] = {name: p.topology.tp for name, p in snapshot.pipelines.items()}
-        self.turns: dict[str, float] = {}
+        self.time_slices: dict[str, float] = {}
+        self._usual_holds: dict[Priority, float] = {}
         self.useful: dict[str, int] = {name: useful_ranks(p) for name, p in snapshot.pipelines.items()}
         self.counts: dict[str, int] = {}
+        self.building: dict[str, int] = {}
+        # GPUs of ranks that are up and do not serve yet.
+        self.rising: set[int] = set()
+        self.asleep: dict[str, Sequence[int]] = {}
         self.kind = self._kinds()
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
         self.fixed_gpus: dict[str, int] = {
@@ -86,18 +99,24 @@ class PlanState:
     def _kinds(self) -> bytearray:
         """What each GPU is, by who holds it; counts the ranks that are up on the way."""
         kind = bytearray(len(self.owner))
+        kind_of_phase, active, building = _KIND_OF_PHASE, Phase.ACTIVE, Phase.BUILDING
         for name, pipeline in self.pipelines.items():
             ranks, up = pipeline.topology.ranks, 0
             for held in pipeline.held.values():
                 for gpu in held.gpus:
                     kind[gpu] = BLOCKED
+            fenced = pipeline.fenced
             for rank, awake in pipeline.awake.items():
-                falling = awake.phase in FALLING
-                up += not falling
-                blocked = pipeline.fenced or awake.phase is Phase.FAILED
-                what = BLOCKED if blocked else FREEING if falling else RANK
+                phase = awake.phase
+                what = RANK if phase is active else kind_of_phase[phase]
+                if what == RANK:
+                    up += 1
+                    if phase is not active:
+                        self.rising.update(ranks[rank])
+                elif phase is building:
+                    self.building[name] = self.building.get(name, 0) + 1
                 for gpu in ranks[rank]:
-                    kind[gpu] = what
+                    kind[gpu] = BLOCKED if fenced else what
             self.counts[name] = len(pipeline.claimed_ranks) + up
         for gpu in self.claimed:
             kind[gpu] = BLOCKED
@@ -111,7 +130,7 @@ class PlanState:
     def shrink(self, result: Plan, name: str, rank: int, because: Reason) -> None:
         """Puts a rank to sleep, once per plan; one that is already falling asleep needs no order."""
         awake = self.pipelines[name].awake[rank]
-        if awake.phase in FALLING or (name, rank) in self.shrunk:
+        if awake.phase in SLEEP_PHASES or (name, rank) in self.shrunk:
             return
         self.shrunk.add((name, rank))
         self.counts[name] -= 1
@@ -132,6 +151,11 @@ class PlanState:
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
         for gpu in gpus:
             self.reserved.setdefault(gpu, []).append(reservation)
+            if reservation.queued is None:
+                alone = self.kept_for.get(gpu, reservation.name) == reservation.name
+                self.kept_for[gpu] = reservation.name if alone else ""
+            elif reservation.free_at < self.first_start[gpu]:
+                self.first_start[gpu] = reservation.free_at
 
     def may_be_passed(self, reservation: Reservation) -> bool:
         """Whether a later request may yet be let past, counting those that this plan has let past already; an
@@ -145,14 +169,49 @@ class PlanState:
         return pipeline.hold_estimates.get(priority)
 
     def free_at(self, gpu: int) -> float:
-        """When a blocked GPU is expected back, as far as past holds tell; infinity when they do not."""
-        lease = self.owner[gpu]
-        if lease is None or lease.rank >= 0:
-            return float("inf")
+        """When a blocked GPU is expected back, as far as past holds tell; infinity when they do not.
+
+        A hold of a kind that its pipeline has not had before is expected to last as long as those of the others.
+        Generation that is about to wake there can be evicted as soon as it has.
+        """
+        claim, lease = self.claimed.get(gpu), self.owner[gpu]
+        if gpu in self.quarantined:
+            return math.inf
+        if claim is not None:
+            queued = self.pipelines[claim.pipeline].wants.get(claim.cluster)
+            if claim.rank >= 0:
+                return self.now
+            return math.inf if queued is None else self.now + self._usual(claim.pipeline, queued.want.priority)
+        if lease is None:
+            return math.inf
+        if lease.rank >= 0:
+            return self._built_at(lease)
+        held = self.pipelines[lease.pipeline].held.get(lease.cluster)
+        return math.inf if held is None else max(held.since + self._usual(lease.pipeline, held.priority), self.now)
+
+    def _built_at(self, lease: Lease) -> float:
+        """When an engine that is being built ahead is expected to stand; infinity for a rank that failed."""
         holder = self.pipelines[lease.pipeline]
-        held = holder.held.get(lease.cluster)
-        seconds = None if held is None else self.estimate(holder, held.priority)
-        return float("inf") if held is None or seconds is None else max(held.since + seconds, self.now)
+        awake = holder.awake.get(lease.rank)
+        if awake is None or awake.phase is not Phase.BUILDING:
+            return math.inf
+        return max(awake.since + (holder.build_s or 0.0), self.now)
+
+    def _usual(self, name: str, priority: Priority) -> float:
+        """How long a hold lasts, by those of the pipeline, else by those of all; infinity before there was any."""
+        seconds = self.estimate(self.pipelines[name], priority)
+        if seconds is not None:
+            return seconds
+        known = self._usual_holds.get(priority)
+        if known is None:
+            past = [p.hold_estimates[priority] for p in self.pipelines.values() if priority in p.hold_estimates]
+            known = self._usual_holds[priority] = sum(past) / len(past) if past else math.inf
+        return known
+
+    def rise_s(self, name: str, rank: int) -> float:
+        """How long a rank is expected to take until it serves; 0 before any has."""
+        pipeline = self.pipelines[name]
+        return (pipeline.handover_s if rank in pipeline.warm else pipeline.start_s) or 0.0
 
     def why_blocked(self, gpu: int) -> Reason:
         if gpu in self.quarantined:
@@ -161,6 +220,9 @@ class PlanState:
         if claim is not None:
             return ("claimed", gpu, f"{claim.cluster} of {claim.pipeline}")
         lease = self.owner[gpu]
+        awake = self.pipelines[lease.pipeline].awake.get(lease.rank) if lease is not None else None
+        if lease is not None and awake is not None and awake.phase is Phase.BUILDING:
+            return ("building", gpu, lease.pipeline)
         if lease is not None:
             return ("held", gpu, f"{lease.cluster} of {lease.pipeline}")
         return ("claimed", gpu, "a request earlier in the queue")

@@ -12,9 +12,13 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import PipelineState, QueuedWant
 from nemo_rl.time_sharing.planning import apportionment
+from nemo_rl.time_sharing.planning.building import build_ahead
 from nemo_rl.time_sharing.planning.plan import Grant, Plan, PriorityChange, Reason, Snapshot, Wait
-from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREE, FREEING, PlanState, Reservation
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, RISING, Priority
+from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, PlanState, Reservation
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, WAKE_PHASES, Phase, Priority
+
+_BUILDING = (Phase.WAKING, Phase.DRAINING)
+"""Phases in which a rank that never served may be building its engine, which cannot be cut short."""
 
 
 class QueueItem(NamedTuple):
@@ -32,12 +36,15 @@ class QueueItem(NamedTuple):
 
 @dataclass(slots=True)
 class _Obstacles:
-    """What keeps a fixed request from its GPUs now, and what it would evict."""
+    """What keeps a fixed request from its GPUs now, and what it would evict; `building` are ranks, each with a GPU of
+    it, whose engines are being built.
+    """
 
     victims: set[tuple[str, int]] = field(default_factory=set)
     because: Reason | None = None
     free_at: float = 0.0
     passed: dict[str, float] = field(default_factory=dict)
+    building: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def block(self, because: Reason, free_at: float) -> None:
         if self.because is None:
@@ -62,7 +69,7 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
             for rank in pipeline.awake:
                 plan_state.shrink(result, name, rank, ("leaving",))
     waiting = queue(snapshot)
-    for item in waiting:
+    for item in waiting if plan_state.holds.contended else ():
         if item.queued is not None and item.cluster not in snapshot.pipelines[item.name].held:
             gpus = snapshot.pipelines[item.name].topology.clusters[item.cluster].gpus
             plan_state.holds.wait(item.name, gpus, item.name)
@@ -78,6 +85,7 @@ def plan(snapshot: Snapshot, now: float) -> Plan:
         else:
             _serve(plan_state, result, item, pipeline, item.queued)
     apportionment.share(plan_state, result)
+    build_ahead(plan_state, result)
     return result
 
 
@@ -104,7 +112,7 @@ def _has_claim(snapshot: Snapshot, pipeline: PipelineState, cluster: str) -> boo
 
 def _change_priority(result: Plan, item: QueueItem, pipeline: PipelineState, queued: QueuedWant) -> None:
     want = queued.want
-    if want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+    if want.priority is Priority.ACTOR_TRAINING and pipeline.waking():
         result.waits.append(Wait(item.name, item.cluster, want.request, ("expanding",)))
         return
     result.priority_changes.append(PriorityChange(item.name, item.cluster, want.request, want.priority, ("holds",)))
@@ -123,14 +131,20 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
         _check_places(plan_state, item.name, pipeline, found)
     if found.because is None and found.passed:
         _check_backfill(plan_state, pipeline, want.priority, found)
-    if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+    turning: list[tuple[str, int]] = []
+    if found.because is None and want.priority is Priority.ACTOR_TRAINING and pipeline.waking():
         plan_state.no_expand.add(item.name)
         # Ranks of its own that are waking on the training GPUs are victims like any other, and turn round as soon as
         # they can.
-        for name, rank in sorted(found.victims):
-            if name == item.name and pipeline.awake[rank].phase in RISING:
-                plan_state.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
+        turning = [v for v in found.victims if v[0] == item.name and pipeline.awake[v[1]].phase in WAKE_PHASES]
         found.block(("expanding",), plan_state.now)
+    elif found.because is None and found.building:
+        # Engines that are being built turn round when they stand; until then the other victims have no reason to stop.
+        turning = [victim for victim in found.building if victim in found.victims]
+        (name, _), gpu = min(found.building.items())
+        found.block(("building", gpu, name), plan_state.now)
+    for name, rank in sorted(turning):
+        plan_state.shrink(result, name, rank, ("for_grant", gpus, item.cluster, item.name))
     if found.because is not None:
         result.waits.append(Wait(item.name, item.cluster, want.request, found.because))
         plan_state.reserve(gpus, Reservation(f"{item.name}#{want.request}", item.name, found.free_at, queued))
@@ -160,15 +174,19 @@ def _obstacles(plan_state: PlanState, name: str, pipeline: PipelineState, gpus: 
                 found.passed[reservation.label] = reservation.free_at
             else:
                 found.block(("reserved", gpu, reservation.label), reservation.free_at)
-        if kind in (FREE, FREEING):
-            continue
         lease = plan_state.owner[gpu]
         if lease is None:
             continue
-        awake = plan_state.pipelines[lease.pipeline].awake[lease.rank]
-        turn_ends = awake.since + plan_state.limits.min_hold_s
-        if awake.floor and lease.pipeline != name and plan_state.now < turn_ends:
-            found.block(("floor", gpu, lease.pipeline), turn_ends)
+        holder = plan_state.pipelines[lease.pipeline]
+        awake = holder.awake[lease.rank]
+        if lease.rank not in holder.warm and awake.phase in _BUILDING:
+            found.building[lease.pipeline, lease.rank] = gpu
+        if kind == FREEING:
+            continue
+        slice_ends = awake.slice_began() + plan_state.limits.min_hold_s
+        in_slice = awake.phase in WAKE_PHASES or plan_state.now < slice_ends
+        if awake.guaranteed and lease.pipeline != name and in_slice:
+            found.block(("guaranteed", gpu, lease.pipeline), slice_ends)
         else:
             found.victims.add((lease.pipeline, lease.rank))
     return found

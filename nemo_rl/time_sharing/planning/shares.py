@@ -1,6 +1,6 @@
 """How many GPUs of a common budget each pipeline is entitled to: weighted shares between bounds, then whole ranks.
 
-Shares grow with weight times remaining work, never fall below a floor nor rise above a cap, and add up to the budget
+Shares grow with weight times remaining work, never fall below a minimum nor rise above a cap, and add up to the budget
 where the caps allow it (water-filling). Rounding gives every pipeline its whole ranks first and the rest by largest
 remainder (Hamilton's method). Pure arithmetic.
 """
@@ -12,39 +12,41 @@ from typing import NamedTuple
 
 
 class Claimant(NamedTuple):
-    """One pipeline in the division: `claim` > 0 relative, `floor` and `cap` in GPUs, `rank_gpus` the size of one
+    """One pipeline in the division: `claim` > 0 relative, `minimum` and `maximum` in GPUs, `rank_gpus` the size of one
     rank.
     """
 
     name: str
     claim: float
-    floor: float
-    cap: float
+    minimum: float
+    maximum: float
     rank_gpus: int
 
 
 def fill(budget: float, claimants: Sequence[Claimant]) -> dict[str, float]:
-    """Shares in GPUs, proportional to claims within [floor, cap], adding up to min(budget, all caps).
+    """Shares in GPUs, proportional to claims within [minimum, maximum], adding up to min(budget, all caps).
 
     Floors that exceed the budget together are scaled down alike, so that none of them is served first.
     """
-    floors = sum(c.floor for c in claimants)
-    if floors >= budget > 0:
-        return {c.name: c.floor * budget / floors for c in claimants}
+    minima = sum(c.minimum for c in claimants)
+    if minima >= budget > 0:
+        return {c.name: c.minimum * budget / minima for c in claimants}
     shares: dict[str, float] = {}
     open_claims = list(claimants)
     left = float(budget)
     while open_claims and left > 0:
         level = left / sum(c.claim for c in open_claims)
-        over = sum(max(c.claim * level - c.cap, 0.0) for c in open_claims)
-        under = sum(max(c.floor - c.claim * level, 0.0) for c in open_claims)
+        over = sum(max(c.claim * level - c.maximum, 0.0) for c in open_claims)
+        under = sum(max(c.minimum - c.claim * level, 0.0) for c in open_claims)
         # Only the side that binds harder is final in this round; clamping both at once could break the sum.
-        fixed = [c for c in open_claims if (c.claim * level >= c.cap if over >= under else c.claim * level <= c.floor)]
+        fixed = [
+            c for c in open_claims if (c.claim * level >= c.maximum if over >= under else c.claim * level <= c.minimum)
+        ]
         if not fixed or over == under == 0.0:
             shares.update({c.name: c.claim * level for c in open_claims})
             return shares
         for c in fixed:
-            shares[c.name] = c.cap if over >= under else c.floor
+            shares[c.name] = c.maximum if over >= under else c.minimum
             left -= shares[c.name]
         done = {c.name for c in fixed}
         open_claims = [c for c in open_claims if c.name not in done]
@@ -59,7 +61,8 @@ def whole_ranks(budget: int, claimants: Sequence[Claimant], shares: dict[str, fl
     left = budget - sum(ranks[c.name] * c.rank_gpus for c in claimants)
     by_remainder = sorted(claimants, key=lambda c: ranks[c.name] - shares[c.name] / c.rank_gpus)
     for c in by_remainder:
-        wants_more = shares[c.name] / c.rank_gpus - ranks[c.name] > 1e-9 and (ranks[c.name] + 1) * c.rank_gpus <= c.cap
+        more = (ranks[c.name] + 1) * c.rank_gpus
+        wants_more = shares[c.name] / c.rank_gpus - ranks[c.name] > 1e-9 and more <= c.maximum
         if wants_more and c.rank_gpus <= left:
             ranks[c.name] += 1
             left -= c.rank_gpus

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import Lease
-from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Snapshot
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, FALLING, Phase, Priority
+from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Snapshot
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
 
 
 class Problem(NamedTuple):
@@ -89,7 +89,7 @@ def _named_once(plan: Plan) -> Iterator[Problem]:
             yield Problem(name, f"rule 1: {what} of {name}/{which} is ordered {count} times")
     training = {g.pipeline for g in [*plan.grants, *plan.priority_changes] if g.priority is Priority.ACTOR_TRAINING}
     for expand in plan.expands:
-        if expand.pipeline in training:
+        if expand.pipeline in training and not expand.ahead:
             yield Problem(
                 expand.pipeline,
                 f"rule 14: {expand.pipeline} would begin to train while rank {expand.rank} of its own is woken",
@@ -162,7 +162,7 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[Problem]]:
     freed: set[int] = set()
     for shrink in plan.shrinks:
         awake = snapshot.pipelines[shrink.pipeline].awake.get(shrink.rank)
-        if awake is None or awake.phase in FALLING:
+        if awake is None or awake.phase in SLEEP_PHASES:
             problems.append(
                 Problem(
                     shrink.pipeline, f"rule 5: rank {shrink.rank} of {shrink.pipeline} is not up and cannot be shrunk"
@@ -176,7 +176,7 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[Problem]]:
     freed.update(gpu for gpu, owner in enumerate(snapshot.owner) if owner is None)
     for pipeline in snapshot.pipelines.values():
         for rank, awake in pipeline.awake.items():
-            if awake.phase in FALLING and awake.phase is not Phase.FAILED:
+            if awake.phase in (Phase.DRAINING, Phase.SLEEPING):
                 freed.update(pipeline.topology.ranks[rank])
     return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
 
@@ -199,7 +199,7 @@ def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -
     # One that leaves may still finish the step for which it holds GPUs.
     if pipeline.fenced or (pipeline.leaving and not pipeline.held):
         yield Problem(grant.pipeline, f"rule 11: {grant.pipeline} is leaving and gets nothing more")
-    if grant.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+    if grant.priority is Priority.ACTOR_TRAINING and pipeline.waking():
         yield Problem(grant.pipeline, f"rule 14: {grant.pipeline} would train while an expand of its own is under way")
     if grant.cluster in pipeline.held:
         yield Problem(grant.pipeline, f"rule 3: {grant.pipeline}/{grant.cluster} is already held")
@@ -241,7 +241,7 @@ def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]
 def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
     for change in plan.priority_changes:
         pipeline = snapshot.pipelines[change.pipeline]
-        if change.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+        if change.priority is Priority.ACTOR_TRAINING and pipeline.waking():
             yield Problem(
                 change.pipeline,
                 f"rule 14: {change.pipeline} would train while an expand of its own is under way",
@@ -260,17 +260,27 @@ def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
 
 
 def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[Problem]:
-    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline leaves, or its own training
-    waits for it to land.
+    """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline leaves, or it has not risen
+    yet and training waits for it to land.
     """
     for shrink in plan.shrinks:
         pipeline = snapshot.pipelines[shrink.pipeline]
         if pipeline.leaving or taken & set(_bundle(snapshot, shrink.pipeline, shrink.rank)):
             continue
         awake = pipeline.awake.get(shrink.rank)
-        if awake is None or (awake.phase is not Phase.ACTIVE and pipeline.wants):
+        if awake is None or (awake.phase is not Phase.ACTIVE and (pipeline.wants or _wanted(snapshot, shrink))):
             continue
         idle = sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))
         yield Problem(
             shrink.pipeline, f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {idle})"
         )
+
+
+def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:
+    """Whether somebody asks for a fixed cluster on the GPUs of this rank."""
+    gpus = set(_bundle(snapshot, shrink.pipeline, shrink.rank))
+    return any(
+        not gpus.isdisjoint(pipeline.topology.clusters[cluster].gpus)
+        for pipeline in snapshot.pipelines.values()
+        for cluster in pipeline.wants
+    )

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+from typing import Any
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.protocol.types import (
@@ -132,6 +134,17 @@ class Topology:
         return self.spec.pipeline
 
     @cached_property
+    def first_gpus(self) -> tuple[int, ...]:
+        """Each rank's first GPU."""
+        return tuple(rank[0] for rank in self.ranks)
+
+    @cached_property
+    def at_first_gpus(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Picks from a sequence with an item for each GPU of the pool those of each rank's first GPU, in one call."""
+        firsts = self.first_gpus
+        return itemgetter(*firsts) if len(firsts) > 1 else lambda items: (items[firsts[0]],)
+
+    @cached_property
     def training_gpus(self) -> frozenset[int]:
         return frozenset(g for name in FIXED_CLUSTERS if name in self.clusters for g in self.clusters[name].gpus)
 
@@ -167,7 +180,7 @@ def register(
     weight: float = 1.0,
     min_share: float = 0.0,
     max_share: float = 1.0,
-    staleness: int = 1,
+    staleness: int | None = 1,
     rank_batch: int = 1,
     full_overlap: bool = False,
 ) -> Topology:
@@ -175,10 +188,10 @@ def register(
 
     cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name,
     ascending; `reward` must be empty. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share,
-    max_share: bounds on its part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0.
-    rank_batch: samples that one rank runs at once, a whole number from 1. full_overlap admits pipelines whose training
-    covers every inference rank (colocated turns, no generation beside training). Raises a RegistrationError that names
-    the pipeline, the cluster and the GPU.
+    max_share: bounds on its part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0, or
+    None for no bound. rank_batch: samples that one rank runs at once, a whole number from 1. full_overlap admits
+    pipelines whose training covers every inference rank (colocated turns, no generation beside training). Raises a
+    RegistrationError that names the pipeline, the cluster and the GPU.
     """
     _check_names(pipeline, namespace, cluster_tp_configs, cluster_device_mappings)
     check_numbers(pipeline, weight, min_share, max_share, staleness, rank_batch)
@@ -235,7 +248,7 @@ def _check_names(pipeline: str, namespace: str, tps: Mapping[str, int], mappings
 
 
 def check_numbers(
-    pipeline: str, weight: float, min_share: float, max_share: float, staleness: int, rank_batch: int
+    pipeline: str, weight: float, min_share: float, max_share: float, staleness: int | None, rank_batch: int
 ) -> None:
     """Raises BadShare for numbers that no plan could be made with."""
     for name, value in (("weight", weight), ("min_share", min_share), ("max_share", max_share)):
@@ -253,7 +266,8 @@ def check_numbers(
             "max_share <= 1 and 0 < max_share",
             pipeline=pipeline,
         )
-    for name, count, least in (("staleness", staleness, 0), ("rank_batch", rank_batch, 1)):
+    bound = 0 if staleness is None else staleness
+    for name, count, least in (("staleness", bound, 0), ("rank_batch", rank_batch, 1)):
         if not is_whole(count, least):
             raise BadShare(
                 f"{name}={shown(count)} must be at least {least}, and a whole number of at most {MAX_COUNT:.0e}",

@@ -40,8 +40,8 @@ FIXED_CLUSTERS = (ACTOR_TRAIN, CRITIC, REFERENCE)
 
 
 class Phase(str, Enum):
-    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE
-    only.
+    """Where one generation rank is. A rank holds its GPUs in every phase but ASLEEP; it takes requests in ACTIVE only.
+    BUILDING: its engine is built ahead of its first wake, and it goes to sleep by itself when it stands.
     """
 
     # Equal to its text, so hashed like it; the hash of Enum is a Python call, and every plan looks up the phases of all
@@ -56,10 +56,11 @@ class Phase(str, Enum):
     DRAINING = "draining"
     SLEEPING = "sleeping"
     FAILED = "failed"
+    BUILDING = "building"
 
 
-RISING = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY})
-FALLING = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED})
+WAKE_PHASES = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY})
+SLEEP_PHASES = frozenset({Phase.DRAINING, Phase.SLEEPING, Phase.FAILED, Phase.BUILDING})
 
 
 class Verb(str, Enum):
@@ -99,9 +100,9 @@ class PipelineSpec:
     """What a pipeline registers. Build it with `topology.register`, which checks every rule.
 
     weight: its claim on contended GPUs relative to others. min_share, max_share: bounds on its part of the GPUs it is
-    mapped to (0 to 1), while it has demand. staleness: how many versions old the tokens of a trained group may be.
-    rank_batch: how many samples one rank runs at once at good speed; more ranks than remaining samples / rank_batch are
-    of no use to it.
+    mapped to (0 to 1), while it has demand. staleness: how many versions old the tokens of a trained group may be; None
+    for no bound. rank_batch: how many samples one rank runs at once at good speed; more ranks than remaining samples /
+    rank_batch are of no use to it.
     """
 
     pipeline: str
@@ -110,7 +111,7 @@ class PipelineSpec:
     weight: float = 1.0
     min_share: float = 0.0
     max_share: float = 1.0
-    staleness: int = 1
+    staleness: int | None = 1
     rank_batch: int = 1
 
 
@@ -166,7 +167,8 @@ class Status:
 
     A status with a smaller `seq` than the last of the same incarnation is late and ignored. `awake`: the ranks that
     hold GPU memory, with their epochs. `serving`: those of them that take requests. `broken`: those that cannot (a
-    refresh failed). `term`: the newest scheduler term the agent has heard of.
+    refresh failed). `term`: the newest scheduler term the agent has heard of. `builds`: whether its engines can be
+    built and may be, ahead of their first wakes.
     """
 
     pipeline: str
@@ -181,6 +183,7 @@ class Status:
     broken: tuple[int, ...] = ()
     leaving: bool = False
     term: int = 0
+    builds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +261,7 @@ class Limits:
 
     aging_s: float = 60.0
     min_hold_s: float = 10.0
+    max_slice_s: float = 60.0
     hysteresis: float = 0.10
     max_backfills: int = 4
     max_initialising: int = 0

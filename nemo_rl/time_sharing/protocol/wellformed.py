@@ -78,8 +78,9 @@ def status_problem(status: Status) -> str:
             f"a status of {shown(status.pipeline)}, incarnation {shown(status.incarnation)}, number "
             f"{shown(status.seq)} names nobody"
         )
-    if not is_whole(status.term) or not isinstance(status.leaving, bool):
-        return f"term={shown(status.term)} must be a whole number and leaving={shown(status.leaving)} a bool"
+    if not is_whole(status.term) or not isinstance(status.leaving, bool) or not isinstance(status.builds, bool):
+        flags = f"leaving={shown(status.leaving)} and builds={shown(status.builds)} bools"
+        return f"term={shown(status.term)} must be a whole number, {flags}"
     parts = (status.wants, status.holds, status.given_back, status.awake, status.serving, status.broken)
     if not all(isinstance(part, tuple) for part in parts):
         return "wants, holds, given_back, awake, serving and broken must be tuples"

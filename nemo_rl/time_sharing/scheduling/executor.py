@@ -1,9 +1,9 @@
 """Carries plans out: one state machine per generation rank and per claim, each step a command with a deadline.
 
-A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> publish -> route; a claim becomes a lease
-at the moment when the last of its GPUs is free. Steps of different pipelines wait for each other only through a GPU
-they hand over. Commands are repeated until answered, which is safe because they are idempotent; one that fails or
-expires costs a rank or its pipeline, never more.
+A rank falls by drain -> sleep -> (memory free), and rises by wake -> sync -> publish -> route; one whose engine is
+built ahead wakes and falls at once. A claim becomes a lease at the moment when the last of its GPUs is free. Steps of
+different pipelines wait for each other only through a GPU they hand over. Commands are repeated until answered, which
+is safe because they are idempotent; one that fails or expires costs a rank or its pipeline, never more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Claim, PendingCommand, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.planning.plan import Plan
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, FALLING, Answer, Command, Outcome, Phase, Verb
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answer, Command, Outcome, Phase, Verb
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class Executor:
         self._of_rank: dict[tuple[str, int], str] = {}
         self._commands = 0
         self._next_due = 0.0
+        # The last epoch in which a rank woke and has gone to sleep since, or was ended: (pipeline, incarnation, rank).
+        self.slept: dict[tuple[str, int, int], int] = {}
 
     def start(self, plan: Plan) -> None:
         """Begins everything a plan asks for."""
@@ -63,18 +65,17 @@ class Executor:
             self._emit(ev.Claimed(number, grant.pipeline, grant.cluster, -1, grant.request, grant.gpus, grant.passed))
             self._settle(self._state.claims[grant.pipeline, grant.cluster, -1])
         for expand in plan.expands:
-            self._emit(
-                ev.Claimed(number, expand.pipeline, ACTOR_INFER, expand.rank, -1, expand.gpus, floor=expand.floor)
-            )
+            what = (number, expand.pipeline, ACTOR_INFER, expand.rank, -1, expand.gpus)
+            self._emit(ev.Claimed(*what, guaranteed=expand.guaranteed, ahead=expand.ahead))
             self._settle(self._state.claims[expand.pipeline, ACTOR_INFER, expand.rank])
 
     def begin_shrink(self, name: str, rank: int) -> None:
-        """Sends a rank to sleep from whatever it is doing. A rising rank is turned round: the agent finishes its step
+        """Sends a rank to sleep from whatever it is doing. A waking rank is turned round: the agent finishes its step
         in hand first.
         """
         pipeline = self._state.pipelines[name]
         awake = pipeline.awake[rank]
-        if awake.phase in FALLING:
+        if awake.phase in SLEEP_PHASES:
             return
         wait_bound = self._state.limits.drain_s + (0.0 if awake.phase is Phase.ACTIVE else self._state.limits.sync_s)
         self._end_command_of(name, rank, "superseded")
@@ -83,7 +84,7 @@ class Executor:
 
     def begin_cooling(self, name: str, rank: int) -> None:
         """Sends a rank that cannot serve to sleep and leaves it alone for a while."""
-        if self._state.pipelines[name].awake[rank].phase not in FALLING:
+        if self._state.pipelines[name].awake[rank].phase not in SLEEP_PHASES:
             self._emit(ev.RankCooling(name, rank, self._now() + self._state.limits.quarantine_s))
             self.begin_shrink(name, rank)
 
@@ -154,16 +155,8 @@ class Executor:
                 for c in self._state.commands.values()
             )
             if now >= quarantine.until and not busy:
-                self._raw_command(
-                    quarantine.pipeline,
-                    quarantine.incarnation,
-                    Verb.REAP,
-                    quarantine.rank,
-                    0,
-                    "",
-                    quarantine.gpus,
-                    self._state.limits.reap_s,
-                )
+                (name, incarnation, rank), seconds = quarantine.whose, self._state.limits.reap_s
+                self._raw_command(name, incarnation, Verb.REAP, rank, 0, "", quarantine.gpus, seconds)
 
     def resume(self) -> None:
         """After a restart: takes up every command and claim that the log leaves open, with time anew for what the
@@ -236,6 +229,8 @@ class Executor:
         if outcome is Outcome.STALE:
             self._emit(ev.RankMoved(name, rank, Phase.SYNCING, epoch))
             self._command(pipeline, Verb.SYNC, rank=rank, epoch=epoch)
+        elif verb is Verb.WAKE and pipeline.awake[rank].phase is Phase.BUILDING:
+            self._after_build(pipeline, rank, built=outcome is Outcome.DONE)
         elif outcome is not Outcome.DONE:
             self._rank_failed(pipeline, rank, verb)
         elif verb is Verb.DRAIN:
@@ -250,6 +245,13 @@ class Executor:
             if pipeline.awake[rank].phase is not phase or version >= 0:
                 self._emit(ev.RankMoved(name, rank, phase, epoch, version))
             self._command(pipeline, following, rank=rank, epoch=epoch)
+
+    def _after_build(self, pipeline: PipelineState, rank: int, *, built: bool) -> None:
+        name, epoch = pipeline.topology.pipeline, pipeline.awake[rank].epoch
+        if not built:
+            logger.warning("event=rank_failed pipeline=%s rank=%d step=build epoch=%d", name, rank, epoch)
+            self._emit(ev.RankCooling(name, rank, self._now() + self._state.limits.quarantine_s))
+        self._command(pipeline, Verb.DRAIN, rank=rank, epoch=epoch)
 
     def _rank_failed(self, pipeline: PipelineState, rank: int, verb: Verb) -> None:
         """A rank that cannot rise goes back to sleep and cools off; one that cannot fall has its processes ended."""
@@ -284,12 +286,12 @@ class Executor:
             return
         if not pipeline.fenced:
             return
-        gpus = tuple(
-            sorted(
-                {g for held in pipeline.held.values() for g in held.gpus}
-                | {g for r in pipeline.awake for g in pipeline.topology.ranks[r]}
-            )
-        )
+        occupied = {g for held in pipeline.held.values() for g in held.gpus}
+        occupied |= {g for rank in pipeline.awake for g in pipeline.topology.ranks[rank]}
+        if not done and self._state.unsure:  # what it was given in the lost part of the log, it may have too
+            clusters = pipeline.topology.clusters.values()
+            occupied |= {g for cluster in clusters for g in cluster.gpus if self._state.owner[g] is None}
+        gpus = tuple(sorted(occupied))
         if not done and gpus:
             self._quarantine(gpus, pending)
         self._emit(ev.Unregistered(pending.pipeline, pipeline.incarnation, "reaped" if done else "could not be ended"))
@@ -307,6 +309,7 @@ class Executor:
         )
 
     def _asleep(self, pipeline: PipelineState, rank: int, epoch: int) -> None:
+        self.slept[pipeline.topology.pipeline, pipeline.incarnation, rank] = epoch
         self._emit(ev.RankMoved(pipeline.topology.pipeline, rank, Phase.ASLEEP, epoch))
         self.settle_claims_on(pipeline.topology.ranks[rank])
 
@@ -320,7 +323,8 @@ class Executor:
             return
         pipeline, epoch = self._state.pipelines[claim.pipeline], self.new_epoch()
         if claim.rank >= 0:
-            self._emit(ev.RankMoved(claim.pipeline, claim.rank, Phase.WAKING, epoch, floor=claim.floor))
+            phase = Phase.BUILDING if claim.ahead else Phase.WAKING
+            self._emit(ev.RankMoved(claim.pipeline, claim.rank, phase, epoch, guaranteed=claim.guaranteed))
             self._command(pipeline, Verb.WAKE, rank=claim.rank, epoch=epoch)
             return
         queued = pipeline.wants.get(claim.cluster)
@@ -339,6 +343,10 @@ class Executor:
     def _change_priority(self, name: str, cluster: str) -> None:
         pipeline = self._state.pipelines[name]
         held, want = pipeline.held[cluster], pipeline.wants[cluster].want
+        # The agent may have refused the grant before this, for a request that it took back; that says nothing of now.
+        granting = (name, cluster, Verb.GRANT)
+        for pending in [c for c in self._state.commands.values() if (c.pipeline, c.cluster, c.verb) == granting]:
+            self._end(pending, "superseded")
         self._emit(ev.PriorityChanged(name, cluster, held.epoch, want.priority, want.step, want.request))
         self._command(pipeline, Verb.GRANT, cluster=cluster, epoch=held.epoch)
 
@@ -417,6 +425,7 @@ class Executor:
         awake = pipeline.awake[rank]
         verb = {
             Phase.WAKING: Verb.WAKE,
+            Phase.BUILDING: Verb.WAKE,
             Phase.SYNCING: Verb.SYNC,
             Phase.READY: Verb.PUBLISH,
             Phase.DRAINING: Verb.DRAIN,

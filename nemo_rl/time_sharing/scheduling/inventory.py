@@ -117,6 +117,8 @@ def _ranks(
             not 0 <= rank < len(pipeline.topology.ranks)
             or (known is not None and known.epoch >= epoch)
             or _being_ended(state, status, rank)
+            # Said before this scheduler saw the rank's end.
+            or epoch <= executor.slept.get((name, status.incarnation, rank), -1)
         ):
             continue
         if known is not None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import PipelineState
-from nemo_rl.time_sharing.log.state import EXPIRED, SchedulerState, replay
+from nemo_rl.time_sharing.log.state import SchedulerState, replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
 from nemo_rl.time_sharing.planning.validator import Validator, sound_part, validate
@@ -26,11 +26,12 @@ from nemo_rl.time_sharing.protocol.topology import (
     Topology,
     register,
 )
-from nemo_rl.time_sharing.protocol.types import Answer, Command, EndedRequest, Limits, Phase, Reply, Status
+from nemo_rl.time_sharing.protocol.types import Answer, Command, Limits, Phase, Reply, Status
 from nemo_rl.time_sharing.protocol.wellformed import admissible, answer_problem, is_whole, shown, status_problem
 from nemo_rl.time_sharing.scheduling.executor import Executor
 from nemo_rl.time_sharing.scheduling.inventory import reconcile, refuse_the_unplannable
-from nemo_rl.time_sharing.scheduling.isolation import Isolation
+from nemo_rl.time_sharing.scheduling.liveness import Liveness
+from nemo_rl.time_sharing.scheduling.requests import Requests
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import Entry, Record
 
@@ -82,11 +83,11 @@ class Scheduler:
         self._send_now, self._notify = send, notify
         self._result_buffer: list[Command] = []
         self._executor = Executor(self.state, self._emit, self._result_buffer.append, lambda: clock.now)
-        self._seen: dict[str, float] = {}
         self._seqs: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._inventoried: set[str] = set()
-        self._isolation = Isolation()
+        self._liveness = Liveness(self.state, self._emit)
+        self._requests = Requests(self.state, self._emit)
         self._grace_until = float("-inf")
         self._dirty = False
         self._urgent = False
@@ -120,7 +121,7 @@ class Scheduler:
         self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
         self._restart(self.state.term + (1 if complete else _LOST_TERMS), complete=complete)
         for name in self.state.pipelines:
-            self._seen[name] = self.clock.now
+            self._liveness.heard(name, self.clock.now)
         self._executor.resume()
         refuse_the_unplannable(self.state, self._executor, self._emit)
         self._inventoried.update(name for name, p in self.state.pipelines.items() if p.fenced)
@@ -139,7 +140,7 @@ class Scheduler:
         weight: float = 1.0,
         min_share: float = 0.0,
         max_share: float = 1.0,
-        staleness: int = 1,
+        staleness: int | None = 1,
         rank_batch: int = 1,
         full_overlap: bool = False,
     ) -> Topology:
@@ -190,7 +191,7 @@ class Scheduler:
                 spec.rank_batch,
             )
         )
-        self._seen[pipeline] = self.clock.now
+        self._liveness.heard(pipeline, self.clock.now)
         self._inventoried.add(pipeline)
         # The caller builds on being registered, so a scheduler that is killed now must still know of it afterwards.
         self._record.flush()
@@ -250,12 +251,17 @@ class Scheduler:
         for reason in (*refused, *(request.reason for request in ended)):
             logger.error("event=status_refused pipeline=%s reason=%s", status.pipeline, reason)
         reply = Reply(
-            status.pipeline, status.incarnation, self.state.term, True, ended + self._expired(pipeline, status), refused
+            status.pipeline,
+            status.incarnation,
+            self.state.term,
+            True,
+            ended + self._requests.expired(pipeline, status),
+            refused,
         )
         if status.seq <= self._seqs.get(status.pipeline, -1):
             return reply
         self._seqs[status.pipeline] = status.seq
-        self._seen[status.pipeline] = self.clock.now
+        self._liveness.heard(status.pipeline, self.clock.now)
         if status.term > self.state.term:
             self._restart(status.term + _LOST_TERMS, complete=False)
         if status.pipeline not in self._inventoried:
@@ -285,23 +291,15 @@ class Scheduler:
 
     def wanted(self, name: str) -> bool:
         """Whether somebody else waits for GPUs that this pipeline holds: to train on them, or to generate at all."""
-        held = {gpu for cluster in self.state.pipelines[name].held.values() for gpu in cluster.gpus}
-        for other, pipeline in self.state.pipelines.items():
-            if other == name or pipeline.fenced:
-                continue
-            asked = {gpu for cluster in pipeline.wants for gpu in pipeline.topology.clusters[cluster].gpus}
-            unscheduled = pipeline.unscheduled_since is not None and not pipeline.held
-            if held & (asked | (pipeline.topology.mapped_gpus if unscheduled else set())):
-                return True
-        return False
+        return self._requests.wait_for(name)
 
     def tick(self, reading: float) -> float:
         """Does what is due by time alone; returns the steady time to call again at the latest."""
         self._advance(reading)
         now = self.clock.now
         if now >= self._timers_due:
-            self._check_isolation()
-            isolated = self._isolation.since is not None
+            self._liveness.look_around(now)
+            isolated = self._liveness.isolated
             self._timers_due = min(self._executor.tick(isolated=isolated), now + 1.0)
             if not isolated:
                 self._check_leases()
@@ -337,23 +335,13 @@ class Scheduler:
             self._dirty = self._urgent = True
             if isinstance(event, ev.Unregistered):
                 # Its next incarnation is a larger one, so whatever still comes of this one is told apart without these.
-                for notes in (self._seen, self._seqs, self._answered):
+                self._liveness.forget(event.pipeline)
+                for notes in (self._seqs, self._answered):
                     notes.pop(event.pipeline, None)
                 self._inventoried.discard(event.pipeline)
         elif isinstance(event, ev.RankMoved) and event.phase in (Phase.ASLEEP, Phase.ACTIVE):
             self._dirty = True
-            self._urgent = self._urgent or self._changes_much(event)
-
-    def _changes_much(self, event: ev.RankMoved) -> bool:
-        """Whether the end of a hand-over calls for a plan at once: GPUs are free that nobody claims, or somebody waited
-        for this rank to be up: the training of its own pipeline, or a pipeline without any rank that may get this one.
-        """
-        pipeline = self.state.pipelines[event.pipeline]
-        gpus = pipeline.topology.ranks[event.rank]
-        if event.phase is Phase.ASLEEP:
-            return not all(gpu in self.state.claimed for gpu in gpus)
-        unscheduled = (p for p in self.state.pipelines.values() if p.unscheduled_since is not None and not p.held)
-        return bool(pipeline.wants) or any(not p.topology.mapped_gpus.isdisjoint(gpus) for p in unscheduled)
+            self._urgent = self._urgent or self._requests.concern(event)
 
     def _flush(self) -> None:
         """The log reaches the operating system before any command leaves."""
@@ -373,6 +361,8 @@ class Scheduler:
             return
         known = {name: pipeline.incarnation for name, pipeline in self.state.pipelines.items()}
         unknown = any(command.incarnation > known.get(command.pipeline, -1) for command in self.state.commands.values())
+        # One that is being ended may hold what it was given in the lost part of the log, and says so no more.
+        unknown |= self.state.unsure and any(pipeline.fenced for pipeline in self.state.pipelines.values())
         if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
             self._emit(ev.InventoryDone(self.state.term))
             self._executor.settle_claims()
@@ -385,13 +375,16 @@ class Scheduler:
             if held is not None and held.epoch <= back.epoch:
                 self._emit(ev.Released(name, back.cluster, held.epoch, back.version))
                 self._executor.settle_claims_on(held.gpus)
-        self._take_wants(pipeline, status)
+        self._requests.take(pipeline, status)
         demand = status.demand
         if demand.seq > pipeline.demand.seq:
             began = pipeline.demand.remaining == 0
             self._emit(ev.DemandReported(name, demand.target, demand.done, demand.unit, demand.seq))
             self._dirty = True
             self._urgent = self._urgent or began
+        if status.builds and not pipeline.builds:
+            self._emit(ev.BuildsAhead(name))
+            self._dirty = True
         for rank in status.broken:
             if rank in pipeline.awake:
                 self._executor.begin_cooling(name, rank)
@@ -403,22 +396,6 @@ class Scheduler:
         self._emit(ev.Leaving(name))
         for claim in [c for c in self.state.claims.values() if c.pipeline == name]:
             self._emit(ev.ClaimDropped(name, claim.cluster, claim.rank, "leaving"))
-
-    def _take_wants(self, pipeline: PipelineState, status: Status) -> None:
-        name = status.pipeline
-        wanted = {want.cluster: want for want in status.wants}
-        for cluster, queued in list(pipeline.wants.items()):
-            if wanted.get(cluster) is None or wanted[cluster].request > queued.want.request:
-                self._emit(ev.RequestDropped(name, cluster, queued.want.request, "withdrawn"))
-                if (name, cluster, -1) in self.state.claims:
-                    self._emit(ev.ClaimDropped(name, cluster, -1, "withdrawn"))
-        for want in status.wants:
-            if want.request <= pipeline.last_request or want.cluster not in pipeline.topology.clusters:
-                continue
-            # One that is drained may still finish the step for which it holds GPUs.
-            if pipeline.leaving and not pipeline.held:
-                continue
-            self._emit(ev.Requested(name, want.cluster, want.priority, want.request, want.step))
 
     def _settle_leaving(self, name: str) -> None:
         pipeline = self.state.pipelines.get(name)
@@ -432,51 +409,17 @@ class Scheduler:
         self._record.flush()
         self._notify(Reply(name, pipeline.incarnation, self.state.term, False))
 
-    def _check_isolation(self) -> None:
-        now, limits = self.clock.now, self.state.limits
-        seen = {name: self._seen.setdefault(name, now) for name, p in self.state.pipelines.items() if not p.fenced}
-        change = self._isolation.look(now, seen, limits)
-        if change is None:
-            return
-        logger.warning("event=%s registered=%d", type(change).__name__.lower(), len(seen))
-        self._emit(change)
-        if isinstance(change, ev.Reconnected) and not change.given_up:
-            # Who is still silent may be on the way back too.
-            for name in seen:
-                self._seen[name] = now
-
     def _check_leases(self) -> None:
-        now, limits = self.clock.now, self.state.limits
         for name, pipeline in list(self.state.pipelines.items()):
             if pipeline.fenced:
                 continue
-            silent = now - self._seen.setdefault(name, now)
-            overdue = next((c for c, held in pipeline.held.items() if now > held.hold_until), None)
-            if silent > limits.lease_s:
-                self._executor.fence(name, f"no heartbeat for {silent:.1f} s (lease {limits.lease_s:g} s)")
-            elif overdue is not None:
-                self._executor.fence(name, f"it held {overdue} longer than max_hold_s={limits.max_hold_s:g}")
-            else:
-                self._expire_requests(name, pipeline)
+            reason = self._liveness.overdue(name, self.clock.now)
+            if reason is None:
+                self._requests.expire(name, pipeline, self.clock.now)
                 continue
+            self._executor.fence(name, reason)
             self._inventoried.add(name)
             self._finish_inventory()
-
-    def _expire_requests(self, name: str, pipeline: PipelineState) -> None:
-        for cluster, queued in list(pipeline.wants.items()):
-            if (
-                self.clock.now > queued.since + self.state.limits.request_s
-                and (name, cluster, -1) not in self.state.claims
-            ):
-                self._emit(ev.RequestDropped(name, cluster, queued.want.request, EXPIRED))
-
-    def _expired(self, pipeline: PipelineState, status: Status) -> tuple[EndedRequest, ...]:
-        reason = f"it waited longer than request_s={self.state.limits.request_s:g}; ask again under a new number"
-        return tuple(
-            EndedRequest(want.request, reason)
-            for want in status.wants
-            if pipeline.expired.get(want.cluster) == want.request
-        )
 
     def _plan_if_due(self) -> None:
         self._finish_inventory()

@@ -1,9 +1,10 @@
 """The other ways to run the same jobs, to compare time-sharing with: each alone, one after the other, static split,
-gap-ratio rule.
+batch queue, gap-ratio rule.
 
 One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs
 that share no GPU run side by side. Static split: the pool is cut once into lanes that fit the jobs, each lane runs its
-jobs one after the other. Both run on the real scheduler.
+jobs one after the other. Batch queue: see `batch_queue`; once with every job's duration known, once with limits such
+as users give. All run on the real scheduler.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from nemo_rl.time_sharing.simulation import gap_ratio
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 
 OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
-WAYS = (OURS, SERIAL, STATIC, GAP_RATIO)
+QUEUE, QUEUE_LIMITS = "batch_queue", "batch_queue_limits"
+QUEUES = (QUEUE, QUEUE_LIMITS)
+WAYS = (OURS, SERIAL, STATIC, *QUEUES, GAP_RATIO)
 GAP_RATIO_DECISIONS = "gap_ratio_decisions"
 """The gap-ratio rule without its serial cycles: what its decisions alone are worth."""
 
@@ -105,6 +108,8 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
         return static_split(scenario), one_after_the_other
     return scenario, {
         OURS: planner.plan,
+        QUEUE: planner.plan,
+        QUEUE_LIMITS: planner.plan,
         SERIAL: one_after_the_other,
         GAP_RATIO: gap_ratio.plan,
         GAP_RATIO_DECISIONS: gap_ratio.decide,

@@ -29,7 +29,8 @@ EXPECTED = (
     "claim: cluster",
     "claim: cluster past others",
     "claim: rank",
-    "claim: rank floor",
+    "claim: rank ahead",
+    "claim: rank guaranteed",
     "command: drain done",
     "command: drain expired",
     "command: drain failed",
@@ -78,7 +79,9 @@ EXPECTED = (
     "quarantine: their processes could not be ended, pipeline",
     "quarantine: their processes could not be ended, rank",
     "rank: active -> draining",
+    "rank: asleep -> building",
     "rank: asleep -> waking",
+    "rank: building -> sleeping",
     "rank: draining -> failed",
     "rank: draining -> sleeping",
     "rank: failed -> asleep",
@@ -125,9 +128,9 @@ def reached(entries: Iterable[Entry]) -> Counter[str]:
             case ev.CommandEnded():
                 counts[f"command: {verbs.pop(event.command, '?')} {event.outcome}"] += 1
             case ev.Claimed():
-                counts[
-                    f"claim: {_whose(event)}{' past others' if event.passed else ''}{' floor' if event.floor else ''}"
-                ] += 1
+                how = _if(bool(event.passed), " past others") + _if(event.guaranteed, " guaranteed")
+                how += _if(event.ahead, " ahead")
+                counts[f"claim: {_whose(event)}{how}"] += 1
                 claimed.add((event.pipeline, event.cluster, event.rank))
             case ev.ClaimDropped():
                 counts[f"claim dropped: {_whose(event)}, {event.reason}"] += 1

@@ -23,7 +23,9 @@ _SICK = 0.2
 
 @dataclass(slots=True)
 class Sample:
-    """One completion to be generated: `length` tokens, `done` of them there; `spans` say under which weights."""
+    """One completion to be generated: `length` tokens, `done` of them there; `spans` say under which weights. One of no
+    `group` is for validation.
+    """
 
     name: str
     group: str
@@ -226,7 +228,8 @@ class Generation:
         for sample in done:
             _, start = shard.running[sample.name]
             self._stop(shard, sample, start, "done")
-            self._record.emit(TokensGenerated(sample.name, sample.group, tuple(sample.spans), sample.mixed_kv))
+            if sample.group:
+                self._record.emit(TokensGenerated(sample.name, sample.group, tuple(sample.spans), sample.mixed_kv))
         self._dispatch()
         self._arm(shard)
         for sample in done:

@@ -2,7 +2,7 @@
 
 What comes out is the starting point for questions that the run itself cannot answer: one job more, other mappings,
 more GPUs. Durations are medians; a step's hold on its GPUs goes into `train_s` whole, with the driver's own time before
-it. Validation is not part of a scenario, so a run that validated takes longer than its simulation.
+it. What validation generates is taken to be as long as what is trained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -34,11 +33,30 @@ _UNLIMITED_BATCH = 1e6
 
 @dataclass(slots=True)
 class _Request:
+    """`beside`: how many ran on its shard, itself among them, on average over its time."""
+
     shard: int
     begun: float
-    others: float
+    area: float
+    beside: float = 0.0
     ended: float = 0.0
     tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Shard:
+    """How many requests run now, and the area below that number over time until `until`."""
+
+    running: int = 0
+    area: float = 0.0
+    until: float = 0.0
+    most: int = 0
+
+    def change(self, by: int, now: float) -> None:
+        self.area += self.running * (now - self.until)
+        self.until = now
+        self.running += by
+        self.most = max(self.most, self.running)
 
 
 @dataclass(slots=True)
@@ -46,17 +64,21 @@ class _Job:
     registered: ev.Registered
     at: float
     ended: float = 0.0
+    begin_s: float = 0.0
+    builds_ahead: bool = False
+    validated: dict[int, int] = field(default_factory=dict)
     granted: dict[str, tuple[float, Priority]] = field(default_factory=dict)
     inits: list[float] = field(default_factory=list)
     holds: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     committed: float | None = None
+    released: float = 0.0
     samples: int = 0
     trained: int = 0
     steps: int = 0
     lengths: list[int] = field(default_factory=list)
     open: dict[str, _Request] = field(default_factory=dict)
-    running: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    shards: dict[int, _Shard] = field(default_factory=lambda: defaultdict(_Shard))
     requests: list[_Request] = field(default_factory=list)
 
 
@@ -125,14 +147,20 @@ def _take_scheduler(jobs: dict[str, _Job], costs: _Costs, entry: Entry) -> None:
             sent = costs.sent.pop(event.command, None)
             if sent is not None and event.outcome == "done":
                 _take_cost(costs, sent[1], now - sent[0])
+        case ev.Requested(priority=Priority.INITIALIZATION) if event.pipeline in jobs:
+            jobs[event.pipeline].begin_s = now - jobs[event.pipeline].at
+        case ev.BuildsAhead() if event.pipeline in jobs:
+            jobs[event.pipeline].builds_ahead = True
         case ev.Requested(priority=Priority.ACTOR_TRAINING) if event.pipeline in jobs:
             job = jobs[event.pipeline]
-            if job.committed is not None:
+            # A batch that was there before the last step ended was waited for by nobody.
+            if job.committed is not None and job.committed > job.released:
                 job.gaps.append(now - job.committed)
         case ev.Granted() | ev.PriorityChanged() if event.cluster == ACTOR_TRAIN and event.pipeline in jobs:
             jobs[event.pipeline].granted[event.cluster] = (now, event.priority)
         case ev.Released() if event.pipeline in jobs:
             job = jobs[event.pipeline]
+            job.released = now
             since, priority = job.granted.pop(event.cluster, (now, Priority.GENERATION))
             if priority is Priority.INITIALIZATION:
                 job.inits.append(now - since)
@@ -164,15 +192,19 @@ def _take_pipeline(job: _Job, costs: _Costs, entry: Entry) -> None:
             job.trained += 1
         case rec.StepFinished():
             job.steps += 1
+        case rec.Validated():
+            job.validated[event.version] = event.samples
         case rec.TokensGenerated() if event.spans:
             job.lengths.append(event.spans[-1].end)
         case rec.RequestSubmitted():
-            job.running[event.shard] += 1
-            job.open[event.request_id] = _Request(event.shard, now, job.running[event.shard])
+            shard = job.shards[event.shard]
+            shard.change(1, now)
+            job.open[event.request_id] = _Request(event.shard, now, shard.area)
         case rec.RequestFinished() if event.request_id in job.open:
             request = job.open.pop(event.request_id)
-            request.others = (request.others + job.running[request.shard]) / 2
-            job.running[request.shard] -= 1
+            shard = job.shards[request.shard]
+            shard.change(-1, now)
+            request.beside = (shard.area - request.area) / max(now - request.begun, 1e-9)
             request.ended, request.tokens = now, event.tokens
             if event.tokens:
                 job.requests.append(request)
@@ -184,7 +216,7 @@ def _take_pipeline(job: _Job, costs: _Costs, entry: Entry) -> None:
             pass
 
 
-def _section(name: str, job: _Job, arrive_s: float) -> dict[str, Any]:
+def _section(name: str, job: _Job, arrive_s: float) -> dict[str, object]:
     clusters = {cluster.name: cluster for cluster in job.registered.clusters}
     logs = [math.log(length) for length in job.lengths]
     rate, half_batch = _engine(job.requests)
@@ -198,10 +230,13 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, Any]:
         "weight": job.registered.weight,
         "min_share": job.registered.min_share,
         "max_share": job.registered.max_share,
-        "staleness": job.registered.staleness,
+        "staleness": 1 if job.registered.staleness is None else job.registered.staleness,
         "steps": job.steps,
         "groups": max(round(job.trained / job.steps), 1),
         "samples_per_group": max(job.samples, 1),
+        "begin_s": job.begin_s,
+        "builds_ahead": job.builds_ahead,
+        "validation": _validation(job),
         "init_s": statistics.median(job.inits) if job.inits else 0.0,
         "train_s": train_s,
         "tokens": {
@@ -212,16 +247,28 @@ def _section(name: str, job: _Job, arrive_s: float) -> dict[str, Any]:
         "engine": {
             "tokens_per_s": rate,
             "half_batch": half_batch,
-            "max_running": max(round(max(request.others for request in job.requests)), 1),
+            "max_running": max(shard.most for shard in job.shards.values()),
         },
         "arrive_s": arrive_s,
         "full_overlap": not set(clusters[ACTOR_INFER].gpus) - set(clusters[ACTOR_TRAIN].gpus),
     }
 
 
+def _validation(job: _Job) -> dict[str, object]:
+    if not job.validated:
+        return {}
+    between = [version for version in job.validated if 0 < version < job.steps]
+    return {
+        "samples": max(job.validated.values()),
+        "at_start": 0 in job.validated,
+        "period": math.gcd(*between) if between else 0,
+        "at_end": job.steps in job.validated,
+    }
+
+
 def _engine(requests: Sequence[_Request]) -> tuple[float, float]:
     """`tokens_per_s` and `half_batch` of a shard: seconds per token grow along a line with the requests beside it."""
-    beside = np.array([request.others for request in requests])
+    beside = np.array([request.beside for request in requests])
     each = np.array([(request.ended - request.begun) / request.tokens for request in requests])
     tokens = np.array([request.tokens for request in requests], dtype=float)
     mean_beside, mean_each = np.average(beside, weights=tokens), float(np.average(each, weights=tokens))

@@ -86,7 +86,7 @@ def _fixed(plan_state: PlanState, result: Plan, snapshot: Snapshot) -> None:
         claim = snapshot.claimed.get(gpus[0])
         if claim is not None and claim.key == (name, cluster, -1):
             continue
-        if want.priority is Priority.ACTOR_TRAINING and pipeline.rising():
+        if want.priority is Priority.ACTOR_TRAINING and pipeline.waking():
             continue
         if cluster in pipeline.held:
             result.priority_changes.append(PriorityChange(name, cluster, want.request, priority, ("holds",)))

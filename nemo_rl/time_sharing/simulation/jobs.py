@@ -48,6 +48,8 @@ class Life:
     groups: dict[str, Group] = field(default_factory=dict)
     missing: int = 0
     admitted_step: int = -1
+    validating: int = 0
+    validated: int = -1
     started_ranks: set[int] = field(default_factory=set)
     initialised: bool = False
     dead: bool = False
@@ -127,6 +129,10 @@ class SimulatedJob:
     def stop(self) -> None:
         """The user stops the job."""
         self.stopping = True
+        if self.first_seen is None:
+            # It still waits in a batch queue.
+            self._end("stopped")
+            return
         life = self.life
         # A step in hand is finished first: half-trained weights are worth nothing.
         if life is not None and not life.agent.leaving and not life.agent.holds:
@@ -143,8 +149,12 @@ class SimulatedJob:
         self._unended = []
         if self.stopping:
             self._leave(life)
+        elif self.job.begin_s:
+            self._trainer_later(life, self.job.begin_s, "_begun")
         else:
-            agent.want(ACTOR_TRAIN, Priority.INITIALIZATION, -1, world.loop.now)
+            self._begun(life)
+        if self.job.builds_ahead and not self.stopping:
+            agent.builds_ahead()
         self._heartbeat(life)
 
     def _heartbeat(self, life: Life) -> None:
@@ -172,12 +182,47 @@ class SimulatedJob:
         for group in list(life.groups.values()):
             life.record.emit(rec.GroupDropped(group.name, "end_of_run"))
         life.groups.clear()
-        life.missing = 0
+        life.missing = life.validating = 0
 
     # The driver.
 
+    def _begun(self, life: Life) -> None:
+        if not life.agent.leaving:
+            life.agent.want(ACTOR_TRAIN, Priority.INITIALIZATION, -1, self.world.loop.now)
+
+    def _validation_due(self, life: Life) -> bool:
+        plan, step = self.job.validation, self.trained_steps
+        if not plan.samples or life.validated == step or self.stopping:
+            return False
+        if step == 0:
+            return plan.at_start
+        return (plan.at_end and step >= self.job.steps) or (plan.period > 0 and step % plan.period == 0)
+
+    def _validate(self, life: Life) -> None:
+        life.validating, life.validated = self.job.validation.samples, self.trained_steps
+        name = f"{self.job.name}.v{self.trained_steps}.i{life.incarnation}"
+        rng = random.Random(f"{self.world.seed}/{name}")
+        life.agent.begin_progress(life.validating)
+        life.generation.submit([Sample(f"{name}.{index}", "", self._length(rng)) for index in range(life.validating)])
+
+    def _validation_sample_done(self, life: Life) -> None:
+        life.validating -= 1
+        if life.validating:
+            life.agent.report_progress(self.job.validation.samples - life.validating)
+        else:
+            life.record.emit(rec.Validated(life.validated, self.job.validation.samples, 0.0))
+            with life.agent.one_status():
+                self._next_step(life)
+
+    def _length(self, rng: random.Random) -> int:
+        tokens = self.job.tokens
+        return min(max(int(rng.lognormvariate(math.log(tokens.median), tokens.sigma)), 1), tokens.max)
+
     def _next_step(self, life: Life) -> None:
-        """Admits what the staleness bound allows and says what is waited for."""
+        """Admits what the staleness bound allows and says what is waited for; validation goes first."""
+        if self._validation_due(life):
+            self._validate(life)
+            return
         if self.trained_steps >= self.job.steps or self.stopping:
             self._leave(life)
             return
@@ -194,7 +239,6 @@ class SimulatedJob:
 
     def _admit(self, life: Life, step: int) -> list[Sample]:
         samples = []
-        tokens = self.job.tokens
         for number in range(self.job.groups):
             prompt = f"{self.job.name}.s{step}.g{number}"
             group = Group(f"{prompt}.i{life.incarnation}", step, self.job.samples_per_group)
@@ -203,8 +247,7 @@ class SimulatedJob:
             life.record.emit(rec.GroupAdmitted(group.name, prompt, group.missing, step))
             rng = random.Random(f"{self.world.seed}/{prompt}")
             for index in range(group.missing):
-                length = min(max(int(rng.lognormvariate(math.log(tokens.median), tokens.sigma)), 1), tokens.max)
-                samples.append(Sample(f"{group.name}.{index}", group.name, length))
+                samples.append(Sample(f"{group.name}.{index}", group.name, self._length(rng)))
         return samples
 
     def _progress(self, life: Life) -> tuple[int, int]:
@@ -212,6 +255,8 @@ class SimulatedJob:
 
     def _sample_done(self, sample: Sample) -> None:
         life = self.life
+        if life is not None and not sample.group and life.validating:
+            self._validation_sample_done(life)
         if life is None or sample.group not in life.groups:
             return
         group = life.groups[sample.group]
@@ -223,6 +268,8 @@ class SimulatedJob:
             group.committed = True
             life.record.emit(rec.GroupCommitted(group.name, group.version, group.tokens))
         missing, total = self._progress(life)
+        if life.validating:
+            return
         with life.agent.one_status():
             if life.agent.demand.target:
                 life.agent.report_progress(max(total - missing, life.agent.demand.done))

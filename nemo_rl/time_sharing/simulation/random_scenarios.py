@@ -14,6 +14,7 @@ from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 _LIMITS = {
     "aging_s": 20.0,
     "min_hold_s": 3.0,
+    "max_slice_s": 3.0,
     "max_hold_s": 300.0,
     "heartbeat_s": 2.0,
     "lease_s": 12.0,
@@ -26,7 +27,6 @@ _LIMITS = {
     "route_s": 15.0,
     "grant_s": 10.0,
     "reap_s": 8.0,
-    "max_backfills": 2,
     "quarantine_s": 20.0,
 }
 _FAULT_RATES = {
@@ -47,12 +47,19 @@ def random_scenario(seed: int) -> Scenario:
     jobs = [_job(rng, number, nodes * per_node, per_node) for number in range(rng.randint(2, 6))]
     steer = random.Random(f"steer/{seed}")
     jobs = [job | _shares(steer) for job in jobs]
+    ahead = random.Random(f"ahead/{seed}")
+    jobs = [job | {"builds_ahead": ahead.random() < 0.3} for job in jobs]
     return parse_scenario(
         {
             "name": f"random {seed}",
             "pool": {"nodes": nodes, "gpus_per_node": per_node},
             "jobs": jobs,
-            "limits": {**_LIMITS, **_tight_limits(steer), "max_initialising": seed % 3},
+            "limits": {
+                **_LIMITS,
+                **_tight_limits(steer),
+                "max_initialising": seed % 3,
+                "max_backfills": random.Random(f"backfills/{seed}").choice((0, 1, 2)),
+            },
             "horizon_s": 20_000.0,
             "network": _network(rng),
             "faults": _faults(rng) | _more_faults(steer),

@@ -7,6 +7,7 @@ mean.
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,12 +19,15 @@ from nemo_rl.time_sharing.protocol.types import Phase
 from nemo_rl.time_sharing.simulation.baselines import (
     GAP_RATIO,
     GAP_RATIO_DECISIONS,
+    QUEUE,
+    QUEUES,
     SERIAL,
     STATIC,
     accept_all,
     alone,
     way,
 )
+from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue, user_limit
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
@@ -101,29 +105,28 @@ class AloneTimes:
 
 
 def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> Outcome:
-    """What `run_way` says of SERIAL and STATIC, put together from runs of each job alone: there no two jobs use a GPU
-    at the same time.
+    """What `run_way` says of SERIAL, STATIC and the QUEUES, put together from runs of each job alone: there no two jobs
+    use a GPU at the same time.
 
-    Each job starts when every earlier one that shares a GPU with it has ended. Left out is what the network does
-    between two jobs (milliseconds), so this takes a fraction of the time where jobs are many. Raises ValueError for
-    other ways, and for scenarios with faults or jobs that leave.
+    Left out is what the network does between two jobs (milliseconds), so this takes a fraction of the time where jobs
+    are many. Raises ValueError for other ways, and for scenarios with faults or jobs that leave.
     """
     if (
-        name not in (SERIAL, STATIC)
+        name not in (SERIAL, STATIC, *QUEUES)
         or scenario.faults != type(scenario.faults)()
         or any(job.leaves_s is not None for job in scenario.jobs)
     ):
         raise ValueError(
-            f"{name}: only {SERIAL} and {STATIC}, without faults and jobs that leave, can be put together "
+            f"{name}: only {SERIAL}, {STATIC} and {QUEUE}, without faults and jobs that leave, can be put together "
             "from jobs alone"
         )
     changed, _ = way(scenario, name)
     times = AloneTimes(changed) if name == STATIC else alone_times
-    ends: dict[str, float] = {}
-    gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in changed.jobs}
-    for job in sorted(changed.jobs, key=lambda j: j.arrive_s):
-        before = [end for other, end in ends.items() if not gpus[other].isdisjoint(gpus[job.name])]
-        ends[job.name] = max([job.arrive_s, *before]) + times.of(job, seed)
+    ends = (
+        _ends_in_order(changed, seed, times)
+        if (queue := batch_queue(scenario, name, seed, alone_times)) is None
+        else _queued_ends(scenario, queue, seed, times)
+    )
     runs = {job.name: times.run(job, seed) for job in changed.jobs}
     seconds = {job.name: ends[job.name] - job.arrive_s for job in scenario.jobs}
     fates = {name: fate for run in runs.values() for name, fate in run.fates.items()}
@@ -146,6 +149,45 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     )
 
 
+def _ends_in_order(scenario: Scenario, seed: int, times: AloneTimes) -> dict[str, float]:
+    """When each job ends that starts when every earlier one that shares a GPU with it has ended."""
+    ends: dict[str, float] = {}
+    gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in scenario.jobs}
+    for job in sorted(scenario.jobs, key=lambda j: j.arrive_s):
+        before = [end for other, end in ends.items() if not gpus[other].isdisjoint(gpus[job.name])]
+        ends[job.name] = max([job.arrive_s, *before]) + times.of(job, seed)
+    return ends
+
+
+def _queued_ends(scenario: Scenario, queue: BatchQueue, seed: int, times: AloneTimes) -> dict[str, float]:
+    """When each job ends that the queue starts; moving a job to other GPUs does not change how long it takes."""
+    jobs = {job.name: job for job in scenario.jobs}
+    ends: dict[str, float] = {}
+    coming = [(job.arrive_s, 1, number, job.name) for number, job in enumerate(scenario.jobs)]
+    heapq.heapify(coming)
+    while coming:
+        now, arrives, _, name = heapq.heappop(coming)
+        if arrives:
+            queue.submit(jobs[name])
+        else:
+            queue.ended(name)
+        for placed in queue.start(now):
+            ends[placed.name] = now + times.of(jobs[placed.name], seed)
+            heapq.heappush(coming, (ends[placed.name], 0, 0, placed.name))
+    return ends
+
+
+def batch_queue(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -> BatchQueue | None:
+    """The queue of a way that has one: knowing how long each job takes alone (QUEUE), or by users' limits
+    (QUEUE_LIMITS).
+    """
+    if name not in QUEUES:
+        return None
+    known = {job.name: alone_times.of(job, seed) for job in scenario.jobs}
+    limits = known if name == QUEUE else {job.name: user_limit(known[job.name], job, seed) for job in scenario.jobs}
+    return BatchQueue(scenario.gpu_pool, limits)
+
+
 def run_way(
     scenario: Scenario,
     name: str,
@@ -156,7 +198,10 @@ def run_way(
     """Simulates a scenario in one of the ways of `baselines.WAYS` and sums it up."""
     changed, rule = way(scenario, name)
     validator = accept_all if name in (GAP_RATIO, GAP_RATIO_DECISIONS) else validate
-    world = World(changed, seed, make_record or (lambda clock: NullRecord()), rule=rule, validator=validator)
+    queue = batch_queue(scenario, name, seed, alone_times)
+    world = World(
+        changed, seed, make_record or (lambda clock: NullRecord()), rule=rule, validator=validator, queue=queue
+    )
     world.run()
     return summarise(world, scenario, seed, alone_times)
 

@@ -143,6 +143,15 @@ class Faults(_Section):
     until_s: Seconds = _key(1e7, "No crash, partition, stall, jump or failed operation after this time.")
 
 
+class Validation(_Section):
+    """Samples that are generated to see how good the weights are, and not trained; the job waits for them."""
+
+    samples: Int = _key(0, "How many at a time; 0 for no validation.", ge=0, le=_MOST_SAMPLES)
+    at_start: Bool = _key(False, "Whether the weights that it starts with are validated.")
+    period: Int = _key(0, "After every so many steps; 0 for never.", ge=0, le=1_000_000)
+    at_end: Bool = _key(False, "Whether the last weights are validated.")
+
+
 class Job(_Section):
     """One RL job: where it runs, what a step is, when it comes and goes."""
 
@@ -171,9 +180,16 @@ class Job(_Section):
     )
     train_s: Seconds = _key(10.0, "Seconds of one training step on the `train` GPUs.")
     log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
+    builds_ahead: Bool = _key(
+        False,
+        "Whether its engines are built on GPUs that nobody has a use for, ahead of their first wakes, as those of real "
+        "GRPO runs are.",
+    )
+    begin_s: Seconds = _key(0.0, "Seconds from its registration to its request for initialisation, off the GPUs.")
     init_s: Seconds = _key(2.0, "Seconds of the trainer's initialisation, whenever the job starts.")
     tokens: Tokens = _key(Tokens(), "Completion lengths.")
     engine: Engine = _key(Engine(), "How fast a rank generates.")
+    validation: Validation = _key(Validation(), "What is generated beside what is trained.")
     arrive_s: Seconds = _key(0.0, "When the job is started.")
     leaves_s: Seconds | None = _key(
         None, "When its user stops it, finished or not; null for never. Such a job has no slowdown."

@@ -15,8 +15,10 @@ from nemo_rl.time_sharing.protocol.types import COUNTS, Limits, limits_from
 
 MEANING = {
     "aging_s": "A waiting request rises by one priority in this time.",
-    "min_hold_s": "Longest turn that a generation rank keeps its GPUs against other jobs (times the job's "
-    "weight), and the length of a guaranteed turn.",
+    "min_hold_s": "Length of a guaranteed time slice of a generation rank, and of every slice (times the job's weight) "
+    "until a hand-over of the job has been seen.",
+    "max_slice_s": "Longest time slice that a generation rank keeps its GPUs against other jobs (times the job's "
+    "weight); a slice lasts as long as four hand-overs.",
     "hysteresis": "How much better served than the taker a job must be before a busy GPU moves (0.10: ten per cent).",
     "max_backfills": "How often a waiting request is passed by later ones that end before it can start.",
     "max_initialising": "How many jobs may initialise at a time; 0 for any number.",

@@ -26,6 +26,7 @@ from nemo_rl.time_sharing.simulation.scenario import (
     PoolSection,
     Scenario,
     Tokens,
+    Validation,
 )
 from nemo_rl.time_sharing.simulation.scenario_limits import MEANING
 from nemo_rl.time_sharing.simulation.scenario_text import PAGE
@@ -62,6 +63,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`jobs`: a list of jobs", Job),
     ("`jobs[].tokens`", Tokens),
     ("`jobs[].engine`", Engine),
+    ("`jobs[].validation`", Validation),
     ("`fleets`: a mapping of names to fleets", Fleet),
     ("`costs`", Costs),
     ("`network`", Network),

@@ -28,7 +28,7 @@ class ScenarioError(UserError, ValueError):
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, and reads 1e3 as the number that it is in YAML 1.2."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
@@ -46,7 +46,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_mapping(path: Path) -> dict[Any, Any]:
+def read_mapping(path: Path) -> dict[object, object]:
     """The mapping in a YAML file. Raises ScenarioError for a file that cannot be read, is not UTF-8, not YAML, or holds
     something else.
     """

@@ -12,15 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.log.events import MemoryFreed
-from nemo_rl.time_sharing.log.saved_state import saved
-from nemo_rl.time_sharing.log.state import replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
-    SCHEDULER,
     Answer,
     Command,
     Outcome,
@@ -31,32 +28,17 @@ from nemo_rl.time_sharing.protocol.types import (
 )
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler, StillRegistered
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.time_sharing.simulation.batch_queue import BatchQueue
 from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
+from nemo_rl.time_sharing.simulation.log_copy import LogCopy, saved_state_of
 from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.scenario import Scenario
-from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
+from nemo_rl.utils.record import Entry, Record
 
 _BOTH_WAYS = (Wire.TO, Wire.FROM)
 _MOST_LOST = 40
+_SLACK_S = 5.0
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
-
-
-class LogCopy:
-    """The record of one run plus the scheduler's own entries, from which a crashed scheduler recovers."""
-
-    def __init__(self, record: Record, clock: Callable[[], float]) -> None:
-        self.entries: list[Entry] = []
-        self._record, self._clock = record, clock
-
-    def emit(self, event: object) -> None:
-        self.entries.append(Entry(len(self.entries), self._clock(), "scheduler", event))
-        self._record.emit(event)
-
-    def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
-        return self
-
-    def flush(self) -> None:
-        self._record.flush()
 
 
 @dataclass(slots=True)
@@ -69,7 +51,9 @@ class _Memory:
 
 
 class World:
-    """One simulation. `record` gets every event; `rule` is the planner, `validator` what its plans must pass."""
+    """One simulation. `record` gets every event; `rule` is the planner, `validator` what its plans must pass. With a
+    `queue`, jobs start when and where that says, instead of when they come.
+    """
 
     def __init__(
         self,
@@ -79,6 +63,7 @@ class World:
         *,
         rule: PlanRule = planner.plan,
         validator: Validator = validate,
+        queue: BatchQueue | None = None,
     ) -> None:
         self.scenario, self.seed = scenario, seed
         self.limits = scenario.scheduler_limits
@@ -88,13 +73,15 @@ class World:
         self.jobs = {job.name: SimulatedJob(job, self, scenario.costs) for job in scenario.jobs}
         self.open_jobs = len(self.jobs)
         self._record = make_record(lambda: self.loop.now)
-        self._rule, self._validator = rule, validator
+        self._rule, self._validator, self._queue = rule, validator, queue
         self._clock = SteadyClock(max_step_s=self.limits.max_tick_s)
         self._log = LogCopy(self._record.bind("scheduler", clock=lambda: self._clock.now), lambda: self._clock.now)
         self._jump = 0.0
         self._log_is_complete = True
+        self._on_disk = 2
         self._scheduler: Scheduler | None = None
         self._tick_at = float("inf")
+        self._heard: dict[str, float] = {}
         self._orphans: dict[tuple[str, int], list[_Memory]] = {}
         self.strikes: dict[str, int] = {}
 
@@ -110,7 +97,7 @@ class World:
         )
         self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
         for job in self.jobs.values():
-            self.loop.at(job.job.arrive_s, job.arrive)
+            self.loop.at(job.job.arrive_s, self._arrive, job)
             if job.job.leaves_s is not None:
                 self.loop.at(job.job.leaves_s, job.stop)
         self._arm(0.0)
@@ -125,8 +112,25 @@ class World:
     def record_of(self, source: str) -> Record:
         return self._record.bind(source)
 
+    def _arrive(self, job: SimulatedJob) -> None:
+        if self._queue is None:
+            job.arrive()
+        else:
+            self._queue.submit(job.job)
+            self._start_queued()
+
+    def _start_queued(self) -> None:
+        if self._queue is not None:
+            for placed in self._queue.start(self.loop.now):
+                job = self.jobs[placed.name]
+                job.job = placed
+                job.arrive()
+
     def job_ended(self, job: SimulatedJob) -> None:
         self.open_jobs -= 1
+        if self._queue is not None:
+            self._queue.ended(job.job.name)
+            self._start_queued()
         if self.open_jobs == 0:
             wait_bound = 4 * self.limits.lease_s + 4 * self.limits.reap_s
             self.loop.after(self.limits.heartbeat_s, self._stop_if_done, self.loop.now + wait_bound)
@@ -178,6 +182,7 @@ class World:
 
     def _on_status(self, status: Status) -> None:
         if self._scheduler is not None:
+            self._heard[status.pipeline] = self._clock.now
             reply = self._scheduler.status(status, self._reading())
             self._send_reply(reply)
             self._arm(self.loop.now + self.limits.plan_interval_s)
@@ -209,7 +214,18 @@ class World:
         self._tick_at = float("inf")
         if self._scheduler is not None:
             due = self._scheduler.tick(self._reading())
+            self._look_for_silence(self._scheduler)
             self._arm(self.loop.now + min(max(due - self._clock.now, 0.01), 1.0))
+
+    def _look_for_silence(self, scheduler: Scheduler) -> None:
+        """Raises Unfenced for a pipeline whose lease is over."""
+        now = self._clock.now
+        if self._log.isolated:
+            return
+        for name, pipeline in scheduler.state.pipelines.items():
+            heard = max(self._heard.get(name, 0.0), self._log.spared_at, pipeline.registered_at)
+            if not pipeline.fenced and now > heard + self.limits.lease_s + _SLACK_S:
+                raise Unfenced(f"{name} was heard last at {heard:.1f} s and is not fenced at {now:.1f} s")
 
     # The reaper: a daemon on each node that ends processes and shows that their memory is free.
 
@@ -320,8 +336,10 @@ class World:
         return True
 
     def lose_log(self, entries: int) -> None:
-        """The log's last entries do not reach the next scheduler."""
-        keep = max(len(self._log.entries) - entries, 2)
+        """The log's last entries do not reach the next scheduler. One that goes on without the end of the log has the
+        beginning of its own on the disk before it answers anybody.
+        """
+        keep = max(len(self._log.entries) - entries, self._on_disk)
         del self._log.entries[keep:]
         self._log_is_complete = False
 
@@ -330,7 +348,7 @@ class World:
         past = list(self._log.entries)
         # Every second time the log has just gone on in a new segment.
         if len(past) % 2:
-            past = [_saved_state_of(past)]
+            past = [saved_state_of(past)]
         self._scheduler = Scheduler(
             self._log,
             self._send_command,
@@ -340,6 +358,8 @@ class World:
             validator=self._validator,
         )
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
+        if not self._log_is_complete:
+            self._on_disk = len(self._log.entries)
         self._log_is_complete = True
         for reply in self._scheduler.hello():
             self._send_reply(reply)
@@ -402,6 +422,5 @@ class World:
         return True
 
 
-def _saved_state_of(past: list[Entry]) -> Entry:
-    """What a segment of the log that begins behind `past` begins with, read back."""
-    return decode_line(encode_entry(Entry(0, past[-1].time, SCHEDULER, saved(replay(past)))), 0)
+class Unfenced(AssertionError):
+    """A silent pipeline keeps what it holds."""

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
@@ -33,6 +32,7 @@ from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE
 from nemo_rl.time_sharing.viewing.standings_table import cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
+from nemo_rl.utils.http_server import PROMETHEUS_TEXT, BackgroundServer, QuietHandler
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
 
@@ -142,22 +142,16 @@ class PageServer:
         if token is None and not _of_this_machine(host):
             token = secrets.token_urlsafe(16)
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(view, token))
+            self._server = BackgroundServer(_handler(view, token), host=host, port=port, name="pool-page")
         except OSError as error:
             raise PageError(f"--port {port}: {host} cannot be listened on ({error.strerror or error})") from error
-        self._server.daemon_threads = True
         shown = f"[{host}]" if ":" in host else host
         query = "" if token is None else f"?token={token}"
-        self.url = f"http://{shown}:{self._server.server_address[1]}/{query}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="pool-page", daemon=True)
-        self._thread.start()
+        self.url = f"http://{shown}:{self._server.port}/{query}"
 
     def close(self) -> None:
         """Stops serving. Safe to call twice."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join(timeout=5.0)
-        self._server.server_close()
+        self._server.close()
 
 
 def _of_this_machine(host: str) -> bool:
@@ -169,25 +163,25 @@ def _of_this_machine(host: str) -> bool:
         return False
 
 
-def _handler(view: PoolView, token: str | None) -> type[BaseHTTPRequestHandler]:
-    class Page(BaseHTTPRequestHandler):
+def _handler(view: PoolView, token: str | None) -> type[QuietHandler]:
+    class Page(QuietHandler):
         def do_GET(self) -> None:
             address = urlsplit(self.path)
             shown = parse_qs(address.query).get("token", [""])[0]
             if not self._may_look(shown):
-                self._answer(403, b"this page needs its token: open the address that the pool has printed\n")
+                self._page(403, b"this page needs its token: open the address that the pool has printed\n")
             elif address.path == "/":
                 data = json.dumps(view.data(), separators=(",", ":")).replace("</", "<\\/")
                 title = html.escape("Pool: time-sharing")
                 page = PAGE.replace("/*TITLE*/", title).replace("/*DATA*/null", data)
-                self._answer(200, page.encode(), "text/html; charset=utf-8", cookie=shown if token else "")
+                self._page(200, page.encode(), "text/html; charset=utf-8", cookie=shown if token else "")
             elif address.path == "/data.json":
                 body = json.dumps(view.data(), separators=(",", ":")).encode()
-                self._answer(200, body, "application/json")
+                self._page(200, body, "application/json")
             elif address.path == "/metrics":
-                self._answer(200, view.metrics(), "text/plain; version=0.0.4")
+                self._page(200, view.metrics(), PROMETHEUS_TEXT)
             else:
-                self._answer(404, b"see /, /data.json and /metrics\n")
+                self._page(404, b"see /, /data.json and /metrics\n")
 
         def _may_look(self, shown: str) -> bool:
             if token is None:
@@ -201,22 +195,12 @@ def _handler(view: PoolView, token: str | None) -> type[BaseHTTPRequestHandler]:
             given += [cookie.value] if cookie is not None else []
             return any(hmac.compare_digest(one.encode(), token.encode()) for one in given)
 
-        def _answer(self, status: int, body: bytes, kind: str = "text/plain", *, cookie: str = "") -> None:
-            packed = "gzip" in self.headers.get("Accept-Encoding", "")
-            body = gzip.compress(body, 1) if packed else body
-            self.send_response(status)
-            for name, value in _HEADERS.items():
-                self.send_header(name, value)
-            if packed:
-                self.send_header("Content-Encoding", "gzip")
+        def _page(self, status: int, body: bytes, kind: str = "text/plain", *, cookie: str = "") -> None:
+            headers = dict(_HEADERS)
+            if "gzip" in self.headers.get("Accept-Encoding", ""):
+                headers["Content-Encoding"], body = "gzip", gzip.compress(body, 1)
             if cookie:
-                self.send_header("Set-Cookie", f"{_COOKIE}={cookie}; HttpOnly; SameSite=Strict; Path=/")
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Visits are not worth a line each."""
+                headers["Set-Cookie"] = f"{_COOKIE}={cookie}; HttpOnly; SameSite=Strict; Path=/"
+            self.answer(status, body, kind, headers)
 
     return Page

@@ -26,8 +26,8 @@ class Occupation(NamedTuple):
     counts the hold it is part of.
 
     `rank` and `step` are -1 where there is none, `plan` is the number of the plan that gave the GPUs. `kind`: `request`
-    for a fixed cluster; for a rank `initial` (its first wake), `proactive` (a later one) or `floor` (its guaranteed
-    turn).
+    for a fixed cluster; for a rank `initial` (its first wake), `proactive` (a later one) or `guaranteed` (a guaranteed
+    slice).
     """
 
     gpus: tuple[int, ...]
@@ -363,8 +363,8 @@ def _take_rank(builder: TimelineBuilder, event: ev.RankMoved, time: float) -> No
         builder.close(key, time)
         return
     rank = (event.pipeline, event.rank)
-    if event.phase is Phase.WAKING:
-        kind = "floor" if event.floor else "proactive" if rank in builder.started else "initial"
+    if event.phase in (Phase.WAKING, Phase.BUILDING):
+        kind = "guaranteed" if event.guaranteed else "proactive" if rank in builder.started else "initial"
         builder.started.add(rank)
     else:
         kind = builder.open[key].kind if key in builder.open else "proactive"

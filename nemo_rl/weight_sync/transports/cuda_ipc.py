@@ -37,7 +37,7 @@ class CudaIpcStaging(Staging):
             raise TransportError("weight_sync.transport=cuda_ipc needs GPUs; use host on CPU slots")
         self._device = device
         self.buffer_B = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle: dict[str, Any] | None = None
+        self._handle: dict[str, object] | None = None
 
     def publish(self, nbytes: int) -> dict[str, Any]:
         """The IPC handle of the buffer, once the copies into it have finished."""

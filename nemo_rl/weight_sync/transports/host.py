@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.utils.abandoned import abandoned
+from nemo_rl.utils.directory_lock import abandoned
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
 
 # Mappings of segments that outlive a session, registered once per process and device: registering costs more than a

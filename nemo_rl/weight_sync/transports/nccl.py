@@ -1,60 +1,29 @@
 """NCCL transport: one sender broadcasts its staging buffer to receivers on other GPUs.
 
-The communicator is a standalone one made for a session and torn down with it; it needs no default process group on
-either side. Invariant: every member broadcasts the same windows in the same order, which the session's fixed layout
-guarantees.
+Invariant: every member broadcasts the same windows in the same order, which the session's fixed layout guarantees.
 """
 
 from __future__ import annotations
 
-import importlib
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nemo_rl.weight_sync.transports.base import Opener, Staging, TransportError
+from nemo_rl.weight_sync.transports.broadcast_group import BroadcastGroup
 
 
-class NcclGroup:
-    """A communicator of one sender (rank 0) and its receivers.
+def nccl_group(
+    address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
+) -> BroadcastGroup:
+    """The group of a session; see `BroadcastGroup`.
 
-    Args:
-        address: Host of the sender.
-        port: Free port there.
-        rank: 0 for the sender.
-        world_size: Sender and receivers.
-        timeout_s: Deadline of rendezvous and collectives.
+    Raises:
+        TransportError: The device is no GPU.
     """
-
-    def __init__(
-        self, address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
-    ) -> None:
-        if device.type != "cuda":
-            raise TransportError("weight_sync.transport=nccl needs GPUs; use host on CPU slots")
-        limit = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
-        backend = importlib.import_module("torch.distributed").ProcessGroupNCCL
-        options = backend.Options()
-        options._timeout = limit
-        self._group = backend(dist.PrefixStore("weights", self._store), rank, world_size, options)
-        self.device = device
-        warm = torch.zeros(1, device=device)
-        self.broadcast(warm)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Sends from rank 0 into everyone's `tensor`, and waits."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
-        torch.cuda.synchronize(self.device)
-
-    def close(self) -> None:
-        """Tears the communicator down, without waiting for its other members."""
-        # Receivers leave when they are finalised, the sender after them; `shutdown` is collective among ranks of one
-        # host and would wait for it.
-        self._group.abort()
+    if device.type != "cuda":
+        raise TransportError("weight_sync.transport=nccl needs GPUs; use host on CPU slots")
+    return BroadcastGroup(address, port, rank, world_size, timeout_s, device)
 
 
 class NcclStaging(Staging):
@@ -75,7 +44,7 @@ class NcclStaging(Staging):
 class NcclOpener(Opener):
     """Receives into a buffer of its own."""
 
-    def __init__(self, group: NcclGroup) -> None:
+    def __init__(self, group: BroadcastGroup) -> None:
         self._group = group
         self._buffer_B = torch.empty(0, dtype=torch.uint8, device=group.device)
 

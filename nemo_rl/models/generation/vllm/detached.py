@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.resumable_request import OnPreempt
 from nemo_rl.models.generation.router import Router, RouterPolicy
 from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
 from nemo_rl.utils.record import Record
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 T = TypeVar("T")
 
@@ -27,7 +30,7 @@ class ServingShard(NamedTuple):
     """A shard that takes requests: how often its engine was started, and its actor."""
 
     started: int
-    worker: Any
+    worker: ActorHandle[object]
 
 
 class DetachedGenerator:
@@ -61,7 +64,7 @@ class DetachedGenerator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dispatcher: Dispatcher | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_loop": None, "_dispatcher": None}
 
     def _started(self) -> tuple[asyncio.AbstractEventLoop, Dispatcher]:
@@ -101,7 +104,7 @@ class DetachedGenerator:
             asyncio.run_coroutine_threadsafe(dispatcher.run(request, self._request_timeout_s), loop)
         )
 
-    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> T:
+    def run_on_dispatch_loop(self, work: Coroutine[object, object, T]) -> T:
         """Runs a coroutine on the dispatcher's loop and waits.
 
         Raises:

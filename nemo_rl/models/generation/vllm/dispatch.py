@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -32,6 +32,9 @@ from nemo_rl.models.generation.router import NoActiveShardError, Router
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +71,13 @@ class Dispatcher:
     Attributes:
         lends_shards: Whether somebody else takes shards away and gives them back: a request then waits without a
             deadline while all of them are away by order.
+        rebuilds: Whether somebody builds lost shards anew while requests wait: one then waits for a shard although all
+            are lost, until its own deadline. Changed by `await_rebuild`.
     """
 
     def __init__(
         self,
-        workers: Sequence[ActorHandle[Any]],
+        workers: Sequence[ActorHandle[object]],
         router: Router,
         names: Sequence[str],
         *,
@@ -89,7 +94,7 @@ class Dispatcher:
         self.record: Record = record or NullRecord()
         self.hang_s, self.poll_s = hang_s, poll_s
         self.on_failure = on_failure
-        self.lends_shards = False
+        self.lends_shards = self.rebuilds = False
         self._client = uuid.uuid4().hex
         self._pending: dict[str, _Pending] = {}
         self._under_way: set[str] = set()
@@ -186,7 +191,7 @@ class Dispatcher:
             await self._until_routed(request, timeout_s)
             with self._booking:
                 try:
-                    shard = self._router.book(tokens)
+                    shard = self._router.reserve(tokens)
                 except NoActiveShardError:
                     continue
                 self.record.emit(RequestSubmitted(request.request_id, shard, sample))
@@ -195,23 +200,30 @@ class Dispatcher:
     async def _until_routed(self, request: GenerationRequest, timeout_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not self._router.active:
-            if len(self.failed) == len(self._workers) and not self.lends_shards:
-                name = request.request_id.partition("+")[0]
-                reasons = "; ".join(
-                    f"{self._names[shard]} is gone while request {name} ran: {why}"
-                    for shard, why in self.failed.items()
-                )
-                raise GenerationError(f"no shard is left to serve: {reasons}")
+            if self._nobody_comes_back():
+                raise self._none_left(request)
             left = deadline - asyncio.get_running_loop().time()
             # Another thread may have stopped routing a moment ago.
             self._routed.clear()
             try:
                 await asyncio.wait_for(self._routed.wait(), None if self.lends_shards else max(0.0, left))
             except TimeoutError as error:
+                if len(self.failed) == len(self._workers):
+                    raise self._none_left(request) from error
                 raise GenerationError(
                     f"request {request.request_id}: no shard took requests within {timeout_s:.0f} s; all of "
                     "them sleep or left"
                 ) from error
+
+    def _nobody_comes_back(self) -> bool:
+        return len(self.failed) == len(self._workers) and not self.lends_shards and not self.rebuilds
+
+    def _none_left(self, request: GenerationRequest) -> GenerationError:
+        name = request.request_id.partition("+")[0]
+        reasons = "; ".join(
+            f"{self._names[shard]} is gone while request {name} ran: {why}" for shard, why in self.failed.items()
+        )
+        return GenerationError(f"no shard is left to serve: {reasons}")
 
     def _cancel(self, shard: int, request_id: str) -> None:
         waiting = self._outgoing.get(shard, [])
@@ -337,12 +349,19 @@ class Dispatcher:
         self.failed[shard] = reason
         logger.error("shard=%s quarantined=%s", self._names[shard], reason)
         self.unroute([shard])
-        if len(self.failed) == len(self._workers) and not self.lends_shards:
-            # Nobody will ever come back: those who wait for a shard must hear of it.
-            self._routed.set()
+        self._tell_those_who_wait()
         for request_id in [name for name, pending in self._pending.items() if pending.shard == shard]:
             self._preempt(request_id)
         self.on_failure(shard, reason)
+
+    def await_rebuild(self, rebuilds: bool) -> None:
+        """From here on requests wait for lost shards, or fail where all are lost."""
+        self.rebuilds = rebuilds
+        self._tell_those_who_wait()
+
+    def _tell_those_who_wait(self) -> None:
+        if self._nobody_comes_back():
+            self._routed.set()
 
     def revive(self, shard: int) -> None:
         """A quarantined shard was built anew; it takes requests once it is routed."""
@@ -370,7 +389,7 @@ class Dispatcher:
                 )
 
 
-def wait_on_loop(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
+def wait_on_loop(work: Coroutine[object, object, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
     """Runs a coroutine on a dispatcher's loop, from another thread, and waits.
 
     Raises:
@@ -388,5 +407,5 @@ def wait_on_loop(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, 
     return future.result()
 
 
-async def _answer(ref: Any) -> Any:
+async def _answer(ref: ObjectRef[object]) -> Any:
     return await ref

@@ -7,7 +7,6 @@ user put into `vllm_kwargs` wins over what is derived here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl.config import PolicyConfig
 
@@ -28,7 +27,7 @@ class EngineSpec:
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
     """
 
-    engine_kwargs: dict[str, Any]
+    engine_kwargs: dict[str, object]
     env: dict[str, str] = field(default_factory=dict)
     cuda: bool = False
     sleep_level: int = 2
@@ -52,7 +51,7 @@ def engine_spec(
         threads: CPU threads of one engine rank.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
-    kwargs: dict[str, Any] = {
+    kwargs: dict[str, object] = {
         "model": policy.model_name,
         "tokenizer": policy.tokenizer.name,
         "trust_remote_code": policy.trust_remote_code,

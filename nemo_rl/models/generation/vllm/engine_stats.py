@@ -50,11 +50,11 @@ class EngineStats:
         self._sums = dict.fromkeys(GAUGES, 0.0)
         self._largest = dict.fromkeys(GAUGES, 0.0)
 
-    def __call__(self, vllm_config: Any, engine_index: int = 0) -> EngineStats:
+    def __call__(self, vllm_config: object, engine_index: int = 0) -> EngineStats:
         """Itself: engines make their loggers by a factory."""
         return self
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: object, **__: object) -> None:
         """After a step of the engine; either may be None."""
         self._tokens += iteration_stats.num_generation_tokens if iteration_stats is not None else 0
         now = self._clock()
@@ -79,7 +79,7 @@ class EngineStats:
     def log_engine_initialized(self) -> None:
         """Ignored."""
 
-    def record_sleep_state(self, *_: Any, **__: Any) -> None:
+    def record_sleep_state(self, *_: object, **__: object) -> None:
         """Ignored: a sleeping engine takes no step."""
 
 

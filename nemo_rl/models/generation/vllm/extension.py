@@ -115,7 +115,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     rank: int
     model_runner: Any
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls, *_: object, **__: object) -> object:
         """vLLM offers no hook at a worker's start but its construction; from here on the engine does not outlive its
         actor.
         """
@@ -123,7 +123,7 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         end_without_last_collection()
         return super().__new__(cls)
 
-    def nrl_describe(self) -> dict[str, Any]:
+    def nrl_describe(self) -> dict[str, object]:
         """Process id, tensor-parallel rank and device identity of this worker."""
         return {"pid": os.getpid(), "rank": self.rank, "device": device_uuid(self.device)}
 
@@ -160,11 +160,11 @@ class VllmInternalWorkerExtension(ReceiverMethods):
             self._nrl_weight_receiver = WeightReceiver(self.nrl_load_target(), self.device)
         return self._nrl_weight_receiver
 
-    def nrl_begin_sync(self, session: dict[str, Any], routes: list[dict[str, Any]]) -> None:
+    def nrl_begin_sync(self, session: dict[str, Any], routes: list[dict[str, object]]) -> None:
         """Opens a sync session; `routes` holds the way to the weights of every rank of this engine."""
         self._nrl_receiver().begin(session | routes[self.rank])
 
-    def nrl_receive_window(self, window: dict[str, Any]) -> None:
+    def nrl_receive_window(self, window: dict[str, object]) -> None:
         """Loads one window."""
         self._nrl_receiver().receive(window)
 
@@ -219,10 +219,10 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         del self._nrl_released
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def _storages(tree: object) -> list[torch.UntypedStorage]:
     found: dict[int, torch.UntypedStorage] = {}
 
-    def visit(node: Any) -> None:
+    def visit(node: object) -> None:
         if isinstance(node, torch.Tensor):
             storage = node.untyped_storage()
             if storage.nbytes():

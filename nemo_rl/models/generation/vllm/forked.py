@@ -1,30 +1,58 @@
 """Starts an engine's process as a fork of its actor, which has imported vLLM already.
 
 vLLM spawns it inside Ray actors, and a spawned process imports everything once more: a third of an engine's start on
-CPUs. Knows processes and descriptors, no engine. Invariant: the fork keeps none of the actor's connections, so that Ray
-sees the actor's end when it ends.
+CPUs. A fork can use GPUs only if its parent has left their driver alone, as an actor that only imports does. Knows
+processes and descriptors, no engine. Invariant: the fork keeps none of the actor's connections, so that Ray sees the
+actor's end when it ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 from unittest.mock import patch
 
 _TITLE = "VLLM::EngineCore"
+_DRIVER = "libcuda.so.1"
+_NOT_INITIALIZED = 3
 _forking = False
+
+
+def import_engine(engine_kwargs: dict[str, Any]) -> None:
+    """Imports what an engine needs and has vLLM look the model up, which takes seconds the first time; touches no GPU.
+
+    Args:
+        engine_kwargs: Keyword arguments of `AsyncEngineArgs`. What is wrong with them is said when the engine starts.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    with suppress(Exception):
+        AsyncEngineArgs(**engine_kwargs).create_engine_config()
+
+
+def may_fork() -> bool:
+    """Whether a fork of this process can use GPUs: the CUDA driver is not there, or has not been touched here."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return True
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _NOT_INITIALIZED
 
 
 @contextmanager
 def forked_engine() -> Iterator[None]:
-    """Inside the block vLLM forks the engine's process; the processes of that one start by vLLM's own rules.
-
-    Only for engines without CUDA: a process must not be forked once it has touched a GPU.
+    """Inside the block vLLM forks the engine's process, where that `may_fork`; the processes of that one, and it itself
+    elsewhere, start by vLLM's own rules.
     """
+    if not may_fork():
+        yield
+        return
     global _forking  # noqa: PLW0603 - what is registered at fork cannot be taken back
     from vllm.v1.engine import utils
 

@@ -14,8 +14,8 @@ import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, dtype_of, unpack
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, LoadTarget, SyncProtocolError
+from nemo_rl.weight_sync.transports.broadcast_group import BroadcastGroup
 from nemo_rl.weight_sync.transports.factory import make_opener
-from nemo_rl.weight_sync.transports.nccl import NcclGroup
 
 
 def bucket_stats(weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float]]:
@@ -35,7 +35,7 @@ class ReceiverMethods:
 
     def _nrl_update(self) -> dict[str, Any]:
         if not hasattr(self, "_nrl_direct"):
-            self._nrl_direct: dict[str, Any] = {"groups": {}, "open": False, "stats": {}}
+            self._nrl_direct: dict[str, object] = {"groups": {}, "open": False, "stats": {}}
         return self._nrl_direct
 
     def _nrl_load(self, weights: dict[str, torch.Tensor]) -> None:
@@ -50,7 +50,7 @@ class ReceiverMethods:
     def setup_collective_group(
         self, model_update_name: str, comm_plan: dict[int, dict[str, Any]], mode: str, timeout_s: float | None
     ) -> bool:
-        """Joins a group that `broadcast_parameter` receives from.
+        """Joins a group that `broadcast_parameter` receives from: over NCCL, or gloo on CPU slots.
 
         Args:
             model_update_name: The group's name.
@@ -66,10 +66,8 @@ class ReceiverMethods:
         plan = comm_plan.get(self.rank)
         if plan is None:
             return True
-        group = NcclGroup(
-            plan["address"], plan["port"], plan["rank"], plan["world_size"], timeout_s or 120.0, self.device
-        )
-        self._nrl_update()["groups"][model_update_name] = group
+        place = (plan["address"], plan["port"], plan["rank"], plan["world_size"], timeout_s or 120.0)
+        self._nrl_update()["groups"][model_update_name] = BroadcastGroup(*place, self.device)
         return True
 
     def update_parameter_in_bucket(

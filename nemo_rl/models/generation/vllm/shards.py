@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.worker_calls import (
     WorkerDiedError,
@@ -27,6 +27,10 @@ from nemo_rl.models.generation.errors import ShardStateError, WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
 from nemo_rl.models.generation.vllm.result_buffer import is_engine_death
 from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +60,10 @@ class ElasticShards:
 
     def __init__(
         self,
-        workers: Sequence[Any],
+        workers: Sequence[ActorHandle[object]],
         identities: Sequence[WorkerIdentity],
         dispatcher: Dispatcher,
-        on_loop: Callable[[Coroutine[Any, Any, Any]], Any],
+        on_loop: Callable[[Coroutine[object, object, object]], Any],
         *,
         timeout_s: float = 180.0,
         start: Callable[[int], None] | None = None,
@@ -87,7 +91,9 @@ class ElasticShards:
         """Shards that are not quarantined."""
         return [shard for shard in self._state if shard not in self._dispatcher.failed]
 
-    def call(self, shards: Sequence[int], method: str, *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+    def call(
+        self, shards: Sequence[int], method: str, *, timeout_s: float | None = None, **kwargs: object
+    ) -> list[Any]:
         """Calls a method of these shards' workers.
 
         Raises:
@@ -101,7 +107,7 @@ class ElasticShards:
             timeout_s=timeout_s or self._timeout_s,
         )
 
-    def call_healthy(self, method: str, shards: Iterable[int] | None = None, **kwargs: Any) -> dict[int, Any]:
+    def call_healthy(self, method: str, shards: Iterable[int] | None = None, **kwargs: object) -> dict[int, Any]:
         """Calls a method of the shards, all by default, that are not quarantined; one whose engine is gone, or that
         gives no answer, is quarantined, and the answers of the others are all there is.
 
@@ -111,7 +117,7 @@ class ElasticShards:
         deadline = time.monotonic() + self._timeout_s
         called = [shard for shard in self.healthy() if shards is None or shard in shards]
         refs = {shard: getattr(self._workers[shard], method).remote(**kwargs) for shard in called}
-        answers: dict[int, Any] = {}
+        answers: dict[int, object] = {}
         lost: WorkerError | None = None
         raised: WorkerError | None = None
         for shard, ref in refs.items():
@@ -153,6 +159,14 @@ class ElasticShards:
         self._unbuilt.add(shard)
         self._state[shard] = ShardState.ASLEEP
 
+    def await_rebuild(self, rebuilds: bool) -> None:
+        """See `Dispatcher.await_rebuild`."""
+
+        async def change() -> None:
+            self._dispatcher.await_rebuild(rebuilds)
+
+        self._on_loop(change())
+
     def rebuilt(self, shard: int) -> None:
         """A quarantined shard has a new engine: awake, without weights, not routed."""
 
@@ -162,13 +176,14 @@ class ElasticShards:
         self._state[shard] = ShardState.INACTIVE
         self._on_loop(revive())
 
-    def build(self, shards: Iterable[int]) -> None:
+    def build(self, shards: Iterable[int]) -> list[int]:
         """Starts the engines of shards that have none, or whose engine failed: awake afterwards, without weights, not
-        routed.
+        routed. The shards that it was.
 
         Raises:
             WorkerError: An engine did not start; the shard is quarantined.
         """
+        built = []
         for shard in self._check(shards):
             if self._start is None or (shard not in self._unbuilt and self.state(shard) is not ShardState.FAILED):
                 continue
@@ -185,6 +200,8 @@ class ElasticShards:
                 raise
             self._unbuilt.discard(shard)
             self._state[shard] = ShardState.INACTIVE
+            built.append(shard)
+        return built
 
     # -- away ---------------------------------------------------------------------------------------------------------
 
@@ -233,7 +250,7 @@ class ElasticShards:
         self._each(awake, "sleep", slept, level=level)
         return reports
 
-    def _each(self, shards: Sequence[int], method: str, done: Callable[[int, Any], None], **kwargs: Any) -> None:
+    def _each(self, shards: Sequence[int], method: str, done: Callable[[int, Any], None], **kwargs: object) -> None:
         """Calls shards at the same time; those that fail are quarantined, and the first failure is raised once all have
         ended.
         """
@@ -267,7 +284,7 @@ class ElasticShards:
         """
         wanted = [shard for shard in self._check(shards) if self.state(shard) in (ShardState.ASLEEP, ShardState.WAKING)]
 
-        def woken(shard: int, _: Any) -> None:
+        def woken(shard: int, _: object) -> None:
             if self._state[shard] == ShardState.ASLEEP:
                 self._dispatcher.record.emit(ShardWoken(shard))
             self._state[shard] = ShardState.WAKING if "kv_cache" not in tags else ShardState.INACTIVE
@@ -312,7 +329,9 @@ class ElasticShards:
         self._served |= dict(zip(shards, versions, strict=True))
         return versions
 
-    def set_routable(self, shard: int, active: bool, start_on_loop: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+    def set_routable(
+        self, shard: int, active: bool, start_on_loop: Callable[[Coroutine[object, object, object]], object]
+    ) -> None:
         """Routes an accepting shard, or takes it out of routing, without waiting: both happen on the dispatcher's loop
         in the order of the calls. `deactivate` afterwards ends the requests of one that was taken out.
         """
@@ -330,7 +349,7 @@ class ElasticShards:
         start_on_loop(change())
 
 
-async def _answer(ref: Any) -> Any:
+async def _answer(ref: ObjectRef[object]) -> object:
     return await ref
 
 

@@ -7,13 +7,17 @@ by their plain messages. Invariant: shards that are not targets never notice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
 from nemo_rl.models.generation.errors import ShardStateError
 from nemo_rl.models.generation.vllm.shards import ElasticShards, first_line, is_lost
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 _ANSWER_S = 30.0
 _CULPRITS_S = 5.0
@@ -33,13 +37,14 @@ class ShardTargets:
 
     Attributes:
         culprits: After a failure, which shards caused it and what they said.
+        died: Whether the culprits are gone, rather than that they raised.
     """
 
     def __init__(
         self,
         shards: ElasticShards,
         wanted: Sequence[int],
-        workers: Sequence[Any],
+        workers: Sequence[ActorHandle[object]],
         identities: Sequence[Any],
         devices: Sequence[Sequence[str]],
         recompute_kv: bool,
@@ -51,12 +56,13 @@ class ShardTargets:
         self._devices = [devices[shard] for shard in wanted]
         self._recompute_kv = recompute_kv
         self.culprits: dict[int, str] = {}
+        self.died = False
 
     def devices(self) -> list[str]:
         """Device identity of every engine rank, shard by shard."""
         return [device for shard in self._devices for device in shard]
 
-    def begin(self, session: dict[str, Any], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
+    def begin(self, session: dict[str, object], routes: Sequence[dict[str, object]], timeout_s: float) -> None:
         """Opens the session on every target, each rank by its own route.
 
         Raises:
@@ -69,12 +75,15 @@ class ShardTargets:
             if self._states.state(shard).value in ("asleep", "failed")
         }
         if out:
+            # One may have died since it was chosen.
+            self.culprits = {shard: "it is quarantined" for shard, state in out.items() if state == "failed"}
+            self.died = bool(self.culprits)
             raise ShardStateError(
                 f"session {session['id']} cannot sync shards that are {out}; wake their weights first, or "
                 "leave them out"
             )
         message = session | {"recompute_kv": self._recompute_kv}
-        refs: list[Any] = []
+        refs: list[ObjectRef[object]] = []
         first = 0
         for worker, devices in zip(self._workers, self._devices, strict=True):
             refs.append(
@@ -85,7 +94,7 @@ class ShardTargets:
             first += len(devices)
         self._wait(refs, "begin_sync", timeout_s)
 
-    def receive_window(self, window: dict[str, Any], timeout_s: float) -> None:
+    def receive_window(self, window: dict[str, object], timeout_s: float) -> None:
         """Takes a window on every target."""
         self._wait(
             [worker.receive_window.remote(window=window, timeout_s=timeout_s) for worker in self._workers],
@@ -103,7 +112,7 @@ class ShardTargets:
 
     def abort(self, session_id: str) -> None:
         """Ends the session on every target that still answers."""
-        refs: list[Any] = [worker.abort_sync.remote(session_id) for worker in self._workers]
+        refs: list[ObjectRef[object]] = [worker.abort_sync.remote(session_id) for worker in self._workers]
         ray.wait(refs, num_returns=len(refs), timeout=30.0)
 
     def staging_fits(self, nbytes: int) -> bool:
@@ -116,7 +125,7 @@ class ShardTargets:
         copies = sum(len(shard) for shard in self._devices) if together else 1
         return min(min(shard) for shard in free) > _STAGING_MARGIN * nbytes * copies
 
-    def _wait(self, refs: list[Any], what: str, timeout_s: float) -> list[Any]:
+    def _wait(self, refs: list[ObjectRef[object]], what: str, timeout_s: float) -> list[Any]:
         try:
             return wait_for_workers(refs, self._identities, what=f"generation.{what}", timeout_s=timeout_s)
         except WorkerError:
@@ -129,7 +138,7 @@ class ShardTargets:
             lost = {shard: failure for shard, failure in failures.items() if failure is not None and is_lost(failure)}
             if lost:
                 # The others may wait for the dead one, in a collective for example: it alone is to blame.
-                self.culprits = {shard: first_line(failure) for shard, failure in lost.items()}
+                self.culprits, self.died = {shard: first_line(failure) for shard, failure in lost.items()}, True
                 raise
             self.culprits = {shard: first_line(failure) for shard, failure in failures.items() if failure is not None}
             self.culprits |= {

@@ -19,11 +19,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from nemo_rl.config import ClusterConfig, PolicyConfig
-from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationInterface,
@@ -35,7 +31,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
 from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
-from nemo_rl.models.generation.vllm.engine_args import engine_spec
+from nemo_rl.models.generation.vllm.engine_actors import EngineActors
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.shards import ElasticShards
 from nemo_rl.models.generation.vllm.socket_folder import remove_abandoned
@@ -45,7 +41,6 @@ from nemo_rl.utils.record import Record
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 _TRANSITION_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 600.0
 _STATS_TIMEOUT_S = 5.0
@@ -54,79 +49,38 @@ _PROFILE_TIMEOUT_S = 60.0
 
 
 class VllmGeneration(GenerationInterface):
-    """Generation on the slots of a cluster.
+    """Generation by the engines of a group of actors.
 
     Args:
-        cluster: Slots; tensor x pipeline parallel size of them form one shard, inside one node.
-        policy: The policy section, generation below it.
-        cluster_cfg: Accelerator budget of CPU slots.
+        actors: One per shard; their engines are started here.
         pad_token_id: Padding of batch outputs.
         stop_token_ids: Tokens that end a response.
-        seed: Base seed of the engines.
-        colocated: Whether the slots are shared with training, so that engines must sleep.
-        refits: Whether training sends its weights.
-        sleeps: Whether engines must be able to sleep; by default where slots are shared.
-        request_timeout_s: Deadline of one request.
-        lent: Whether a scheduler lends the slots shard by shard: engines are then built one by one (`shards.build`),
-            nothing is routed at first, and requests wait for shards without a deadline.
-        name_prefix: Name in messages.
+        request_timeout_s: Deadline of one request. Where shards are lent, requests wait for shards without one.
         record: Run record.
-        profile: Which shards start under Nsight Systems; none by default.
     """
 
     def __init__(
         self,
-        cluster: RayVirtualCluster,
-        policy: PolicyConfig,
-        cluster_cfg: ClusterConfig,
+        actors: EngineActors,
         *,
         pad_token_id: int,
         stop_token_ids: list[int],
-        seed: int,
-        colocated: bool,
-        refits: bool = True,
-        sleeps: bool | None = None,
         request_timeout_s: float = 900.0,
-        lent: bool = False,
-        name_prefix: str = ENGINES,
         record: Record | None = None,
-        profile: Profile | None = None,
     ) -> None:
-        self.cfg = policy.generation
-        self.cluster = cluster
-        self.colocated, self.lent = colocated, lent
-        self._pad_token_id = pad_token_id
+        self.cfg, self.group = actors.cfg, actors.group
+        self.colocated, self.lent = actors.colocated, actors.lent
+        self._pad_token_id, self._stop_token_ids = pad_token_id, stop_token_ids
         self._request_timeout_s = request_timeout_s
-        width = policy.generation.vllm_cfg.tensor_parallel_size * policy.generation.vllm_cfg.pipeline_parallel_size
-        shards = _tie_bundles(cluster, width)
-        cuda = cluster.accelerator.is_cuda
-        spec = engine_spec(
-            policy,
-            cuda=cuda,
-            seed=seed,
-            sleeps=colocated or lent if sleeps is None else sleeps,
-            refits=refits,
-            cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
-            threads=cores_per_slot(cluster.world_size() // cluster.node_count()),
-        )
-        builder = RayWorkerBuilder(_WORKER, spec, stop_token_ids, policy.generation.bad_words)
-        self.group = RayWorkerGroup(
-            cluster,
-            builder,
-            name_prefix=name_prefix,
-            bundle_indices_list=shards,
-            env_vars=spec.env,
-            max_concurrency=4096,
-            profile=profile,
-        )
-        # The actors of lent slots only import what an engine needs.
+        shards, lent = self.group.workers, actors.lent
+        # Engines on lent slots are built one by one, by order.
         self._unused = set(range(len(shards))) if lent else set()
-        self._starting = None if lent else self.group.run_all_workers_single_data("start")
-        if lent:
-            self.group.run_all_workers_single_data("prepare")
+        self._starting = (
+            None if lent else self.group.run_all_workers_single_data("start", stop_token_ids=stop_token_ids)
+        )
         self._workers: list[list[dict[str, Any]]] = [[] for _ in shards]
         self._started = [0] * len(shards)
-        self.router = Router(len(shards), policy.generation.router)
+        self.router = Router(len(shards), self.cfg.router)
         if lent:
             self.router.set_active(())
         self._loop = asyncio.new_event_loop()
@@ -134,7 +88,7 @@ class VllmGeneration(GenerationInterface):
         self._thread.start()
         names = [str(identity) for identity in self.group.identities]
         self._dispatcher = Dispatcher(
-            self.group.workers, self.router, names, on_preempt=policy.generation.on_preempt, record=record
+            self.group.workers, self.router, names, on_preempt=self.cfg.on_preempt, record=record
         )
         self._dispatcher.lends_shards = lent
         self.shards = ElasticShards(
@@ -170,7 +124,7 @@ class VllmGeneration(GenerationInterface):
             self._unused.discard(shard)
         else:
             self.group.start_worker(shard)
-        answer = self.shards.call([shard], "start", timeout_s=START_TIMEOUT_S)[0]
+        answer = self.shards.call([shard], "start", timeout_s=START_TIMEOUT_S, stop_token_ids=self._stop_token_ids)[0]
         self._workers[shard] = answer
         self._started[shard] += 1
 
@@ -206,7 +160,7 @@ class VllmGeneration(GenerationInterface):
         future = asyncio.run_coroutine_threadsafe(self._dispatcher.run(request, self._request_timeout_s), self._loop)
         return await asyncio.wrap_future(future)
 
-    def run_on_dispatch_loop(self, work: Coroutine[Any, Any, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
+    def run_on_dispatch_loop(self, work: Coroutine[object, object, T], timeout_s: float = LOOP_TIMEOUT_S) -> T:
         """Runs a coroutine on the dispatcher's own loop and waits: rollouts that live there skip a thread hop per
         request.
 
@@ -215,7 +169,7 @@ class VllmGeneration(GenerationInterface):
         """
         return wait_on_loop(work, self._loop, timeout_s)
 
-    def start_on_dispatch_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def start_on_dispatch_loop(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Starts a coroutine on the dispatcher's own loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -236,7 +190,7 @@ class VllmGeneration(GenerationInterface):
             self.serving(), names, self.cfg.router, self._request_timeout_s, self.cfg.on_preempt, record
         )
 
-    def _requests(self, data: BatchedDataDict[Any], greedy: bool) -> list[GenerationRequest]:
+    def _requests(self, data: BatchedDataDict, greedy: bool) -> list[GenerationRequest]:
         sampling = self.default_sampling(greedy=greedy)
         lengths = data["input_lengths"].tolist()
         stops = data.get("stop_strings") or [None] * len(lengths)
@@ -255,7 +209,7 @@ class VllmGeneration(GenerationInterface):
             for row, (ids, length, stop, seed) in enumerate(zip(data["input_ids"], lengths, stops, seeds, strict=True))
         ]
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
         """Continues a right-padded batch; see `results_to_batch` for what is returned."""
         requests = self._requests(data, greedy)
 
@@ -269,11 +223,11 @@ class VllmGeneration(GenerationInterface):
         )
 
     async def generate_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
+        self, data: BatchedDataDict, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict]]:
         """Yields (row, one-row batch) in the order in which rows finish."""
 
-        async def one(row: int, request: GenerationRequest) -> tuple[int, BatchedDataDict[Any]]:
+        async def one(row: int, request: GenerationRequest) -> tuple[int, BatchedDataDict]:
             return row, results_to_batch([request.prompt_ids], [await self.generate_one(request)], self._pad_token_id)
 
         for finished in asyncio.as_completed(
@@ -406,24 +360,3 @@ class VllmGeneration(GenerationInterface):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10.0)
         return clean
-
-
-def _tie_bundles(cluster: RayVirtualCluster, width: int) -> list[tuple[int, list[int]]]:
-    """Groups of `width` neighbouring slots inside one node.
-
-    Raises:
-        ValueError: A node's slots do not divide into groups.
-    """
-    tied: list[tuple[int, list[int]]] = []
-    by_node: dict[int, list[int]] = {}
-    for slot in cluster.slots():
-        by_node.setdefault(slot.node_rank, []).append(slot.bundle_index)
-    for node, bundles in by_node.items():
-        if len(bundles) % width:
-            raise ValueError(
-                f"policy.generation.vllm_cfg: tensor x pipeline parallel size {width} does not divide the "
-                f"{len(bundles)} slots of node {node}; "
-                "an engine lies inside one node"
-            )
-        tied += [(node, bundles[start : start + width]) for start in range(0, len(bundles), width)]
-    return tied

@@ -9,29 +9,26 @@ client that submitted it; a shard that leaves takes no request; no forward pass 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import time
 from collections.abc import Coroutine
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from nemo_rl.models.generation.errors import MemoryNotFreedError, ShardStateError, StaleVersionError, WakeError
+from nemo_rl.models.generation.errors import ShardStateError, StaleVersionError
 from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.resumable_request import safe_cut
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
+from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
-from nemo_rl.models.generation.vllm.forked import forked_engine
+from nemo_rl.models.generation.vllm.forked import forked_engine, import_engine
 from nemo_rl.models.generation.vllm.parent_watchdog import OWNER_VARIABLE
 from nemo_rl.models.generation.vllm.result_buffer import RequestFailure, ResultBuffer, failure_of
-from nemo_rl.models.generation.vllm.socket_folder import make_socket_folder, remove_socket_folder
-from nemo_rl.models.generation.vllm.stamps import VersionStamps
+from nemo_rl.models.generation.vllm.socket_folder import make_socket_folder, remove_socket_folder, temporary_files_in
+from nemo_rl.models.generation.vllm.version_tracker import VersionTracker
 
 T = TypeVar("T")
 
 _LOOK_S = 0.5
-_FREED_SHARE = 0.9
-_FREED_WITHIN_S = 10.0
 _ABORT_AGAIN_S = 0.02
 _RECEIVES = ("update_parameter_in_bucket", "broadcast_parameter")
 
@@ -41,30 +38,32 @@ class VllmGenerationWorker:
 
     Args:
         spec: How the engine is started.
-        stop_token_ids: Tokens that end a response.
         bad_words: Strings that are never generated.
     """
 
-    def __init__(self, spec: EngineSpec, stop_token_ids: list[int], bad_words: list[str] | None = None) -> None:
+    def __init__(self, spec: EngineSpec, bad_words: list[str] | None = None) -> None:
         self._spec = spec
         self._shard = int(os.environ.get("RANK", "0"))
-        self._stop_token_ids = stop_token_ids
+        self._stop_token_ids: list[int] = []
         self._bad_words = bad_words
+        self._importing: asyncio.Future[object] | None = None
         self._engine: Any = None
-        self._stamps: Any = None
+        self._versions: Any = None
         self._stats: Any = None if spec.stats_interval_s is None else EngineStats(spec.stats_interval_s)
         self._result_buffers: dict[str, ResultBuffer] = {}
         self._tasks: dict[str, asyncio.Task[GenerationResult]] = {}
         self._leaving = False
         self._paused_at: float | None = None
-        self._session: dict[str, Any] = {}
-        self._asleep: set[str] = set()
+        self._session: dict[str, object] = {}
+        self._memory: EngineMemory
         self._weights_lost = self._receiving = False
 
     async def prepare(self) -> None:
         """Imports what the engine needs and touches no accelerator, so that `start` is short once it may be called."""
         self._set_environment()
-        await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
+        if self._importing is None:
+            self._importing = asyncio.ensure_future(asyncio.to_thread(import_engine, self._spec.engine_kwargs))
+        await self._importing
 
     def _set_environment(self) -> None:
         os.environ.update(self._spec.env)
@@ -72,20 +71,22 @@ class VllmGenerationWorker:
         if "VLLM_RPC_BASE_PATH" not in os.environ:
             os.environ["VLLM_RPC_BASE_PATH"] = str(make_socket_folder())
 
-    async def start(self) -> list[dict[str, Any]]:
+    async def start(self, stop_token_ids: list[int]) -> list[dict[str, Any]]:
         """Starts the engine; describes its workers (pid, rank, device).
+
+        Args:
+            stop_token_ids: Tokens that end a response.
 
         Raises:
             GenerationError: The engine could not start; with what its processes said.
         """
-        self._set_environment()
+        self._stop_token_ids = stop_token_ids
+        await self.prepare()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # Without a GPU the fork is safe, and spares the engine's process a second import of everything.
-        process = nullcontext() if self._spec.cuda else forked_engine()
         try:
-            with process:
+            with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
                 self._engine = AsyncLLM.from_engine_args(
                     AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
                 )
@@ -93,15 +94,19 @@ class VllmGenerationWorker:
             raise GenerationError(
                 f"the engine of shard {self._shard} could not start: {failure_of('', error).message}"
             ) from error
-        self._stamps = VersionStamps(self._engine)
-        await self._stamps.publish(0, kv_recomputed=True)
+        spec = self._spec
+        self._memory = EngineMemory(
+            self._engine, self._rpc, self._alive, shard=self._shard, cuda=spec.cuda, sleep_level=spec.sleep_level
+        )
+        self._versions = VersionTracker(self._engine)
+        await self._versions.publish(0, kv_recomputed=True)
         self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
         return await self._rpc("nrl_describe")
 
-    async def _rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def _rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         return await self._alive(self._engine.collective_rpc(method, timeout=timeout_s, args=args))
 
-    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _alive(self, call: Coroutine[object, object, T]) -> T:
         """The answer of the engine's process. vLLM leaves calls that were under way when that died without one.
 
         Raises:
@@ -136,7 +141,7 @@ class VllmGenerationWorker:
 
     def _deliver(self, result_buffer: ResultBuffer, request_id: str, task: asyncio.Task[GenerationResult]) -> None:
         self._tasks.pop(request_id, None)
-        self._stamps.end(request_id)
+        self._versions.end(request_id)
         if task.cancelled():
             return
         error = task.exception()
@@ -168,19 +173,26 @@ class VllmGenerationWorker:
         limit = min(request.max_new_tokens, room)
         if limit <= 0:
             return GenerationResult(request.request_id, [], [], "no_room", (), self._shard)
-        self._stamps.begin(request.request_id)
+        self._versions.begin(request.request_id)
         # The salt keeps prefixes of other versions out: an in-flight refit cannot clear the cache below running
         # requests.
-        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"version {self._stamps.version}"}
+        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"version {self._versions.version}"}
         final = None
         async for output in self._engine.generate(prompt, self._sampling(request, limit), request.request_id):
             final = output
         if final is None:
             raise RuntimeError(f"the engine gave no output for request {request.request_id}")
         completion = final.outputs[0]
-        spans = self._stamps.end(request.request_id, completion)
+        spans = self._versions.end(request.request_id, completion)
         token_ids = list(completion.token_ids)
-        logprobs = [step[token].logprob for step, token in zip(completion.logprobs or [], token_ids, strict=True)]
+        # The sampled token is the first of its position.
+        flat = completion.logprobs
+        logprobs = [flat.logprobs[first] for first in flat.start_indices] if flat is not None else []
+        if len(logprobs) != len(token_ids):
+            raise RuntimeError(
+                f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens of request "
+                f"{request.request_id}"
+            )
         result = GenerationResult(
             request.request_id, token_ids, logprobs, completion.finish_reason or "abort", spans, self._shard
         )
@@ -192,7 +204,7 @@ class VllmGenerationWorker:
             return result
         return result.first(safe_cut(result.token_ids, looked_for, self._engine.output_processor.tokenizer.decode))
 
-    def _sampling(self, request: GenerationRequest, limit: int) -> Any:
+    def _sampling(self, request: GenerationRequest, limit: int) -> object:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -204,6 +216,7 @@ class VllmGenerationWorker:
             top_k=1 if greedy else (drawn.top_k or -1),
             max_tokens=limit,
             logprobs=0,
+            flat_logprobs=True,  # one list per request, not an object per token: half the cost of a token here
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
             ignore_eos=True,
@@ -255,16 +268,17 @@ class VllmGenerationWorker:
         Raises:
             ShardStateError: The shard sleeps, or has no weights.
         """
-        if self._asleep:
+        if self._memory.asleep:
             raise ShardStateError(
-                f"shard {self._shard} sleeps ({', '.join(sorted(self._asleep))}); wake it before it takes requests"
+                f"shard {self._shard} sleeps ({', '.join(sorted(self._memory.asleep))}); "
+                "wake it before it takes requests"
             )
         if self._weights_lost:
             raise ShardStateError(
                 f"shard {self._shard} slept at level 2 and has had no weights since; sync it before it takes requests"
             )
         self._leaving = False
-        return self._stamps.version
+        return self._versions.version
 
     async def take_stats(self) -> EngineSample:
         """What the engine recorded of itself since it was last asked."""
@@ -288,43 +302,16 @@ class VllmGenerationWorker:
             ShardStateError: Requests are still running.
             MemoryNotFreedError: The memory did not come back.
         """
-        if "weights" in self._asleep:
-            used = sum(await self._rpc("nrl_memory_in_use"))
+        if "weights" in self._memory.asleep:
+            used = await self._memory.in_use()
             return {"before": used, "after": used}
         if self._tasks:
             raise ShardStateError(
                 f"shard {self._shard} has {len(self._tasks)} running requests; end them before it sleeps"
             )
-        if self._asleep and self._spec.cuda:
-            # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
-            await self._alive(self._engine.wake_up(["kv_cache"]))
         level = level or self._spec.sleep_level
         self._weights_lost |= level == 2
-        resident = await self._rpc("nrl_model_bytes")
-        before = sum(await self._rpc("nrl_memory_in_use"))
-        await self._alive(self._engine.sleep(level=level))
-        if not self._spec.cuda:
-            await self._rpc("nrl_release_memory", level)
-        # The host copy of level 1 counts as resident memory on a CPU slot.
-        expected = sum(
-            rank["kv_cache"] + (rank["weights"] if level == 2 or self._spec.cuda else 0) for rank in resident
-        )
-        self._asleep = {"weights", "kv_cache"}
-        return {"before": before, "after": await self._freed(before, expected)}
-
-    async def _freed(self, before: int, expected: int) -> int:
-        deadline = time.monotonic() + _FREED_WITHIN_S
-        while True:
-            after = sum(await self._rpc("nrl_memory_in_use"))
-            if before - after >= _FREED_SHARE * expected:
-                return after
-            if time.monotonic() > deadline:
-                raise MemoryNotFreedError(
-                    f"shard {self._shard} slept, but only {(before - after) >> 20} of {expected >> 20} MiB "
-                    f"came back within {_FREED_WITHIN_S:.0f} s; "
-                    "its memory must not be given to anybody"
-                )
-            await asyncio.sleep(0.05)
+        return await self._memory.sleep(level)
 
     async def wake_up(self, tags: list[str]) -> None:
         """Makes memory resident again; the engine serves once both tags are awake.
@@ -332,37 +319,7 @@ class VllmGenerationWorker:
         Raises:
             WakeError: The memory is not there; the shard sleeps as before.
         """
-        wanted = [tag for tag in ("weights", "kv_cache") if tag in tags and tag in self._asleep]
-        if not wanted:
-            return
-        try:
-            if self._spec.cuda:
-                await self._alive(self._engine.wake_up(wanted))
-            elif "weights" in wanted:
-                await self._rpc("nrl_restore_memory")
-        # vLLM passes errors of its engine process on as plain Exception.
-        except Exception as error:
-            await self._back_to_sleep()
-            raise WakeError(
-                f"shard {self._shard} could not wake {' and '.join(wanted)}: {error}; it sleeps again"
-            ) from error
-        self._asleep -= set(wanted)
-        if not self._asleep:
-            if not self._spec.cuda:
-                await self._alive(self._engine.wake_up(None))
-            await self._alive(self._engine.reset_prefix_cache())
-
-    async def _back_to_sleep(self) -> None:
-        resident = (
-            0 if "weights" in self._asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
-        )
-        before = sum(await self._rpc("nrl_memory_in_use"))
-        self._asleep = {"weights", "kv_cache"}
-        if self._spec.cuda:
-            await self._engine.sleep(level=self._spec.sleep_level)
-        else:
-            await self._rpc("nrl_release_memory", self._spec.sleep_level)
-        await self._freed(before, resident)
+        await self._memory.wake(tags)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets cached prefixes, which belong to old weights after a refit."""
@@ -374,7 +331,7 @@ class VllmGenerationWorker:
 
     # -- new weights --------------------------------------------------------------------------------------------------
 
-    async def begin_sync(self, session: dict[str, Any], routes: list[dict[str, Any]], timeout_s: float) -> None:
+    async def begin_sync(self, session: dict[str, object], routes: list[dict[str, object]], timeout_s: float) -> None:
         """Opens a sync session on every rank, by its route. A serving engine is paused here, or (weights staged beside
         the live ones) in `finish_sync`.
 
@@ -382,14 +339,14 @@ class VllmGenerationWorker:
             ShardStateError: The weights sleep.
             StaleVersionError: The session's version is older than the shard's.
         """
-        if "weights" in self._asleep:
+        if "weights" in self._memory.asleep:
             raise ShardStateError(
                 f"shard {self._shard} sleeps: wake its weights before session {session['id']} syncs them"
             )
-        if session.get("version", self._stamps.version) < self._stamps.version:
+        if session.get("version", self._versions.version) < self._versions.version:
             raise StaleVersionError(
                 f"session {session['id']} brings version {session['version']} to shard {self._shard}, which "
-                f"has {self._stamps.version}"
+                f"has {self._versions.version}"
             )
         await self._rpc("nrl_begin_sync", session, routes, timeout_s=timeout_s)
         self._session = session
@@ -406,7 +363,7 @@ class VllmGenerationWorker:
         # From here on a failure leaves weights that may be half new, wherever the windows were staged.
         self._session = self._session | {"staged": False}
         await self._rpc("nrl_finish_sync", version, timeout_s=timeout_s)
-        await self._stamps.publish(version, kv_recomputed=self._session.get("recompute_kv", True))
+        await self._versions.publish(version, kv_recomputed=self._session.get("recompute_kv", True))
         self._weights_lost = False
         return await self._resume()
 
@@ -422,7 +379,7 @@ class VllmGenerationWorker:
 
     async def _pause(self) -> None:
         # A sleeping engine is paused already, and resumes when it is wholly awake.
-        if self._paused_at is None and not self._asleep:
+        if self._paused_at is None and not self._memory.asleep:
             self._paused_at = time.monotonic()
             recompute_kv = self._session.get("recompute_kv", True)
             await self._alive(self._engine.pause_generation(mode="keep", clear_cache=recompute_kv))
@@ -440,13 +397,13 @@ class VllmGenerationWorker:
         """Counts which version draws which token here (`own`), or believes the engine's labels where it has them; for
         an idle shard.
         """
-        version = self._stamps.version
-        self._stamps = VersionStamps(self._engine, own=own)
-        await self._stamps.publish(version, kv_recomputed=True)
+        version = self._versions.version
+        self._versions = VersionTracker(self._engine, own=own)
+        await self._versions.publish(version, kv_recomputed=True)
 
     async def rlix_model_update_rpc(
-        self, name: str, *args: Any, timeout_s: float = 150.0, version: int | None = None
-    ) -> list[Any]:
+        self, name: str, *args: object, timeout_s: float = 150.0, version: int | None = None
+    ) -> list[object]:
         """Calls one of the receiver's methods on every rank, for sync services that drive them one by one.
 
         Requests stand still from the first weights until `finalize_weight_update`, after which tokens carry `version`
@@ -456,16 +413,20 @@ class VllmGenerationWorker:
             ShardStateError: Weights are sent while the shard's weights sleep.
         """
         if name in _RECEIVES:
-            if "weights" in self._asleep:
+            if "weights" in self._memory.asleep:
                 raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before {name}")
             await self._pause()
             self._receiving = self._weights_lost = True
         answers = await self._rpc(name, *args, timeout_s=timeout_s)
         if name == "finalize_weight_update" and self._receiving:
-            await self._stamps.publish(self._stamps.version + 1 if version is None else version, kv_recomputed=True)
+            await self._versions.publish(self._versions.version + 1 if version is None else version, kv_recomputed=True)
             self._receiving = self._weights_lost = False
             await self._resume()
         return answers
+
+    async def memory_in_use(self) -> list[int]:
+        """Bytes in use on the device of each rank (resident memory of its process on a CPU slot)."""
+        return await self._rpc("nrl_memory_in_use")
 
     async def free_memory(self) -> list[int]:
         """Bytes that each rank could still allocate."""

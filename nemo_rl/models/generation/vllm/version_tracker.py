@@ -24,8 +24,8 @@ class _Running:
     mixed: set[int] = field(default_factory=set)
 
 
-class VersionStamps:
-    """Stamps of one engine.
+class VersionTracker:
+    """Tracks the versions of one engine's tokens.
 
     Args:
         engine: vLLM's asynchronous engine.

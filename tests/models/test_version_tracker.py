@@ -1,4 +1,4 @@
-"""Version stamps while an engine takes its time, or fails, to be told of new weights."""
+"""Versions of tokens while an engine takes its time, or fails, to be told of new weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.models.generation.vllm.stamps import VersionStamps
+from nemo_rl.models.generation.vllm.version_tracker import VersionTracker
 
 
 class Engine:
@@ -27,20 +27,20 @@ class Engine:
 def test_the_version_is_that_of_the_loaded_weights_while_the_engine_is_told() -> None:
     async def story() -> None:
         engine = Engine()
-        stamps = VersionStamps(engine)
-        stamps.begin("before")
-        told = asyncio.ensure_future(stamps.publish(3, kv_recomputed=False))
+        tracker = VersionTracker(engine)
+        tracker.begin("before")
+        told = asyncio.ensure_future(tracker.publish(3, kv_recomputed=False))
         await asyncio.sleep(0)
-        assert stamps.version == 3
-        stamps.begin("meanwhile")
+        assert tracker.version == 3
+        tracker.begin("meanwhile")
         engine.may_go_on.set()
         await told
         completion: Any = SimpleNamespace(token_ids=[1, 2], weight_versions=[SimpleNamespace(version="3", start=0)])
-        assert [(s.version, s.mixed_kv) for s in stamps.end("before", completion)] == [(3, True)]
-        assert [(s.version, s.mixed_kv) for s in stamps.end("meanwhile", completion)] == [(3, False)]
+        assert [(s.version, s.mixed_kv) for s in tracker.end("before", completion)] == [(3, True)]
+        assert [(s.version, s.mixed_kv) for s in tracker.end("meanwhile", completion)] == [(3, False)]
         engine.fails = True
         with pytest.raises(ConnectionError):
-            await stamps.publish(4, kv_recomputed=True)
-        assert stamps.version == 4
+            await tracker.publish(4, kv_recomputed=True)
+        assert tracker.version == 4
 
     asyncio.run(story())

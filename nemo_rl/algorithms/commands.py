@@ -1,4 +1,4 @@
-"""The command line of an evaluation: configuration in, one table out, exit code as every run's.
+"""The command lines of GRPO, SFT and evaluation: which set-up, driver and end belong to which; `launch` does the rest.
 
 Invariant: a mistake in the configuration is reported before Ray or torch is imported.
 """
@@ -8,28 +8,78 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from nemo_rl.algorithms import launch
-from nemo_rl.config import ConfigError, EvalMasterConfig
+from nemo_rl.config import ClusterConfig, ConfigError, EvalMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import UserError, in_one_line
 
 logger = logging.getLogger("nemo_rl")
 
 
-def main(arguments: Sequence[str], *, default_config: Path) -> int:
-    """Evaluates a model; see `nemo_rl.algorithms.launch.main`."""
+def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Runs GRPO; see `launch.main`."""
+    return launch.main(
+        arguments,
+        default_config=default_config,
+        kind=MasterConfig,
+        what="Trains a policy with GRPO",
+        example="grpo.max_num_steps=5",
+        run_to_end=grpo_to_end,
+    )
+
+
+def _ray_ahead(cluster: ClusterConfig) -> AbstractContextManager[None]:
+    """Starts Ray beside the imports."""
+    from nemo_rl.distributed.ray_runtime import starting_ahead
+
+    return starting_ahead(device=cluster.device, cpu_slots=cluster.cpu_slots)
+
+
+def grpo_to_end(config: MasterConfig) -> int:
+    """Runs a checked configuration; the exit code."""
+    with _ray_ahead(config.cluster):
+        from nemo_rl.algorithms.grpo.assembly import close, setup
+        from nemo_rl.algorithms.grpo.loop import drive
+
+        return launch.run_to_end(config, setup, drive, close)
+
+
+def sft(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Runs SFT; see `launch.main`."""
+    return launch.main(
+        arguments,
+        default_config=default_config,
+        kind=SFTMasterConfig,
+        what="Fine-tunes a policy on conversations",
+        example="sft.max_num_steps=5",
+        run_to_end=sft_to_end,
+    )
+
+
+def sft_to_end(config: SFTMasterConfig) -> int:
+    """Runs a checked configuration; the exit code."""
+    with _ray_ahead(config.cluster):
+        from nemo_rl.algorithms.sft.assembly import close, setup
+        from nemo_rl.algorithms.sft.driver import sft_train
+
+        return launch.run_to_end(config, setup, sft_train, close)
+
+
+def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:
+    """Evaluates a model; see `launch.main`."""
     return launch.main(
         arguments,
         default_config=default_config,
         kind=EvalMasterConfig,
         what="Evaluates a model on problems with known answers",
         example="generation.model_name=results/grpo",
-        run_to_end=run_to_end,
+        run_to_end=evaluate_to_end,
     )
 
 
-def run_to_end(config: EvalMasterConfig) -> int:
+def evaluate_to_end(config: EvalMasterConfig) -> int:
     """Runs a checked configuration and prints its score; the exit code."""
     from nemo_rl.algorithms.evaluation.evaluate import evaluate
 

@@ -1,0 +1,235 @@
+"""The walk from a configuration to a run, the same for every algorithm that trains.
+
+Checks everything that needs no accelerator (directories, model, tokenizer, data) while Ray and the first actors start,
+and restores the position in the data. An algorithm brings its own checks, loaders and limits, and builds policy and
+engines on what comes out. Invariants: a mistake in the configuration raises before Ray is waited for; whatever was
+built is ended again when a later part fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from nemo_rl.algorithms import start_checks
+from nemo_rl.algorithms.placement import check_device
+from nemo_rl.algorithms.profiling import check_profile
+from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
+from nemo_rl.algorithms.run_checkpoint import check_writable, new_log_dir
+from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.algorithms.seeds import set_seed
+from nemo_rl.config.master import RootConfig
+from nemo_rl.data.loader import Batch, Loader
+from nemo_rl.data.setup import TaskDatasets, load_datasets
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.accelerators import Accelerator
+from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.start_phases import StartPhases
+
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+State = TypeVar("State", bound=RunState)
+Begun = TypeVar("Begun", bound="Ends")
+TrainLoader = TypeVar("TrainLoader", bound=Loader)
+Config_contra = TypeVar("Config_contra", bound=RootConfig, contravariant=True)
+Config = TypeVar("Config", bound=RootConfig)
+
+
+class ConnectsRay(Protocol[Config_contra]):
+    """The part of a placement that the walk needs."""
+
+    def connect(self, config: Config_contra) -> Accelerator:
+        """Joins or starts the Ray cluster; its kind of accelerator."""
+        ...
+
+    def disconnect(self) -> None:
+        """Leaves the Ray cluster. Safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a run ends.
+
+    Attributes:
+        steps_key: Dotted key of the number of steps, for messages.
+        max_steps: The last step.
+        max_epochs: Passes over the data; None where the number of steps of one is not known.
+        rows_per_step: Prompts, or conversations, of a step.
+    """
+
+    steps_key: str
+    max_steps: int
+    max_epochs: int | None
+    rows_per_step: int
+
+
+@dataclass(frozen=True)
+class Loaders(Generic[TrainLoader]):
+    """Training batches, and those of validation, if there are any."""
+
+    train: TrainLoader
+    validation: StatefulDataLoader[Batch] | None
+
+
+class Ends(Protocol):
+    """What an algorithm has started on Ray."""
+
+    def shutdown(self) -> None:
+        """Ends it. Safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True)
+class Algorithm(Generic[State, TrainLoader, Begun]):
+    """What the walk asks the algorithm.
+
+    Attributes:
+        state: Counters of a run that begins.
+        resumed: Counters behind those of a checkpoint.
+        seed: Of the run.
+        limits: Where it ends.
+        check_directories: Looks at what lies on disk, given the checkpoint that the run goes on from.
+        check: Checks what needs neither tokenizer nor data; the model's configuration.
+        loaders: Checks the datasets and makes the loaders.
+        begin: Starts what needs neither tokenizer nor data, given the kind of accelerator and the checkpoint that the
+            run goes on from. Called beside the checks, on a thread of its own, as soon as Ray is up.
+    """
+
+    state: State
+    resumed: Callable[[Resume], State]
+    seed: int
+    limits: Limits
+    check_directories: Callable[[CheckpointManager, Resume | None], None]
+    check: Callable[[], PretrainedConfig]
+    loaders: Callable[[TaskDatasets, PreTrainedTokenizerBase], Loaders[TrainLoader]]
+    begin: Callable[[Accelerator, CheckpointManager, Resume | None], Begun]
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[State, TrainLoader, Begun]):
+    """A run of which only the parts on accelerators are missing.
+
+    Attributes:
+        accelerator: The cluster's kind.
+        begun: What the algorithm's `begin` started.
+        tokenizer: The policy's.
+        datasets: What the loaders read.
+        loaders: At the run's position.
+        checkpointer: Owner of its checkpoints.
+        resume: What it goes on from, or None.
+        state: Its counters.
+        total_steps: Its last step.
+        logger: Metrics.
+        undo: Ends what was built so far, should the rest fail.
+        seconds: How long parts of the set-up took, by metric; logged when the run is ready.
+    """
+
+    accelerator: Accelerator
+    begun: Begun
+    tokenizer: PreTrainedTokenizerBase
+    datasets: TaskDatasets
+    loaders: Loaders[TrainLoader]
+    checkpointer: CheckpointManager
+    resume: Resume | None
+    state: State
+    total_steps: int
+    logger: Logger
+    undo: ExitStack
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def prepared(
+    config: Config, algorithm: Algorithm[State, TrainLoader, Begun], placement: ConnectsRay[Config], start: StartPhases
+) -> Iterator[Prepared[State, TrainLoader, Begun]]:
+    """The span in which a run is built; everything of it is ended again if the span fails.
+
+    Args:
+        config: A checked configuration. `logger.log_dir` is replaced by its next numbered directory.
+        algorithm: What the run is.
+        placement: Gives it its accelerators.
+        start: Where the phases of the start are shown.
+
+    Raises:
+        ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
+        there. CheckpointError: A checkpoint exists but cannot be resumed, or none can be written. ResumeError: It
+        belongs to another run. NothingToDo: The run is over already.
+    """
+    checkpointer = CheckpointManager(config.checkpointing)
+    with start.phase("directories"):
+        resume = find_resume(config, checkpointer)
+        if config.checkpointing.enabled:
+            check_writable(checkpointer)
+        algorithm.check_directories(checkpointer, resume)
+        if resume is not None:
+            resume.check_unfinished(algorithm.limits.max_steps, algorithm.limits.steps_key)
+        here = accelerator_here(config.cluster.device)
+        check_profile(here)
+
+    def start_ray() -> tuple[Accelerator, Begun]:
+        accelerator = placement.connect(config)
+        check_device(config, accelerator)
+        return accelerator, algorithm.begin(accelerator, checkpointer, resume)
+
+    with ExitStack() as undo:
+        ray_start = RayStart(start_ray)
+        undo.callback(ray_start.end, lambda started: started[1].shutdown(), placement.disconnect)
+        with start.phase("model, tokenizer and data, beside Ray's start"):
+            set_seed(algorithm.seed)
+            model = algorithm.check()
+            if here is not None:
+                start_checks.check_cpu_is_meant(config, here, model, start.say)
+            if resume is not None:
+                check_same_shape(model, resume.checkpoint)
+            tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
+            datasets = load_datasets(tokenizer, config.data)
+            start_checks.check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
+            loaders = algorithm.loaders(datasets, tokenizer)
+            state, total_steps = _position(algorithm, resume, loaders.train)
+        if resume is not None:
+            start.say("\n".join(resume.lines()))
+        config.logger.log_dir = new_log_dir(config)
+        start.say(f"logs: {config.logger.log_dir}")
+        logger = Logger(config.logger)
+        undo.callback(logger.close)
+        with start.phase("Ray"):
+            accelerator, begun = ray_start.result()
+        if here is None:
+            start_checks.check_cpu_is_meant(config, accelerator, model, start.say)
+        ready = Prepared(
+            accelerator, begun, tokenizer, datasets, loaders, checkpointer, resume, state, total_steps, logger, undo
+        )
+        yield ready
+        undo.pop_all()
+    ready.seconds["total_setup_time_s"] = start.done()
+    logger.log_hyperparams(config.to_dict())
+    logger.log_metrics(ready.seconds, state.step, prefix="timing/setup")
+
+
+def _position(
+    algorithm: Algorithm[State, TrainLoader, Begun], resume: Resume | None, loader: TrainLoader
+) -> tuple[State, int]:
+    """The run's counters, with the loader where they say, and its last step.
+
+    Raises:
+        NothingToDo: That step is done.
+    """
+    limits = algorithm.limits
+    epochs, per_epoch = (limits.max_epochs, len(loader)) if isinstance(loader, Sized) else (None, 0)
+    if resume is None:
+        total = limits.max_steps if epochs is None else min(limits.max_steps, epochs * per_epoch)
+        return algorithm.state, total
+    state = algorithm.resumed(resume)
+    resume.restore_position(loader, state, limits.rows_per_step)
+    if epochs is None:
+        return state, limits.max_steps
+    total = resume.total_steps(state, limits.max_steps, epochs, per_epoch)
+    resume.check_unfinished(total, limits.steps_key)
+    return state, total

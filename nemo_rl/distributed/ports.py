@@ -1,0 +1,56 @@
+"""Free TCP ports of this machine for workers that listen a little later.
+
+Between the choice of a port and the worker that binds it lie seconds, in which another run on the machine may choose
+the same one. A process therefore holds a promise for every port that it chose, which other runs respect as long as it
+lives: an abstract Unix socket, whose name belongs to the same network namespace as the port and which nobody has to
+tidy away.
+"""
+
+import random
+import socket
+from collections.abc import Collection
+
+_promises: dict[int, socket.socket] = {}
+"""What this process holds, by port."""
+
+
+def free_ports(low: int, high: int, count: int, taken: Collection[int]) -> list[int]:
+    """Up to `count` free ports between `low` and `high` (both included) that are not in `taken`.
+
+    A port that another run is about to use is given only where no others are free.
+    """
+    candidates = [port for port in range(low, high + 1) if port not in set(taken)]
+    # Not the global generator: it would be the same order in every run of a seed.
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
+    promised: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            break
+        if _is_free(port):
+            (found if _promise(port) else promised).append(port)
+    return found + promised[: count - len(found)]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            return False
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _promise(port: int) -> bool:
+    """Holds the promise of a port until this process ends; False if this or another process holds it already."""
+    promise = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        promise.bind(f"\0nemo_rl_port_{port}")
+    except OSError:
+        promise.close()
+        return False
+    _promises[port] = promise
+    return True

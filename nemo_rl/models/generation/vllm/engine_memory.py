@@ -1,0 +1,123 @@
+"""What of an engine is resident: puts its weights and KV cache to sleep, and wakes them.
+
+Knows neither requests nor versions. Invariants: memory that was slept is measured to be free, or an error says that it
+is not; an engine that could not wake sleeps as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from nemo_rl.models.generation.errors import MemoryNotFreedError, WakeError
+
+_FREED_SHARE = 0.9
+_FREED_WITHIN_S = 10.0
+
+
+class EngineMemory:
+    """Memory of one engine.
+
+    Args:
+        engine: vLLM's asynchronous engine.
+        rpc: A method's answer of every rank.
+        alive: The answer of the engine's process to a call, or an error where that died.
+        shard: Its number, for messages.
+        cuda: Whether vLLM itself gives memory back; on CPU slots the worker extension does.
+        sleep_level: 2 drops the weights, 1 keeps them on the host.
+
+    Attributes:
+        asleep: Which of `weights` and `kv_cache` are not resident.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        rpc: Callable[..., Awaitable[list[Any]]],
+        alive: Callable[[Coroutine[object, object, object]], Awaitable[object]],
+        *,
+        shard: int,
+        cuda: bool,
+        sleep_level: int,
+    ) -> None:
+        self._engine, self._rpc, self._alive, self._shard = engine, rpc, alive, shard
+        self._cuda, self._sleep_level = cuda, sleep_level
+        self.asleep: set[str] = set()
+
+    async def sleep(self, level: int) -> dict[str, int]:
+        """Drops weights and KV cache (level 1: keeps the weights on the host); bytes in use before and after, over
+        ranks.
+
+        Raises:
+            MemoryNotFreedError: The memory did not come back.
+        """
+        if self.asleep and self._cuda:
+            # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
+            await self._alive(self._engine.wake_up(["kv_cache"]))
+        resident = await self._rpc("nrl_model_bytes")
+        before = await self.in_use()
+        await self._alive(self._engine.sleep(level=level))
+        if not self._cuda:
+            await self._rpc("nrl_release_memory", level)
+        # The host copy of level 1 counts as resident memory on a CPU slot.
+        expected = sum(rank["kv_cache"] + (rank["weights"] if level == 2 or self._cuda else 0) for rank in resident)
+        self.asleep = {"weights", "kv_cache"}
+        return {"before": before, "after": await self._freed(before, expected)}
+
+    async def in_use(self) -> int:
+        """Bytes over ranks."""
+        return sum(await self._rpc("nrl_memory_in_use"))
+
+    async def _freed(self, before: int, expected: int) -> int:
+        deadline = time.monotonic() + _FREED_WITHIN_S
+        while True:
+            after = await self.in_use()
+            if before - after >= _FREED_SHARE * expected:
+                return after
+            if time.monotonic() > deadline:
+                raise MemoryNotFreedError(
+                    f"shard {self._shard} slept, but only {(before - after) >> 20} of {expected >> 20} MiB "
+                    f"came back within {_FREED_WITHIN_S:.0f} s; "
+                    "its memory must not be given to anybody"
+                )
+            await asyncio.sleep(0.05)
+
+    async def wake(self, tags: list[str]) -> None:
+        """Makes memory resident again.
+
+        Raises:
+            WakeError: The memory is not there; the engine sleeps as before.
+        """
+        wanted = [tag for tag in ("weights", "kv_cache") if tag in tags and tag in self.asleep]
+        if not wanted:
+            return
+        try:
+            if self._cuda:
+                await self._alive(self._engine.wake_up(wanted))
+            elif "weights" in wanted:
+                await self._rpc("nrl_restore_memory")
+        # vLLM passes errors of its engine process on as plain Exception.
+        except Exception as error:
+            await self._back_to_sleep()
+            raise WakeError(
+                f"shard {self._shard} could not wake {' and '.join(wanted)}: {error}; it sleeps again"
+            ) from error
+        self.asleep -= set(wanted)
+        if not self.asleep:
+            if not self._cuda:
+                await self._alive(self._engine.wake_up(None))
+            await self._alive(self._engine.reset_prefix_cache())
+
+    async def _back_to_sleep(self) -> None:
+        resident = (
+            0 if "weights" in self.asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
+        )
+        before = await self.in_use()
+        self.asleep = {"weights", "kv_cache"}
+        if self._cuda:
+            await self._engine.sleep(level=self._sleep_level)
+        else:
+            await self._rpc("nrl_release_memory", self._sleep_level)
+        await self._freed(before, resident)

@@ -1,0 +1,179 @@
+"""Microbatches through Megatron's pipeline schedules: what goes into a stage, and what the last one makes of it.
+
+Packs rows, cuts them over context-parallel ranks and scores the hidden states of the last stage; whoever calls says
+what becomes of the scores. Knows no optimizer. Invariants: every rank of a replica returns what its last stage
+computed; a failure on the last stage is one on all of them, and leaves none waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_rl.models.megatron import cpu
+from nemo_rl.models.megatron.groups import MegatronGroups
+from nemo_rl.models.megatron.model import BuiltModel
+from nemo_rl.models.policy.microbatch import idle_microbatch
+from nemo_rl.models.policy.packed import PackedBatch, pack
+from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
+from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+
+# What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
+Ending = Callable[[Mapping[str, torch.Tensor], PackedBatch, TokenScores | torch.Tensor], tuple[torch.Tensor, Any]]
+
+
+class PipelineStageError(RuntimeError):
+    """Another pipeline stage of this replica failed."""
+
+
+class Pipeline:
+    """Passes of one rank.
+
+    Args:
+        model: This rank's part of the model.
+        groups: This rank's.
+        chunk_size: Tokens whose logits exist at once; None for all.
+
+    Attributes:
+        chunks: What the schedule drives: the model's chunks, or what holds their gradients.
+    """
+
+    def __init__(self, model: BuiltModel, groups: MegatronGroups, chunk_size: int | None) -> None:
+        self.chunks: list[nn.Module] = model.chunks
+        self._model, self._groups, self._chunk_size = model, groups, chunk_size
+        sizes = groups.sizes
+        self._cut = RowSlice(groups.cp_group if sizes.cp > 1 else None, groups.cp_group.rank(), sizes.cp)
+
+    def run(
+        self,
+        microbatches: Sequence[Mapping[str, torch.Tensor]],
+        idle: int,
+        ending: Ending,
+        transform: LogitTransform,
+        *,
+        backward: bool,
+        logits: bool = False,
+        trained_only: bool = False,
+    ) -> list[Any]:
+        """What `ending` made of each microbatch, on every rank of the replica.
+
+        Args:
+            microbatches: This replica's.
+            idle: Empty microbatches after them, so that every replica runs as many.
+            ending: Called on the last stage.
+            transform: Of the logits.
+            backward: Whether gradients are added.
+            logits: Whether `ending` takes logits rather than scores.
+            trained_only: Whether only trained tokens are scored.
+
+        Raises:
+            PipelineStageError: `ending` failed on the last stage, and this is another one; there it raises its own.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        cpu.install()
+        virtual = self._model.config.virtual_pipeline_model_parallel_size
+        # The interleaved schedule takes microbatches in groups as large as the pipeline.
+        idle += -(len(microbatches) + idle) % self._groups.sizes.pp if virtual else 0
+        rows: list[Mapping[str, torch.Tensor] | None] = [*microbatches, *([None] * idle)]
+
+        failures: list[Exception] = []
+
+        def guarded(data: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
+            try:
+                return ending(data, batch, output)
+            except Exception as error:
+                if self._groups.sizes.pp == 1:
+                    raise
+                # Other stages wait for this one's gradients: it goes on with nothing, and all fail together.
+                failures.append(error)
+                return _nothing(output), None
+
+        def forward(batches: Iterator[Mapping[str, torch.Tensor] | None], chunk: object) -> Any:
+            data = next(batches)
+            batch = self._packed(data, trained_only=trained_only and data is not None)
+            output = self._through(chunk, batch)
+            return output, partial(self._end, data, batch, guarded, transform, logits, chunk)
+
+        results = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(rows) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(rows),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+        self._raise_together(failures)
+        return self._groups.from_last_stage(list(results)[: len(microbatches)] if self._groups.is_last_stage else None)
+
+    def _raise_together(self, failures: Sequence[Exception]) -> None:
+        said = self._groups.from_last_stage([f"{type(error).__name__}: {error}" for error in failures])
+        if failures:
+            raise failures[0]
+        if said:
+            raise PipelineStageError(f"the last pipeline stage of this replica failed: {said[0]}")
+
+    def _packed(self, data: Mapping[str, torch.Tensor] | None, *, trained_only: bool = False) -> PackedBatch:
+        multiple = self._groups.sizes.tp * self._groups.sizes.cp
+        return pack(
+            data if data is not None else idle_microbatch(),
+            self._groups.device,
+            multiple=multiple,
+            trained_only=trained_only,
+        )
+
+    def _through(self, chunk: Any, batch: PackedBatch) -> torch.Tensor:
+        from nemo_rl.models.megatron.layers import PackedRow
+
+        mine = self._cut.mine(batch)
+        row = PackedRow(segments=self._cut.segments(batch))
+        return chunk(
+            input_ids=batch.input_ids_T[None, mine],
+            position_ids=batch.position_ids_T[None, mine],
+            attention_mask=None,
+            packed_seq_params=row,
+        )
+
+    def _end(
+        self,
+        data: Mapping[str, torch.Tensor] | None,
+        batch: PackedBatch,
+        ending: Ending,
+        transform: LogitTransform,
+        logits: bool,
+        chunk: Any,
+        hidden: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        if self._model.config.sequence_parallel:
+            # Scoring needs all tokens, and hands back a gradient that is complete on every rank.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        gpt = getattr(chunk, "module", chunk)
+        weight_WD = gpt.shared_embedding_or_output_weight() if self._model.sizes.tied else gpt.output_layer.weight
+        group = self._groups.tp_group if self._groups.sizes.tp > 1 else None
+        output = score_row(
+            hidden.squeeze(1),
+            Projection(weight_WD, None, group, self._chunk_size),
+            batch,
+            transform,
+            self._cut,
+            logits=logits,
+        )
+        # Megatron divides by a number of tokens unless it is told that losses are sums, as they are here.
+        no_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
+        if data is None:
+            return _nothing(output), no_tokens, None
+        loss, result = ending(data, batch, output)
+        return loss, no_tokens, result
+
+
+def _nothing(output: TokenScores | torch.Tensor) -> torch.Tensor:
+    """A loss that is zero, with gradients that are."""
+    scores = output if isinstance(output, torch.Tensor) else output.unfiltered_T
+    return scores.sum() * 0.0

@@ -1,0 +1,355 @@
+"""Invariant 11: each entry of the scheduler follows from those before it.
+
+Ranks go from phase to phase along the allowed ways and under one epoch, with one command at a time that fits the phase.
+Requests are taken once and passed at most `max_backfills` times; what is claimed was asked for, can be used, and does
+not cool off; no more initialise than may; guaranteed slices are kept. From a lost end of the log to the next
+`InventoryDone`, and while a scheduler takes stock, only terms and epochs are judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, Phase, Priority
+from nemo_rl.utils.record import Entry
+
+_FOLLOWING = {
+    Phase.ASLEEP: {Phase.WAKING, Phase.BUILDING},
+    Phase.WAKING: {Phase.SYNCING, Phase.DRAINING},
+    Phase.SYNCING: {Phase.SYNCING, Phase.READY, Phase.DRAINING},
+    Phase.READY: {Phase.SYNCING, Phase.READY, Phase.ACTIVE, Phase.DRAINING},
+    Phase.ACTIVE: {Phase.DRAINING},
+    Phase.DRAINING: {Phase.SLEEPING, Phase.FAILED},
+    Phase.SLEEPING: {Phase.ASLEEP, Phase.FAILED},
+    Phase.FAILED: {Phase.ASLEEP},
+    Phase.BUILDING: {Phase.SLEEPING, Phase.FAILED},
+}
+_MEANT_FOR = {
+    "wake": {Phase.WAKING, Phase.BUILDING},
+    "sync": {Phase.SYNCING},
+    "publish": {Phase.READY},
+    "route": {Phase.READY},
+    "drain": {Phase.DRAINING, Phase.BUILDING},
+    "sleep": {Phase.SLEEPING},
+    "reap": {Phase.FAILED, Phase.ASLEEP},
+}
+_UP = (Phase.WAKING, Phase.SYNCING, Phase.READY, Phase.ACTIVE)
+
+
+@dataclass(slots=True)
+class _Rank:
+    phase: Phase = Phase.ASLEEP
+    epoch: int = -1
+    guaranteed: bool = False
+    served_since: float | None = None
+    cools_until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    tp: int
+    mapping: tuple[int, ...]
+    rank_batch: int
+    most: int
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    requests: dict[str, ev.Requested] = field(default_factory=dict)
+    claims: dict[tuple[str, int], ev.Claimed] = field(default_factory=dict)
+    holds: dict[str, Priority] = field(default_factory=dict)
+    newest_request: int = -1
+    newest_demand: int = -1
+    demand: int = 0
+    leaving: bool = False
+    fenced: bool = False
+
+    def rank(self, number: int) -> _Rank:
+        return self.ranks.setdefault(number, _Rank())
+
+    def gpus_of(self, rank: int) -> tuple[int, ...]:
+        return self.mapping[rank * self.tp : (rank + 1) * self.tp]
+
+    @property
+    def useful(self) -> int:
+        """How many ranks it has a use for, within its maximum share."""
+        return min(math.ceil(self.demand / self.rank_batch), self.most)
+
+    @property
+    def up(self) -> int:
+        """Ranks that are up or will be, those that are built ahead left out."""
+        claimed = sum(rank >= 0 and not claim.ahead for (_, rank), claim in self.claims.items())
+        return claimed + sum(rank.phase in _UP for rank in self.ranks.values())
+
+    @property
+    def initialises(self) -> bool:
+        wanted = [self.requests[cluster] for cluster, rank in self.claims if rank < 0 and cluster in self.requests]
+        return Priority.INITIALIZATION in [*self.holds.values(), *(request.priority for request in wanted)]
+
+
+class RuleChecks:
+    """Watches ranks, requests and claims."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._limits: dict[str, float] = {}
+        self._pipelines: dict[str, _Pipeline] = {}
+        self._incarnations: dict[str, int] = {}
+        self._commands: dict[str, tuple[str, int, int]] = {}
+        self._passed: dict[str, int] = {}
+        self._left_claimed: tuple[float, str, str] | None = None
+        self._evicted: tuple[float, dict[int, str]] = (0.0, {})
+        self._term = self._newest_epoch = 0
+        self._gap = self._recovering = False
+
+    def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
+        return {
+            ev.PoolOpened: self._opened,
+            ev.SchedulerStarted: self._started,
+            ev.InventoryDone: self._inventory_done,
+            ev.Registered: self._registered,
+            ev.Unregistered: self._unregistered,
+            ev.Leaving: self._leaving,
+            ev.Fenced: self._fenced,
+            ev.DemandReported: self._demand,
+            ev.Requested: self._requested,
+            ev.RequestDropped: self._request_dropped,
+            ev.Claimed: self._claimed,
+            ev.ClaimDropped: self._claim_dropped,
+            ev.Granted: self._granted,
+            ev.PriorityChanged: self._priority_changed,
+            ev.Released: self._released,
+            ev.RankMoved: self._rank_moved,
+            ev.RankCooling: self._cooling,
+            ev.CommandSent: self._sent,
+            ev.CommandEnded: self._command_ended,
+        }
+
+    def tail_lost(self, entry: Entry) -> None:
+        """What the new scheduler knows is what it says from here on; a pipeline it does not name again is forgotten."""
+        self._gap = True
+        self._pipelines.clear()
+        self._commands.clear()
+        self._passed.clear()
+        self._left_claimed = None
+
+    def finish(self, clocks: Clocks, ended: bool) -> None:
+        """Nothing here is open."""
+
+    def _bad(self, message: str) -> None:
+        self.found.append((11, message))
+
+    def _known(self, name: str) -> _Pipeline | None:
+        """The pipeline, if all that is judged is known of it."""
+        return self._pipelines.get(name)
+
+    @property
+    def _judges(self) -> bool:
+        return not self._gap and not self._recovering
+
+    # Schedulers and pipelines.
+
+    def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
+        self._limits = dict(event.limits)
+
+    def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
+        if event.term <= self._term:
+            self._bad(f"a scheduler of term {event.term} starts after one of term {self._term}")
+        self._term, self._recovering = max(event.term, self._term), event.term > 1
+
+    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
+        self._gap = self._recovering = False
+
+    def _registered(self, entry: Entry, event: ev.Registered) -> None:
+        name, before = event.pipeline, self._incarnations.get(event.pipeline, -1)
+        if event.incarnation <= before:
+            self._bad(f"{name} is registered as incarnation {event.incarnation} after {before}")
+        self._incarnations[name] = max(before, event.incarnation)
+        if not 0 <= event.min_share <= event.max_share <= 1 or event.max_share == 0 or event.weight <= 0:
+            self._bad(
+                f"{name} is registered with weight {event.weight:g} and shares from {event.min_share:g} to "
+                f"{event.max_share:g}"
+            )
+        infer = next(cluster for cluster in event.clusters if cluster.name == ACTOR_INFER)
+        ranks = len(infer.gpus) // infer.tp_size
+        most = min(max(int(event.max_share * ranks + 1e-9), 1), ranks)
+        self._pipelines[name] = _Pipeline(infer.tp_size, tuple(infer.gpus), event.rank_batch, most)
+
+    def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
+        self._pipelines.pop(event.pipeline, None)
+
+    def _leaving(self, entry: Entry, event: ev.Leaving) -> None:
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.leaving = True
+
+    def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.fenced = True
+            pipeline.requests.clear()
+
+    def _demand(self, entry: Entry, event: ev.DemandReported) -> None:
+        pipeline = self._known(event.pipeline)
+        if pipeline is None:
+            return
+        if event.seq <= pipeline.newest_demand:
+            self._bad(f"{event.pipeline} reports demand {event.seq} after {pipeline.newest_demand}")
+        pipeline.newest_demand = max(event.seq, pipeline.newest_demand)
+        pipeline.demand = max(event.target - event.done, 0) * event.unit
+
+    # Requests and claims.
+
+    def _requested(self, entry: Entry, event: ev.Requested) -> None:
+        pipeline = self._known(event.pipeline)
+        if pipeline is None:
+            return
+        if event.request <= pipeline.newest_request:
+            self._bad(f"request {event.request} of {event.pipeline} is taken after request {pipeline.newest_request}")
+        pipeline.newest_request = max(event.request, pipeline.newest_request)
+        pipeline.requests[event.cluster] = event
+
+    def _request_dropped(self, entry: Entry, event: ev.RequestDropped) -> None:
+        pipeline = self._known(event.pipeline)
+        if pipeline is None:
+            return
+        request = pipeline.requests.pop(event.cluster, None)
+        if request is not None and request.request != event.request:
+            self._bad(f"request {event.request} of {event.pipeline} is dropped, open is {request.request}")
+        if (event.cluster, -1) in pipeline.claims:
+            self._left_claimed = (entry.time, event.pipeline, event.cluster)
+
+    def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
+        self._look_for_left_claim(entry)
+        pipeline, who = self._known(event.pipeline), f"{event.pipeline}/{event.cluster}"
+        if self._recovering:
+            self._bad(f"GPUs {event.gpus} are promised to {who} before the scheduler has taken stock")
+        for passed in event.passed:
+            self._passed[passed] = self._passed.get(passed, 0) + 1
+            if self._passed[passed] > self._limits.get("max_backfills", math.inf):
+                self._bad(f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
+        if pipeline is None:
+            return
+        if pipeline.fenced or (pipeline.leaving and (event.rank >= 0 or not pipeline.holds)):
+            self._bad(f"GPUs {event.gpus} are promised to {who}, which is leaving or fenced")
+        if event.rank >= 0:
+            self._claimed_rank(entry, event, pipeline)
+        else:
+            self._claimed_cluster(entry, event, pipeline)
+        pipeline.claims[event.cluster, event.rank] = event
+
+    def _claimed_rank(self, entry: Entry, event: ev.Claimed, pipeline: _Pipeline) -> None:
+        rank, who = pipeline.rank(event.rank), f"rank {event.rank} of {event.pipeline}"
+        if rank.phase is not Phase.ASLEEP:
+            self._bad(f"{who} is to wake while it is {rank.phase.value}")
+        if rank.cools_until > entry.time:
+            self._bad(f"{who} is to wake at {entry.time:.1f} s, it cools off until {rank.cools_until:.1f} s")
+        if not event.ahead and pipeline.up >= pipeline.useful:
+            self._bad(f"{who} is to wake, {pipeline.up} of {pipeline.useful} ranks that are of use are up")
+
+    def _claimed_cluster(self, entry: Entry, event: ev.Claimed, pipeline: _Pipeline) -> None:
+        request = pipeline.requests.get(event.cluster)
+        if request is None or request.request != event.request:
+            self._bad(f"{event.pipeline}/{event.cluster} is claimed for request {event.request}, which is not open")
+        elif request.priority is Priority.INITIALIZATION and not pipeline.holds:
+            others = [n for n, p in self._pipelines.items() if n != event.pipeline and p.initialises]
+            if 0 < self._limits.get("max_initialising", 0) <= len(others):
+                self._bad(f"{event.pipeline} may initialise beside {', '.join(others)}")
+        evicted_at, evicted = self._evicted
+        robbed = {evicted[gpu] for gpu in event.gpus if gpu in evicted} if evicted_at == entry.time else set()
+        for holder in sorted(robbed - {event.pipeline}):
+            self._bad(f"{event.pipeline}/{event.cluster} evicts a rank of {holder} from its guaranteed slice")
+
+    def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.claims.pop((event.cluster, event.rank), None)
+        if self._left_claimed is not None and self._left_claimed[1:] == (event.pipeline, event.cluster):
+            self._left_claimed = None
+
+    def _look_for_left_claim(self, entry: Entry) -> None:
+        """A claim goes with its request, at the same moment."""
+        if self._left_claimed is not None and entry.time > self._left_claimed[0]:
+            _, name, cluster = self._left_claimed
+            self._left_claimed = None
+            self._bad(f"the claim of {name}/{cluster} outlives its request")
+
+    def _settled(self, entry: Entry, pipeline: _Pipeline | None, key: tuple[str, int], epoch: int) -> None:
+        """A lease that comes of a claim is a new one; others are what a scheduler finds when it takes stock."""
+        claim = pipeline.claims.pop(key, None) if pipeline is not None else None
+        if claim is not None and self._recovering and not self._gap:
+            self._bad(f"GPUs {claim.gpus} go to {claim.pipeline}/{key[0]} before the scheduler has taken stock")
+        if claim is not None and epoch <= self._newest_epoch:
+            self._bad(f"{claim.pipeline}/{key[0]} gets epoch {epoch}, there was {self._newest_epoch} before")
+        self._newest_epoch = max(epoch, self._newest_epoch)
+
+    def _granted(self, entry: Entry, event: ev.Granted) -> None:
+        self._look_for_left_claim(entry)
+        pipeline = self._known(event.pipeline)
+        self._settled(entry, pipeline, (event.cluster, -1), event.epoch)
+        if pipeline is not None:
+            pipeline.requests.pop(event.cluster, None)
+            pipeline.holds[event.cluster] = event.priority
+
+    def _priority_changed(self, entry: Entry, event: ev.PriorityChanged) -> None:
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.requests.pop(event.cluster, None)
+            pipeline.holds[event.cluster] = event.priority
+
+    def _released(self, entry: Entry, event: ev.Released) -> None:
+        self._look_for_left_claim(entry)
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.holds.pop(event.cluster, None)
+
+    # Ranks and commands.
+
+    def _rank_moved(self, entry: Entry, event: ev.RankMoved) -> None:
+        self._look_for_left_claim(entry)
+        pipeline, who = self._known(event.pipeline), f"rank {event.rank} of {event.pipeline}"
+        begins = event.phase in (Phase.WAKING, Phase.BUILDING)
+        if begins:
+            self._settled(entry, pipeline, (ACTOR_INFER, event.rank), event.epoch)
+        if pipeline is None:
+            return
+        rank = pipeline.rank(event.rank)
+        if self._judges and event.phase not in _FOLLOWING[rank.phase]:
+            self._bad(f"{who} goes from {rank.phase.value} to {event.phase.value}")
+        if self._judges and not begins and event.epoch != rank.epoch:
+            self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
+        # One that broke, or whose pipeline leaves, goes to sleep for its own sake.
+        own = rank.cools_until > entry.time or pipeline.leaving or not self._judges
+        if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank):
+            if self._evicted[0] != entry.time:
+                self._evicted = (entry.time, {})
+            self._evicted[1].update(dict.fromkeys(pipeline.gpus_of(event.rank), event.pipeline))
+        if begins:
+            rank.guaranteed, rank.served_since = event.guaranteed, None
+        elif event.phase is Phase.ACTIVE:
+            rank.served_since = entry.time
+        elif event.phase is Phase.ASLEEP and rank.phase is Phase.FAILED:
+            rank.cools_until = max(rank.cools_until, entry.time + self._limits.get("quarantine_s", 0.0))
+        rank.phase, rank.epoch = event.phase, event.epoch
+
+    def _in_slice(self, entry: Entry, rank: _Rank) -> bool:
+        return rank.served_since is None or entry.time < rank.served_since + self._limits.get("min_hold_s", 0.0)
+
+    def _cooling(self, entry: Entry, event: ev.RankCooling) -> None:
+        if (pipeline := self._known(event.pipeline)) is not None:
+            pipeline.rank(event.rank).cools_until = event.until
+
+    def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
+        what = f"{event.verb} of rank {event.rank} of {event.pipeline}"
+        pipeline = self._known(event.pipeline)
+        key = (event.pipeline, event.incarnation, event.rank)
+        if pipeline is not None and event.rank >= 0:
+            phase = pipeline.rank(event.rank).phase
+            mine = event.incarnation == self._incarnations.get(event.pipeline)
+            if self._judges and mine and phase not in _MEANT_FOR[event.verb]:
+                self._bad(f"{what} is sent while it is {phase.value}")
+            if self._judges and key in self._commands.values():
+                self._bad(f"{what} is sent while another command of the rank is open")
+            if pipeline.fenced and event.verb != "reap" and mine:
+                self._bad(f"{what} is sent though its pipeline is fenced")
+        self._commands[event.command] = key
+
+    def _command_ended(self, entry: Entry, event: ev.CommandEnded) -> None:
+        self._commands.pop(event.command, None)

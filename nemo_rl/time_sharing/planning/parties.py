@@ -1,0 +1,107 @@
+"""The pipelines with demand while a plan shares GPUs among them: what each is entitled to, how well it is served.
+
+Knows nothing of which GPUs these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nemo_rl.time_sharing.log.ledger import PipelineState
+from nemo_rl.time_sharing.planning.plan import Plan
+from nemo_rl.time_sharing.planning.plan_state import PlanState
+from nemo_rl.time_sharing.planning.shares import Claimant, fill, whole_ranks
+
+
+class Party:
+    """A pipeline with demand, and how well it is served while ranks are given and moved: GPUs for its work and weight;
+    below 0 as long as it lacks GPUs that it is guaranteed.
+
+    entitled: GPUs of the whole pool, within bounds. target: those in whole ranks. pull: GPUs in proportion to work and
+    weight alone; pipelines that want the same GPUs are compared by these, since what bounds a share elsewhere in the
+    pool says nothing about these GPUs. minimum: guaranteed GPUs. `now` is how well it is served, `less_one` how well it
+    would be with one rank less; `surplus` tells that it has more ranks than it can use.
+    """
+
+    __slots__ = (
+        "entitled",
+        "fixed",
+        "free_ranks",
+        "less_one",
+        "minimum",
+        "name",
+        "now",
+        "pull",
+        "ranks",
+        "surplus",
+        "target",
+        "tp",
+        "useful",
+    )
+
+    def __init__(
+        self, plan_state: PlanState, name: str, entitled: float, target: int, pull: float, minimum: float
+    ) -> None:
+        self.name, self.entitled, self.target = name, entitled, target
+        self.pull, self.minimum = max(pull, 1e-9), minimum or -math.inf
+        self.ranks, self.tp = plan_state.ranks_of(name), plan_state.tp[name]
+        self.useful, self.fixed = plan_state.useful[name], plan_state.fixed_gpus[name]
+        self.free_ranks: Iterator[int] = iter(())
+        self.update(plan_state.counts[name])
+
+    def served(self, gpus: int) -> float:
+        """How well it would be served with so many GPUs."""
+        return gpus / self.minimum - 1.0 if gpus < self.minimum else gpus / self.pull
+
+    def served_by(self, gpus: range) -> list[float]:
+        """`served` for each of these numbers of GPUs."""
+        if gpus.start < self.minimum:
+            return [self.served(count) for count in gpus]
+        pull = self.pull
+        return [count / pull for count in gpus]
+
+    def update(self, ranks: int) -> None:
+        """Takes in how many ranks it has, or will have."""
+        gpus, less, minimum = self.fixed + ranks * self.tp, self.fixed + (ranks - 1) * self.tp, self.minimum
+        self.surplus = ranks > self.useful
+        self.now = gpus / minimum - 1.0 if gpus < minimum else gpus / self.pull
+        self.less_one = less / minimum - 1.0 if less < minimum else less / self.pull
+
+
+class Idle(Party):
+    """Whoever has ranks and no demand: the first to give."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.now = self.less_one = math.inf
+        self.surplus = True
+
+
+def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
+    """Everybody with demand, by name, and into the plan what each is entitled to."""
+    claimants = [
+        _claimant(plan_state, name, pipeline)
+        for name, pipeline in plan_state.pipelines.items()
+        if plan_state.useful[name] > 0
+    ]
+    if not claimants:
+        return {}
+    budget = len(plan_state.kind) - len(plan_state.quarantined)
+    result.entitled = entitled = fill(budget, claimants)
+    ranks = whole_ranks(budget, claimants, entitled)
+    level = budget / sum(c.claim for c in claimants)
+    return {
+        c.name: Party(plan_state, c.name, entitled[c.name], ranks[c.name] * c.rank_gpus, c.claim * level, c.minimum)
+        for c in claimants
+    }
+
+
+def _claimant(plan_state: PlanState, name: str, pipeline: PipelineState) -> Claimant:
+    tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
+    useful = plan_state.useful[name]
+    guaranteed = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), useful)
+    # A sample costs a rank of tp GPUs the time that it costs a rank of one.
+    work = pipeline.demand.remaining * tp
+    return Claimant(name, pipeline.spec.weight * work, guaranteed * tp, useful * tp + plan_state.fixed_gpus[name], tp)

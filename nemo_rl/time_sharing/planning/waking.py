@@ -1,0 +1,100 @@
+"""Which ranks of a pipeline could wake, whether their GPUs are kept for somebody else, and for how long one serves at
+least.
+
+Looks at a plan in the making and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from nemo_rl.time_sharing.log.ledger import PipelineState
+from nemo_rl.time_sharing.planning.plan import Expand, Plan, Reason
+from nemo_rl.time_sharing.planning.plan_state import BLOCKED, PlanState
+
+_WORTH_HANDOVERS = 4.0
+"""How many times the hand-over a time slice lasts, so that at most a fifth of a GPU's time goes into moving it."""
+_LONGEST_SLICE = 4.0
+"""How many times the time slice of a pipeline of weight 1 that of a heavy one lasts at most, whatever its weight, since
+others wait for its end."""
+
+
+def slice_seconds(plan_state: PlanState, name: str) -> float:
+    """For how long a rank serves before another pipeline may have it: as long as its hand-over is worth, `max_slice_s`
+    at most (`min_hold_s` before a hand-over was seen); longer for heavier pipelines.
+
+    The longest, `max_slice_s` x `_LONGEST_SLICE`, is what others may have to wait for it.
+    """
+    known = plan_state.time_slices.get(name)
+    if known is None:
+        pipeline, hold = plan_state.pipelines[name], plan_state.limits.min_hold_s
+        if pipeline.handover_s is not None:
+            hold = min(_WORTH_HANDOVERS * pipeline.handover_s, plan_state.limits.max_slice_s)
+        known = plan_state.time_slices[name] = hold * min(max(pipeline.spec.weight, 0.1), _LONGEST_SLICE)
+    return known
+
+
+def rank_state(plan_state: PlanState, gpus: tuple[int, ...], name: str, rank: int) -> int:
+    """The worst of a rank's GPUs; one that is reserved against the rank counts as blocked."""
+    kind = plan_state.kind
+    worst = kind[gpus[0]] if len(gpus) == 1 else max(kind[gpu] for gpu in gpus)
+    if worst != BLOCKED and plan_state.reserved and reserved_against(plan_state, gpus, name, rank):
+        return BLOCKED
+    return worst
+
+
+def reserved_against(plan_state: PlanState, gpus: tuple[int, ...], name: str, rank: int) -> bool:
+    """Whether one of the GPUs is reserved for another pipeline's first rank, or for a request that will start before
+    this rank could have had a slice.
+    """
+    first_start, kept_for, reserved = plan_state.first_start, plan_state.kept_for, plan_state.reserved
+    for gpu in gpus:
+        if gpu not in reserved:
+            continue
+        if first_start[gpu] < math.inf and first_start[gpu] <= _slice_ends(plan_state, name, rank):
+            return True
+        if kept_for and kept_for.get(gpu, name) != name:
+            return True
+    return False
+
+
+def _slice_ends(plan_state: PlanState, name: str, rank: int) -> float:
+    """When a rank that is woken now will have had its first slice."""
+    return plan_state.now + plan_state.rise_s(name, rank) + slice_seconds(plan_state, name)
+
+
+def candidates(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
+    """Ranks that could wake: asleep, not claimed, not cooling off after a failure; those first whose engine has been
+    built before.
+    """
+    name = pipeline.topology.pipeline
+    asleep = plan_state.asleep.get(name)
+    if asleep is None:
+        asleep = plan_state.asleep[name] = _asleep(plan_state, pipeline)
+    building = plan_state.building.get(name, 0)
+    if building and 0 < plan_state.useful[name] <= plan_state.counts[name] + building:
+        # Those stand sooner than any whose engine were begun now.
+        return [rank for rank in asleep if rank in pipeline.warm]
+    return asleep
+
+
+def _asleep(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
+    up, claimed, warm = pipeline.awake, pipeline.claimed_ranks, pipeline.warm
+    asleep: Sequence[int] = pipeline.wake_order
+    if up or claimed:
+        asleep = [rank for rank in asleep if rank not in up and rank not in claimed]
+    if warm and len(warm) < len(pipeline.topology.ranks):
+        asleep = [rank for rank in asleep if rank in warm] + [rank for rank in asleep if rank not in warm]
+    if pipeline.cooling:
+        asleep = [rank for rank in asleep if pipeline.cooling.get(rank, 0.0) <= plan_state.now]
+    return asleep
+
+
+def expand(
+    plan_state: PlanState, result: Plan, name: str, rank: int, because: Reason, *, guaranteed: bool = False
+) -> None:
+    gpus = plan_state.ranks_of(name)[rank]
+    plan_state.claim(gpus)
+    plan_state.counts[name] += 1
+    result.expands.append(Expand(name, rank, gpus, guaranteed, because))

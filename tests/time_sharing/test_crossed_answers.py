@@ -1,0 +1,47 @@
+"""Answers that cross what came after them."""
+
+from __future__ import annotations
+
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_INFER,
+    ACTOR_TRAIN,
+    Answer,
+    Command,
+    Limits,
+    Outcome,
+    Priority,
+    Status,
+    Verb,
+    Want,
+)
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
+from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
+from nemo_rl.utils.record import MemoryRecord
+
+TPS, GPUS = {ACTOR_TRAIN: 1, ACTOR_INFER: 1}, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]}
+
+
+def scheduler_and_commands() -> tuple[Scheduler, list[Command]]:
+    sent: list[Command] = []
+    clock = SteadyClock()
+    return Scheduler(MemoryRecord(clock=lambda: clock.now), sent.append, clock), sent
+
+
+def asks(request: int) -> Status:
+    return Status("a", 0, request, wants=(Want(ACTOR_TRAIN, Priority.INITIALIZATION, request),))
+
+
+def test_the_refusal_of_a_grant_takes_nothing_back_from_the_request_that_came_after_it() -> None:
+    """A job takes its request back and asks anew while the first grant is on its way, and refuses that."""
+    scheduler, sent = scheduler_and_commands()
+    scheduler.open(Pool(1, 2), Limits(), 0.0)
+    scheduler.register("a", "a_NS", TPS, GPUS, 0.0)
+    scheduler.status(asks(1), 0.0)
+    (first,) = (command for command in sent if command.verb is Verb.GRANT)
+    scheduler.status(asks(2), 1.0)
+    second = sent[-1]
+    assert (second.verb, second.request, second.epoch) == (Verb.GRANT, 2, first.epoch)
+    scheduler.answer(Answer(second.command, "a", 0, Outcome.DONE), 1.1)
+    scheduler.answer(Answer(first.command, "a", 0, Outcome.REFUSED), 1.2)
+    assert ACTOR_TRAIN in scheduler.state.pipelines["a"].held and not scheduler.state.free(0)
