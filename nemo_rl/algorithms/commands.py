@@ -14,6 +14,7 @@ from pathlib import Path
 from nemo_rl.algorithms import launch
 from nemo_rl.config import ClusterConfig, ConfigError, EvalMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import UserError, in_one_line
+from nemo_rl.distributed.worker_start import importing
 
 logger = logging.getLogger("nemo_rl")
 
@@ -40,8 +41,9 @@ def _ray_ahead(cluster: ClusterConfig) -> AbstractContextManager[None]:
 def grpo_to_end(config: MasterConfig) -> int:
     """Runs a checked configuration; the exit code."""
     with _ray_ahead(config.cluster):
-        from nemo_rl.algorithms.grpo.assembly import close, setup
-        from nemo_rl.algorithms.grpo.loop import drive
+        with importing():
+            from nemo_rl.algorithms.grpo.assembly import close, setup
+            from nemo_rl.algorithms.grpo.loop import drive
 
         return launch.run_to_end(config, setup, drive, close)
 
@@ -61,8 +63,9 @@ def sft(arguments: Sequence[str], *, default_config: Path) -> int:
 def sft_to_end(config: SFTMasterConfig) -> int:
     """Runs a checked configuration; the exit code."""
     with _ray_ahead(config.cluster):
-        from nemo_rl.algorithms.sft.assembly import close, setup
-        from nemo_rl.algorithms.sft.driver import sft_train
+        with importing():
+            from nemo_rl.algorithms.sft.assembly import close, setup
+            from nemo_rl.algorithms.sft.driver import sft_train
 
         return launch.run_to_end(config, setup, sft_train, close)
 

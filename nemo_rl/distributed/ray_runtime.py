@@ -10,15 +10,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from unittest.mock import patch
 
 import psutil
 import ray
+from ray._private import services
+from ray._private.node import Node
 from ray._private.utils import read_ray_address
+from ray._raylet import GcsClient  # pyrefly: ignore[missing-module-attribute]  # it is compiled
 from ray.exceptions import RayError
 
 from nemo_rl.config.errors import UserError
@@ -44,9 +49,15 @@ _LOCAL_CLUSTER_ENV = {
     "RAY_prestart_worker_first_driver": "0",
 }
 
+# Processes of Ray that a cluster of one run does without: what reports usage where there is no dashboard, what asks a
+# cloud for more nodes, and what echoes the workers' output. Together they take two seconds of a start on two cores.
+_UNUSED = ("start_api_server", "start_monitor")
+_ECHOES = "start_log_monitor"
+
 _LOCAL = "local"
 _ANSWER_S = 5.0
 _START_ATTEMPTS = 3
+_NODE_UP_S, _LOOK_S = 30.0, 0.02
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
 Started = TypeVar("Started")
 
@@ -220,7 +231,8 @@ def _start_local(**options: Any) -> None:
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:
-            ray.init(**options)
+            with _without(*_UNUSED, *(() if options["log_to_driver"] else (_ECHOES,))), _seen_at_once():
+                ray.init(**options)
             return
         except Exception as error:
             if "timed out during startup" not in str(error):
@@ -231,6 +243,36 @@ def _start_local(**options: Any) -> None:
                     f"Ray did not start within half a minute, {attempt} times; is this machine overloaded? ({error})"
                 ) from error
             logger.warning("ray=start_timed_out attempt=%d", attempt)
+
+
+@contextmanager
+def _without(*starters: str) -> Iterator[None]:
+    """Inside the block Ray leaves out those of its processes that these methods of its node start."""
+    with ExitStack() as stack:
+        for starter in starters:
+            if hasattr(Node, starter):
+                stack.enter_context(patch.object(Node, starter, _nothing))
+        yield
+
+
+def _nothing(node: Node, **options: object) -> None:
+    """In the place of one of the node's methods."""
+
+
+@contextmanager
+def _seen_at_once() -> Iterator[None]:
+    """Inside the block Ray notices within milliseconds that its node is up; itself it looks once a second."""
+    get_node = services.get_node
+
+    def once_there(gcs_address: str, node_id: str) -> Any:
+        client = GcsClient(address=gcs_address)
+        deadline = time.monotonic() + _NODE_UP_S
+        while time.monotonic() < deadline and not client.get_all_node_info():
+            time.sleep(_LOOK_S)
+        return get_node(gcs_address, node_id)
+
+    with patch.object(services, "get_node", once_there):
+        yield
 
 
 def _end_half_started(before: set[psutil.Process]) -> None:

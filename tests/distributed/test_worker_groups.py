@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray._private import worker
 
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError
@@ -35,6 +36,12 @@ def grid(cluster: RayVirtualCluster) -> Iterator[RayWorkerGroup]:
     group = RayWorkerGroup(cluster, RayWorkerBuilder(PROBE), name_prefix="probe", sharding_annotations=sharding)
     yield group
     group.shutdown()
+
+
+def test_a_cluster_of_our_own_runs_only_what_it_needs_of_ray(ray_session: None) -> None:
+    node = worker._global_node
+    assert node is not None
+    assert set(node.all_processes) == {"gcs_server", "raylet"}
 
 
 def test_more_slots_than_there_are_is_an_error_that_names_the_keys(ray_session: None) -> None:

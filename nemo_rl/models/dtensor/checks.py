@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.models.dtensor import kernels
-from nemo_rl.models.dtensor.lora import chosen_layers
 from nemo_rl.models.policy.model_config import check_divisible, check_experts
 from nemo_rl.models.policy.optimizer import check_names
 
@@ -31,6 +30,8 @@ def check_policy(cfg: PolicyConfig, model: PretrainedConfig) -> None:
 def _check_adapters(cfg: PolicyConfig, model: PretrainedConfig) -> None:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+
+    from nemo_rl.models.dtensor.lora import chosen_layers
 
     with init_empty_weights():
         empty = AutoModelForCausalLM.from_config(model, trust_remote_code=cfg.trust_remote_code)

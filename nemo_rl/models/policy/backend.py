@@ -18,6 +18,7 @@ import torch
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
 from nemo_rl.distributed.worker_groups import resolve_fqn
+from nemo_rl.distributed.worker_start import importing
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.train_step import MicrobatchResult, StepBackend
 
@@ -196,8 +197,9 @@ class BackendSpec:
 
     def load(self) -> None:
         """Imports what `build` needs, which takes seconds; touches no accelerator."""
-        resolve_fqn(self.builder)
-        resolve_fqn("transformers.AutoModelForCausalLM")
+        with importing():
+            resolve_fqn(self.builder)
+            resolve_fqn("transformers.AutoModelForCausalLM")
 
     def build(self, cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptions) -> Backend:
         """This rank's backend. Collective."""

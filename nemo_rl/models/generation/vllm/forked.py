@@ -15,8 +15,11 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
+
+from nemo_rl.distributed.worker_start import importing
 
 _TITLE = "VLLM::EngineCore"
 _DRIVER = "libcuda.so.1"
@@ -30,10 +33,12 @@ def import_engine(engine_kwargs: dict[str, Any]) -> None:
     Args:
         engine_kwargs: Keyword arguments of `AsyncEngineArgs`. What is wrong with them is said when the engine starts.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    with importing():
+        from vllm.engine.arg_utils import AsyncEngineArgs
 
-    with suppress(Exception):
-        AsyncEngineArgs(**engine_kwargs).create_engine_config()
+        with suppress(Exception):
+            AsyncEngineArgs(**engine_kwargs).create_engine_config()
+        import_module("vllm.v1.engine.async_llm")
 
 
 def may_fork() -> bool:
