@@ -143,7 +143,8 @@ class DTensorBackend:
         self.writer = writer
         self._dtype = dtype
         self._stays_on_host = stays_on_host
-        self._defers = defer_gradient_sync
+        # A rank alone has nobody to wait for.
+        self._defers = defer_gradient_sync and mesh.gradient_mesh.size() > 1
         self._clear_every = clear_cache_every
         self._microbatches = 0
         self._adapter = adapter
@@ -202,6 +203,7 @@ class DTensorBackend:
                 release_cached_memory(self.device)
         for _ in range(idle):
             self._idle_backward()
+        self.scorer.drop_gathered()
         return results
 
     def _loss(self, data: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
@@ -223,6 +225,8 @@ class DTensorBackend:
 
     def max_over_data(self, value: int) -> int:
         """See `StepBackend`."""
+        if self.mesh.data_mesh.size() == 1:
+            return value
         tensor = torch.tensor([value], device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.mesh.data_mesh.get_group())
         return int(tensor)
@@ -240,6 +244,7 @@ class DTensorBackend:
             # Which microbatch is a step's last is known only now: an empty one carries the sums of all.
             self.scorer.synchronize_gradients(True)
             self._idle_backward()
+            self.scorer.drop_gathered()
         self._sum_headwise_norms()
         cut = torch.zeros((), dtype=torch.float64, device=self.device)
         whole = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -282,7 +287,7 @@ class DTensorBackend:
 
     def discard_gradients(self) -> None:
         """Drops accumulated gradients, and whatever a pass that failed left gathered."""
-        self.scorer.reshard()
+        self.scorer.drop_gathered()
         self.scorer.drop_deferred_gradients()
         for parameter in self.scorer.parameters():
             parameter.grad = None
@@ -327,7 +332,7 @@ class DTensorBackend:
     def _idle_passes(self, count: int) -> None:
         for _ in range(count):
             self.scorer(self._packed(idle_microbatch()), LogitTransform())
-        self.scorer.reshard()
+        self.scorer.drop_gathered()
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """See `Backend`."""

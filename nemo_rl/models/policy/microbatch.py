@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
@@ -53,8 +54,7 @@ def microbatch_loss(
         device: Where the scores are.
     """
     on_device = {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in data.items()
+        key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()
     }
     if isinstance(output, torch.Tensor):
         logits_BSV = batch.unpack(output)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.distributed.devices import to_device
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -75,16 +77,14 @@ def pack(
     )
     extra = torch.zeros(padding, dtype=torch.long)
     return PackedBatch(
-        torch.cat([ids_N, extra]).to(device, non_blocking=True),
-        torch.cat([positions_BS.reshape(-1)[source_N], torch.arange(padding)]).to(device, non_blocking=True),
-        torch.cat([next_BS.reshape(-1)[source_N], extra]).to(device, non_blocking=True),
-        borders.to(device, non_blocking=True),
+        to_device(torch.cat([ids_N, extra]), device),
+        to_device(torch.cat([positions_BS.reshape(-1)[source_N], torch.arange(padding)]), device),
+        to_device(torch.cat([next_BS.reshape(-1)[source_N], extra]), device),
+        to_device(borders, device),
         max([*lengths, padding], default=0),
-        source_N.to(device, non_blocking=True),
+        to_device(source_N, device),
         (batch, width),
-        _trained_positions(data, source_N).to(device, non_blocking=True)
-        if trained_only and "token_mask" in data
-        else None,
+        to_device(_trained_positions(data, source_N), device) if trained_only and "token_mask" in data else None,
     )
 
 
