@@ -165,7 +165,7 @@ def apply_compile(model: Any) -> None:
 
 def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorConfig, *, dtype: torch.dtype) -> None:
     """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient
-    sums. Weights that are small beside the device's memory are gathered once for all passes until the next `drop_gathered`.
+    sums. Weights that are small beside the device's memory stay gathered between passes, until `drop_gathered`.
 
     Experts that are cut over expert-parallel ranks are a part of their own: fewer ranks share each of them.
     """
