@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from nemo_rl.time_sharing.agents.runtime import AgentRuntime
+from nemo_rl.time_sharing.agents.runtime import AgentRuntime, Engine
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -39,7 +39,8 @@ class NoEngine:
 
     def wake(self, rank: int) -> None: ...
 
-    def load(self, rank: int, version: int) -> None: ...
+    def load(self, rank: int, version: int) -> int:
+        return version
 
     def set_routable(self, rank: int, active: bool) -> None: ...
 
@@ -61,10 +62,10 @@ class LocalScheduler:
         with self._lock:
             return self.core.register(name, "ns", dict.fromkeys(mappings, 1), mappings, self.now, **options)
 
-    def start(self, name: str) -> AgentRuntime:
-        """A pipeline that trains on GPU 0 and generates on both, with engines that do nothing."""
+    def start(self, name: str, engine: Engine | None = None) -> AgentRuntime:
+        """A pipeline that trains on GPU 0 and generates on both, with engines that do nothing by default."""
         topology = self.register(name, {ACTOR_TRAIN: [0], ACTOR_INFER: [0, 1]})
-        self.agents[name] = agent = AgentRuntime(topology, 0, NoEngine(), self, NullRecord(), self.limits)
+        self.agents[name] = agent = AgentRuntime(topology, 0, engine or NoEngine(), self, NullRecord(), self.limits)
         self._runtimes.append(agent)
         agent.start()
         return agent

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from local_scheduler import LocalScheduler
+from local_scheduler import LocalScheduler, NoEngine
 
 from nemo_rl.time_sharing.agents.agent_parts import ProtocolError
 from nemo_rl.time_sharing.agents.runtime import Dismissed, RequestEnded
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Priority
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, Phase, Priority
 
 LIMITS = Limits(heartbeat_s=0.02, lease_s=1e6, retry_s=0.02, plan_interval_s=0.0, request_s=60.0, max_hold_s=1e6)
 
@@ -62,3 +62,26 @@ def test_a_driver_that_waits_while_its_pipeline_is_fenced_is_dismissed(scheduler
     with pytest.raises(Dismissed, match="incarnation 0 is no longer registered"):
         late.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 60.0)
     assert late.fenced
+
+
+class DefectiveAtFirst(NoEngine):
+    """Its first wake raises what no engine should."""
+
+    def __init__(self) -> None:
+        self.wakes = 0
+
+    def wake(self, rank: int) -> None:
+        self.wakes += 1
+        if self.wakes == 1:
+            raise KeyError("a name that is still taken")
+
+
+def test_an_engine_that_raises_whatever_has_failed_and_holds_nothing(scheduler: LocalScheduler) -> None:
+    engine = DefectiveAtFirst()
+    agent = scheduler.start("a", engine)
+    agent.acquire(ACTOR_TRAIN, Priority.INITIALIZATION, -1, 60.0)
+    agent.begin_at(0)
+    agent.release(ACTOR_TRAIN, target=8)
+    awake = scheduler.core.state.pipelines["a"].awake
+    scheduler.wait_until(lambda: engine.wakes == 2)
+    scheduler.wait_until(lambda: [rank.phase for rank in awake.values()] == [Phase.ACTIVE])

@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 class Engine(Protocol):
     """What a pipeline can do with one of its generation ranks.
 
-    Each call returns when it is done and raises EngineError when it cannot be done. `load` returns the version that it
-    loaded: the one asked for, or a newer one that was built meanwhile. `set_routable` must not wait.
+    Each call returns when it is done and raises EngineError when it cannot be done; whatever else it raises counts as
+    the same. `load` returns the version that it loaded: the one asked for, or a newer one that was built meanwhile.
+    `set_routable` must not wait.
     """
 
     def drain(self, rank: int) -> None: ...
@@ -249,7 +250,8 @@ class AgentRuntime:
         done, loaded = True, None
         try:
             loaded = work[operation.kind]()
-        except EngineError:
+        except Exception:
+            # An answer that never comes would hold the GPUs of a rank that does nothing until its deadline.
             logger.exception("event=operation_failed kind=%s rank=%d", operation.kind, operation.rank)
             done = False
         with self._lock:
@@ -270,12 +272,9 @@ class AgentRuntime:
 
 
 def _log_error(done: Future[None]) -> None:
-    """An engine that raises anything but EngineError has a defect; its operation stays unanswered and ends at the
-    scheduler's deadline.
-    """
     error = done.exception()
     if error is not None:
-        logger.error("event=operation_raised error=%r", error, exc_info=error)
+        logger.error("event=agent_raised error=%r", error, exc_info=error)
 
 
 def forward(future: Future[Reply], replied: Callable[[Reply], None]) -> None:
