@@ -371,15 +371,15 @@ MUTANTS = (
     Mutant(
         "slices-ignored",
         _MOVES,
-        "        if needed and plan_state.now < pipeline.awake[rank].slice_began() + slice_seconds(plan_state, name):",
-        "        if needed and plan_state.now < pipeline.awake[rank].slice_began():",
+        "awake[rank].slice_began() + slice_seconds(plan_state, name)",
+        "awake[rank].slice_began()",
         "a rank is moved before its time slice is over",
     ),
     Mutant(
         "worse-served-give",
         _MOVES,
-        "if giver.now < bar.now or after < bar.after:",
-        "if giver.now < -1:",
+        "                giver.now < bar\n                or giver.less_one < after\n",
+        "                giver.now < -1\n",
         "a rank moves from one that is served worse",
     ),
     Mutant(
@@ -393,8 +393,8 @@ MUTANTS = (
     Mutant(
         "starved-reserve-nothing",
         _SHARING,
-        "    elif fallback is not None and starved:",
-        "    elif fallback is not None and starved and pipeline.held:",
+        "    elif starved:\n",
+        "    elif starved and pipeline.held:\n",
         "a pipeline that waits for its first rank reserves nothing",
     ),
     Mutant(

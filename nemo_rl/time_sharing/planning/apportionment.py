@@ -12,7 +12,7 @@ from nemo_rl.time_sharing.planning.free_ranks import hand_out_free
 from nemo_rl.time_sharing.planning.hold_graph import unscheduled
 from nemo_rl.time_sharing.planning.parties import divide
 from nemo_rl.time_sharing.planning.plan import Plan
-from nemo_rl.time_sharing.planning.plan_state import FREEING, RANK, PlanState, Reservation
+from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState, Reservation
 from nemo_rl.time_sharing.planning.waking import candidates, expand, rank_state, slice_seconds
 from nemo_rl.time_sharing.protocol.types import Priority
 
@@ -46,18 +46,18 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         return
     starved = plan_state.now >= since + plan_state.limits.aging_s * Priority.GENERATION
     options: list[tuple[bool, int, float, int, list[tuple[str, int]]]] = []
-    fallback: int | None = None
     for until in pipeline.cooling.values():
         if until > plan_state.now:
             result.look_again(until)
-    for rank in candidates(plan_state, pipeline):
-        gpus = pipeline.topology.ranks[rank]
+    could_wake, ranks = candidates(plan_state, pipeline), pipeline.topology.ranks
+    for rank in could_wake:
+        gpus = ranks[rank]
+        if plan_state.kind[gpus[0]] == BLOCKED:
+            continue
         state = rank_state(plan_state, gpus, name, rank)
         if state <= FREEING:
             expand(plan_state, result, name, rank, ("unscheduled", since), guaranteed=starved)
             return
-        if fallback is None and not any(gpu in plan_state.quarantined for gpu in gpus):
-            fallback = rank
         if state == RANK and not pipeline.held:
             donors = ranks_to_evict(plan_state, gpus)
             if donors is not None and all((d, r) not in plan_state.shrunk for d, r in donors):
@@ -72,11 +72,12 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
         for donor, rank in donors:
             plan_state.shrink(result, donor, rank, ("time_slice", donor, name, since))
         expand(plan_state, result, name, chosen, ("unscheduled", since), guaranteed=starved)
-    elif fallback is not None and starved:
-        plan_state.holds.wait(unscheduled(name), pipeline.topology.ranks[fallback], name)
-        plan_state.reserve(
-            pipeline.topology.ranks[fallback], Reservation(f"{name} (first rank)", name, plan_state.now, None)
-        )
+    elif starved:
+        for rank in could_wake:
+            if plan_state.quarantined.isdisjoint(ranks[rank]):
+                plan_state.holds.wait(unscheduled(name), ranks[rank], name)
+                plan_state.reserve(ranks[rank], Reservation(f"{name} (first rank)", name, plan_state.now, None))
+                return
 
 
 def _slice_end_on(plan_state: PlanState, gpus: tuple[int, ...]) -> float:

@@ -9,62 +9,95 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import NamedTuple
 
 from nemo_rl.time_sharing.planning.parties import Idle, Party
 from nemo_rl.time_sharing.planning.plan import Plan, Reason
 from nemo_rl.time_sharing.planning.plan_state import RANK, PlanState
 from nemo_rl.time_sharing.planning.waking import candidates, expand, rank_state, reserved_against, slice_seconds
 
-
-class _Bar(NamedTuple):
-    """How well a giver must be served at least, `now` and `after` it has given."""
-
-    now: float
-    after: float
-
-
+_Bar = tuple[float, float]
+"""How well a giver must be served at least: now, and after it has given."""
 _Option = tuple[float, int, list[tuple[str, int]]]
 """Minus how well the worst served of those who would give is served; the taker's rank; the ranks on its GPUs."""
-
-
-def _bar(plan_state: PlanState, taker: Party) -> _Bar:
-    """What somebody must reach to give this one a rank."""
-    gpus = taker.fixed + (plan_state.counts[taker.name] + 1) * taker.tp
-    return _Bar((1 + plan_state.limits.hysteresis) * taker.now, taker.served(gpus))
 
 
 def move_busy(plan_state: PlanState, result: Plan, takers: list[Party], parties: dict[str, Party]) -> None:
     """Moves ranks from pipelines that are served better to pipelines that are served worse, where the mapping
     allows.
     """
-    if RANK not in plan_state.kind:
-        return
-    counts = plan_state.counts
-    givers = _givers(plan_state, parties)
-    for taker in sorted((p for p in takers if counts[p.name] < p.useful), key=lambda p: (p.now, p.name)):
-        bar, name = _bar(plan_state, taker), taker.name
-        holders = plan_state.pipelines[name].topology.at_first_gpus(givers)
-        willing = _willing(holders, bar)
+    if RANK in plan_state.kind:
+        moves = _Moves(plan_state, result, parties)
+        for taker in sorted([p for p in takers if p.ranks_up < p.useful], key=lambda p: (p.now, p.name)):
+            moves.serve(taker)
+
+
+class _Moves:
+    """Busy ranks that change hands in one plan."""
+
+    def __init__(self, plan_state: PlanState, result: Plan, parties: dict[str, Party]) -> None:
+        self._plan_state, self._result, self._parties = plan_state, result, parties
+        self._lead = 1 + plan_state.limits.hysteresis
+        # Whose rank, which could be put to sleep, is on each GPU.
+        self._givers: list[Party | None] = _givers(plan_state, parties)
+
+    def serve(self, taker: Party) -> None:
+        """Moves ranks to this one until it can use no more, or nobody who could would give it one."""
+        holders = self._plan_state.pipelines[taker.name].topology.at_first_gpus(self._givers)
+        willing = _willing(holders, self._bar(taker))
         if taker.tp > 1:
-            options, in_order = _wide_options(plan_state, taker, holders, willing, parties), False
-        else:
-            options = _options(plan_state, taker, holders, willing)
-            in_order = not any(giver.surplus for giver in willing)
-        for minus_worst, rank, donors in sorted(options):
-            # Those that follow are served no better, and give nothing more either.
-            if counts[name] >= taker.useful or (in_order and -minus_worst < bar.now):
-                break
-            if _may_give(plan_state, parties, donors, bar):
-                _take_over(plan_state, result, taker, rank, donors, parties)
-                for donor, given in donors:
-                    for gpu in plan_state.ranks_of(donor)[given]:
-                        givers[gpu] = None
-                bar = _bar(plan_state, taker)
+            self._take_wide(taker, _wide_options(self._plan_state, taker, holders, willing, self._parties))
+        elif willing:
+            self._take_narrow(taker, _options(self._plan_state, taker, holders, willing))
+
+    def _bar(self, taker: Party) -> _Bar:
+        """What somebody must reach to give this one a rank."""
+        return self._lead * taker.now, taker.served(taker.gpus + taker.tp)
+
+    def _take_narrow(self, taker: Party, ranks: list[int]) -> None:
+        """Takes ranks of one GPU each, in this order, from holders that may give them."""
+        plan_state, givers, owner = self._plan_state, self._givers, self._plan_state.owner
+        bar, after = self._bar(taker)
+        for rank in ranks:
+            if taker.ranks_up >= taker.useful:
+                return
+            gpus = taker.ranks[rank]
+            giver, lease = givers[gpus[0]], owner[gpus[0]]
+            if giver is None or lease is None:
+                continue
+            if not giver.surplus and (
+                giver.now < bar
+                or giver.less_one < after
+                or plan_state.now < _slice_end(plan_state, lease.pipeline, lease.rank)
+            ):
+                continue
+            if not reserved_against(plan_state, gpus, taker.name, rank):
+                self._take_over(taker, rank, [(lease.pipeline, lease.rank)])
+                bar, after = self._bar(taker)
+
+    def _take_wide(self, taker: Party, options: list[_Option]) -> None:
+        """Takes ranks of several GPUs each, in this order, from holders that all may give them."""
+        for _, rank, donors in options:
+            if taker.ranks_up >= taker.useful:
+                return
+            if _may_give(self._plan_state, self._parties, donors, self._bar(taker)):
+                self._take_over(taker, rank, donors)
+
+    def _take_over(self, taker: Party, rank: int, donors: list[tuple[str, int]]) -> None:
+        """Puts these ranks to sleep for one of the taker."""
+        plan_state, result, name = self._plan_state, self._result, taker.name
+        for donor, given in donors:
+            giver = self._parties.get(donor)
+            why: Reason = ("surplus", donor, name) if giver is None else ("gives", donor, giver.now, name, taker.now)
+            plan_state.shrink(result, donor, given, why)
+            if giver is not None:
+                giver.update(giver.ranks_up - 1)
+            for gpu in plan_state.pipelines[donor].topology.ranks[given]:
+                self._givers[gpu] = None
+        expand(plan_state, result, name, rank, ("share", taker.gpus, taker.entitled))
+        taker.update(taker.ranks_up + 1)
 
 
 def _givers(plan_state: PlanState, parties: dict[str, Party]) -> list[Party | None]:
-    """Whose rank, which could be put to sleep, is on each GPU."""
     idle = Idle()
     givers: list[Party | None] = [
         parties.get(lease.pipeline, idle) if kind == RANK and lease is not None else None
@@ -73,26 +106,6 @@ def _givers(plan_state: PlanState, parties: dict[str, Party]) -> list[Party | No
     for gpu in plan_state.rising:
         givers[gpu] = None
     return givers
-
-
-def _take_over(
-    plan_state: PlanState,
-    result: Plan,
-    taker: Party,
-    rank: int,
-    donors: list[tuple[str, int]],
-    parties: dict[str, Party],
-) -> None:
-    """Puts these ranks to sleep for one of the taker."""
-    counts, name = plan_state.counts, taker.name
-    for donor, drank in donors:
-        giver = parties.get(donor)
-        why: Reason = ("surplus", donor, name) if giver is None else ("gives", donor, giver.now, name, taker.now)
-        plan_state.shrink(result, donor, drank, why)
-        if giver is not None:
-            giver.update(counts[donor])
-    expand(plan_state, result, name, rank, ("share", plan_state.gpus_of(name), taker.entitled))
-    taker.update(counts[name])
 
 
 def _willing(holders: Iterable[Party | None], bar: _Bar) -> set[Party]:
@@ -105,23 +118,17 @@ def _willing(holders: Iterable[Party | None], bar: _Bar) -> set[Party]:
     }
 
 
-def _options(
-    plan_state: PlanState, taker: Party, holders: Sequence[Party | None], willing: set[Party]
-) -> list[_Option]:
-    """Ranks of one GPU each whose holder might give way; `holders` by rank."""
-    name, ranks, pipeline = taker.name, taker.ranks, plan_state.pipelines[taker.name]
+def _options(plan_state: PlanState, taker: Party, holders: Sequence[Party | None], willing: set[Party]) -> list[int]:
+    """Ranks of one GPU each whose holder might give way, those of the best served first; `holders` by rank."""
+    name, pipeline = taker.name, plan_state.pipelines[taker.name]
+    found = list(compress(range(len(holders)), map(willing.__contains__, holders)))
     # A rank on whose GPU another is up is neither up nor claimed itself, so all of them could wake but for these.
-    could_wake: Sequence[int] = range(len(ranks))
     if pipeline.cooling or plan_state.building.get(name):
-        could_wake = candidates(plan_state, pipeline)
-        holders = [holders[rank] for rank in could_wake]
-    found = []
-    for rank, giver in compress(zip(could_wake, holders, strict=True), map(willing.__contains__, holders)):
-        gpu = ranks[rank][0]
-        lease = plan_state.owner[gpu]
-        kept = gpu in plan_state.reserved and reserved_against(plan_state, ranks[rank], name, rank)
-        if lease is not None and giver is not None and not kept:
-            found.append((-giver.now, rank, [(lease.pipeline, lease.rank)]))
+        could_wake = set(candidates(plan_state, pipeline))
+        found = [rank for rank in found if rank in could_wake]
+    if len(willing) > 1:
+        served: dict[Party | None, float] = {giver: -giver.now for giver in willing}
+        found.sort(key=lambda rank: served[holders[rank]])
     return found
 
 
@@ -132,7 +139,9 @@ def _wide_options(
     willing: set[Party],
     parties: dict[str, Party],
 ) -> list[_Option]:
-    """Ranks of several GPUs each whose holders might give way; `holders` by rank, of its first GPU."""
+    """Ranks of several GPUs each whose holders might give way, those of the best served first; `holders` by rank, of
+    its first GPU.
+    """
     found = []
     for rank in candidates(plan_state, plan_state.pipelines[taker.name]):
         giver, gpus = holders[rank], taker.ranks[rank]
@@ -141,6 +150,7 @@ def _wide_options(
             if donors is not None:
                 worst = min([parties[donor].now if donor in parties else math.inf for donor, _ in donors])
                 found.append((-worst, rank, donors))
+    found.sort()
     return found
 
 
@@ -170,11 +180,14 @@ def _holders(plan_state: PlanState, gpus: tuple[int, ...]) -> list[tuple[str, in
 def in_slice(plan_state: PlanState, donors: list[tuple[str, int]]) -> bool:
     """Whether one of these ranks is in its time slice and of use to its pipeline, had that given all of them."""
     for name, rank in donors:
-        pipeline = plan_state.pipelines[name]
         needed = plan_state.counts[name] - given_by(name, donors) < plan_state.useful[name]
-        if needed and plan_state.now < pipeline.awake[rank].slice_began() + slice_seconds(plan_state, name):
+        if needed and plan_state.now < _slice_end(plan_state, name, rank):
             return True
     return False
+
+
+def _slice_end(plan_state: PlanState, name: str, rank: int) -> float:
+    return plan_state.pipelines[name].awake[rank].slice_began() + slice_seconds(plan_state, name)
 
 
 def given_by(name: str, donors: list[tuple[str, int]]) -> int:
@@ -189,16 +202,14 @@ def _may_give(plan_state: PlanState, parties: dict[str, Party], donors: list[tup
     Time slices are looked at last, when earlier moves of the same plan count: what a giver had too many it may have
     given by now.
     """
-    alone = len(donors) == 1
     for pair in donors:
         if pair in plan_state.shrunk:
             return False
         donor = pair[0]
-        ranks = plan_state.counts[donor] - (1 if alone else given_by(donor, donors))
+        ranks = plan_state.counts[donor] - given_by(donor, donors)
         if ranks >= plan_state.useful[donor]:
             continue
         giver = parties[donor]
-        after = giver.less_one if alone else giver.served(giver.fixed + ranks * giver.tp)
-        if giver.now < bar.now or after < bar.after:
+        if giver.now < bar[0] or giver.served(giver.fixed + ranks * giver.tp) < bar[1]:
             return False
     return not in_slice(plan_state, donors)

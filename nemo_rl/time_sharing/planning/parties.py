@@ -20,20 +20,23 @@ class Party:
 
     entitled: GPUs of the whole pool, within bounds. target: those in whole ranks. pull: GPUs in proportion to work and
     weight alone; pipelines that want the same GPUs are compared by these, since what bounds a share elsewhere in the
-    pool says nothing about these GPUs. minimum: guaranteed GPUs. `now` is how well it is served, `less_one` how well it
-    would be with one rank less; `surplus` tells that it has more ranks than it can use.
+    pool says nothing about these GPUs. minimum: guaranteed GPUs. `ranks_up` and `gpus` are what it has; `now` is how
+    well it is served, `less_one` how well it would be with one rank less; `surplus` tells that it has more ranks than
+    it can use. `free_ranks`: ranks on GPUs that are still free when the scan comes to them.
     """
 
     __slots__ = (
         "entitled",
         "fixed",
         "free_ranks",
+        "gpus",
         "less_one",
         "minimum",
         "name",
         "now",
         "pull",
         "ranks",
+        "ranks_up",
         "surplus",
         "target",
         "tp",
@@ -54,16 +57,17 @@ class Party:
         """How well it would be served with so many GPUs."""
         return gpus / self.minimum - 1.0 if gpus < self.minimum else gpus / self.pull
 
-    def served_by(self, gpus: range) -> list[float]:
-        """`served` for each of these numbers of GPUs."""
-        if gpus.start < self.minimum:
-            return [self.served(count) for count in gpus]
-        pull = self.pull
-        return [count / pull for count in gpus]
+    @property
+    def turns(self) -> int:
+        """How many ranks more it may have until it has what it is entitled to and can use."""
+        return min(self.useful - self.ranks_up, (self.target - self.gpus) // self.tp)
 
     def update(self, ranks: int) -> None:
         """Takes in how many ranks it has, or will have."""
-        gpus, less, minimum = self.fixed + ranks * self.tp, self.fixed + (ranks - 1) * self.tp, self.minimum
+        tp, minimum = self.tp, self.minimum
+        self.ranks_up = ranks
+        self.gpus = gpus = self.fixed + ranks * tp
+        less = gpus - tp
         self.surplus = ranks > self.useful
         self.now = gpus / minimum - 1.0 if gpus < minimum else gpus / self.pull
         self.less_one = less / minimum - 1.0 if less < minimum else less / self.pull
@@ -91,7 +95,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
     budget = len(plan_state.kind) - len(plan_state.quarantined)
     result.entitled = entitled = fill(budget, claimants)
     ranks = whole_ranks(budget, claimants, entitled)
-    level = budget / sum(c.claim for c in claimants)
+    level = budget / sum([c.claim for c in claimants])
     return {
         c.name: Party(plan_state, c.name, entitled[c.name], ranks[c.name] * c.rank_gpus, c.claim * level, c.minimum)
         for c in claimants
@@ -99,9 +103,9 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
 
 
 def _claimant(plan_state: PlanState, name: str, pipeline: PipelineState) -> Claimant:
-    tp, ranks = pipeline.topology.tp, len(pipeline.topology.ranks)
+    spec, tp, ranks = pipeline.spec, pipeline.topology.tp, len(pipeline.topology.ranks)
     useful = plan_state.useful[name]
-    guaranteed = min(math.ceil(pipeline.spec.min_share * ranks - 1e-9), useful)
+    guaranteed = min(math.ceil(spec.min_share * ranks - 1e-9), useful)
     # A sample costs a rank of tp GPUs the time that it costs a rank of one.
     work = pipeline.demand.remaining * tp
-    return Claimant(name, pipeline.spec.weight * work, guaranteed * tp, useful * tp + plan_state.fixed_gpus[name], tp)
+    return Claimant(name, spec.weight * work, guaranteed * tp, useful * tp + plan_state.fixed_gpus[name], tp)

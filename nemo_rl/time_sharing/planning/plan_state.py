@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import Lease, PipelineState, QueuedWant
@@ -65,9 +65,9 @@ class PlanState:
         self.claimed = snapshot.claimed
         self.quarantined = snapshot.quarantined
         self.reserved: dict[int, list[Reservation]] = {}
-        # What generation has to know of them: when the first request can start on each GPU, and which unscheduled
-        # pipeline keeps it ("" where several do).
-        self.first_start = [math.inf] * len(snapshot.owner)
+        # What generation has to know of them: when the first request is expected to start on a GPU, and which
+        # unscheduled pipeline keeps it ("" where several do).
+        self.first_start: dict[int, float] = {}
         self.kept_for: dict[int, str] = {}
         self.passings: Counter[str] = Counter()
         self.shrunk: set[tuple[str, int]] = set()
@@ -85,7 +85,7 @@ class PlanState:
         self.kind = self._kinds()
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
         self.fixed_gpus: dict[str, int] = {
-            name: sum(len(held.gpus) for held in p.held.values()) for name, p in snapshot.pipelines.items()
+            name: sum([len(held.gpus) for held in p.held.values()]) for name, p in snapshot.pipelines.items()
         }
         fixed_claims = {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values()
         for claim in fixed_claims:
@@ -98,24 +98,22 @@ class PlanState:
 
     def _kinds(self) -> bytearray:
         """What each GPU is, by who holds it; counts the ranks that are up on the way."""
-        kind = bytearray(len(self.owner))
-        kind_of_phase, active, building = _KIND_OF_PHASE, Phase.ACTIVE, Phase.BUILDING
+        # Nearly all ranks that hold GPUs serve. They are told by the leases; only the others are looked at one by one.
+        kind = bytearray([FREE if lease is None else RANK if lease.rank >= 0 else BLOCKED for lease in self.owner])
+        active = Phase.ACTIVE
         for name, pipeline in self.pipelines.items():
-            ranks, up = pipeline.topology.ranks, 0
-            for held in pipeline.held.values():
-                for gpu in held.gpus:
-                    kind[gpu] = BLOCKED
-            fenced = pipeline.fenced
+            fenced, up = pipeline.fenced, len(pipeline.awake)
             for rank, awake in pipeline.awake.items():
-                phase = awake.phase
-                what = RANK if phase is active else kind_of_phase[phase]
-                if what == RANK:
-                    up += 1
-                    if phase is not active:
-                        self.rising.update(ranks[rank])
-                elif phase is building:
+                if awake.phase is active and not fenced:
+                    continue
+                what, gpus = _KIND_OF_PHASE[awake.phase], pipeline.topology.ranks[rank]
+                if what != RANK:
+                    up -= 1
+                elif awake.phase is not active:
+                    self.rising.update(gpus)
+                if awake.phase is Phase.BUILDING:
                     self.building[name] = self.building.get(name, 0) + 1
-                for gpu in ranks[rank]:
+                for gpu in gpus:
                     kind[gpu] = BLOCKED if fenced else what
             self.counts[name] = len(pipeline.claimed_ranks) + up
         for gpu in self.claimed:
@@ -154,8 +152,13 @@ class PlanState:
             if reservation.queued is None:
                 alone = self.kept_for.get(gpu, reservation.name) == reservation.name
                 self.kept_for[gpu] = reservation.name if alone else ""
-            elif reservation.free_at < self.first_start[gpu]:
+            elif reservation.free_at < self.first_start.get(gpu, math.inf):
                 self.first_start[gpu] = reservation.free_at
+
+    @property
+    def kept(self) -> Set[int]:
+        """GPUs that some generation cannot have though they are free."""
+        return self.first_start.keys() | self.kept_for.keys()
 
     def may_be_passed(self, reservation: Reservation) -> bool:
         """Whether a later request may yet be let past, counting those that this plan has let past already; an

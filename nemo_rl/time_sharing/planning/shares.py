@@ -28,28 +28,26 @@ def fill(budget: float, claimants: Sequence[Claimant]) -> dict[str, float]:
 
     Floors that exceed the budget together are scaled down alike, so that none of them is served first.
     """
-    minima = sum(c.minimum for c in claimants)
+    minima = sum([c.minimum for c in claimants])
     if minima >= budget > 0:
         return {c.name: c.minimum * budget / minima for c in claimants}
     shares: dict[str, float] = {}
     open_claims = list(claimants)
     left = float(budget)
     while open_claims and left > 0:
-        level = left / sum(c.claim for c in open_claims)
-        over = sum(max(c.claim * level - c.maximum, 0.0) for c in open_claims)
-        under = sum(max(c.minimum - c.claim * level, 0.0) for c in open_claims)
+        level = left / sum([c.claim for c in open_claims])
+        over = sum([more for c in open_claims if (more := c.claim * level - c.maximum) > 0])
+        under = sum([less for c in open_claims if (less := c.minimum - c.claim * level) > 0])
         # Only the side that binds harder is final in this round; clamping both at once could break the sum.
-        fixed = [
-            c for c in open_claims if (c.claim * level >= c.maximum if over >= under else c.claim * level <= c.minimum)
-        ]
+        capped = over >= under
+        fixed = [c for c in open_claims if (c.claim * level >= c.maximum if capped else c.claim * level <= c.minimum)]
         if not fixed or over == under == 0.0:
             shares.update({c.name: c.claim * level for c in open_claims})
             return shares
         for c in fixed:
-            shares[c.name] = c.maximum if over >= under else c.minimum
+            shares[c.name] = c.maximum if capped else c.minimum
             left -= shares[c.name]
-        done = {c.name for c in fixed}
-        open_claims = [c for c in open_claims if c.name not in done]
+        open_claims = [c for c in open_claims if c.name not in shares]
     for c in open_claims:
         shares[c.name] = 0.0
     return shares
@@ -58,7 +56,7 @@ def fill(budget: float, claimants: Sequence[Claimant]) -> dict[str, float]:
 def whole_ranks(budget: int, claimants: Sequence[Claimant], shares: dict[str, float]) -> dict[str, int]:
     """Shares rounded to whole ranks within the budget and the caps; ties go to the earlier claimant."""
     ranks = {c.name: int(shares[c.name] / c.rank_gpus + 1e-9) for c in claimants}
-    left = budget - sum(ranks[c.name] * c.rank_gpus for c in claimants)
+    left = budget - sum([ranks[c.name] * c.rank_gpus for c in claimants])
     by_remainder = sorted(claimants, key=lambda c: ranks[c.name] - shares[c.name] / c.rank_gpus)
     for c in by_remainder:
         more = (ranks[c.name] + 1) * c.rank_gpus

@@ -6,7 +6,6 @@ Looks at a plan in the making and decides nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from nemo_rl.time_sharing.log.ledger import PipelineState
@@ -39,7 +38,7 @@ def rank_state(plan_state: PlanState, gpus: tuple[int, ...], name: str, rank: in
     """The worst of a rank's GPUs; one that is reserved against the rank counts as blocked."""
     kind = plan_state.kind
     worst = kind[gpus[0]] if len(gpus) == 1 else max(kind[gpu] for gpu in gpus)
-    if worst != BLOCKED and plan_state.reserved and reserved_against(plan_state, gpus, name, rank):
+    if worst != BLOCKED and reserved_against(plan_state, gpus, name, rank):
         return BLOCKED
     return worst
 
@@ -48,13 +47,13 @@ def reserved_against(plan_state: PlanState, gpus: tuple[int, ...], name: str, ra
     """Whether one of the GPUs is reserved for another pipeline's first rank, or for a request that will start before
     this rank could have had a slice.
     """
-    first_start, kept_for, reserved = plan_state.first_start, plan_state.kept_for, plan_state.reserved
+    first_start, kept_for = plan_state.first_start, plan_state.kept_for
+    if not first_start and not kept_for:
+        return False
     for gpu in gpus:
-        if gpu not in reserved:
-            continue
-        if first_start[gpu] < math.inf and first_start[gpu] <= _slice_ends(plan_state, name, rank):
+        if gpu in first_start and first_start[gpu] <= _slice_ends(plan_state, name, rank):
             return True
-        if kept_for and kept_for.get(gpu, name) != name:
+        if kept_for.get(gpu, name) != name:
             return True
     return False
 
@@ -94,7 +93,8 @@ def _asleep(plan_state: PlanState, pipeline: PipelineState) -> Sequence[int]:
 def expand(
     plan_state: PlanState, result: Plan, name: str, rank: int, because: Reason, *, guaranteed: bool = False
 ) -> None:
-    gpus = plan_state.ranks_of(name)[rank]
-    plan_state.claim(gpus)
+    gpus, kind = plan_state.pipelines[name].topology.ranks[rank], plan_state.kind
+    for gpu in gpus:
+        kind[gpu] = BLOCKED
     plan_state.counts[name] += 1
     result.expands.append(Expand(name, rank, gpus, guaranteed, because))

@@ -134,9 +134,9 @@ class Topology:
         return self.spec.pipeline
 
     @cached_property
-    def first_gpus(self) -> tuple[int, ...]:
+    def first_gpus(self) -> list[int]:
         """Each rank's first GPU."""
-        return tuple(rank[0] for rank in self.ranks)
+        return [rank[0] for rank in self.ranks]
 
     @cached_property
     def at_first_gpus(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
