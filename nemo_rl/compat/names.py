@@ -118,6 +118,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "nemo_rl.environments.math_environment": {"MathEnvConfig": "nemo_rl.config"},
     "nemo_rl.environments.utils": {
+        "chunk_list_to_workers": "nemo_rl.compat.rollouts",
         "create_env": "nemo_rl.environments.registry",
         "register_env": "nemo_rl.environments.registry",
     },
@@ -134,13 +135,13 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "nemo_rl.models.generation": {
         "GenerationConfig": "nemo_rl.config",
-        "configure_generation_config": "nemo_rl.compat.generation",
+        "configure_generation_config": "nemo_rl.compat.rollouts",
     },
     "nemo_rl.models.generation.interfaces": {
         "GenerationConfig": "nemo_rl.config",
-        "GenerationDatumSpec": "nemo_rl.compat.generation",
-        "GenerationOutputSpec": "nemo_rl.compat.generation",
-        "should_use_async_rollouts": "nemo_rl.compat.generation",
+        "GenerationDatumSpec": "nemo_rl.compat.rollouts",
+        "GenerationOutputSpec": "nemo_rl.compat.rollouts",
+        "should_use_async_rollouts": "nemo_rl.compat.rollouts",
     },
     "nemo_rl.models.generation.vllm": {
         "VllmConfig": "nemo_rl.config",
@@ -187,7 +188,6 @@ AT_HOME: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.code_environment": ("CodeEnvironment",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
-    "nemo_rl.environments.utils": ("chunk_list_to_workers",),
     "nemo_rl.models.generation.errors": ("ShardPreemptedError",),
     "nemo_rl.models.generation.interfaces": (
         "GenerationInterface",
