@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Protocol, Self
 
 from nemo_rl.algorithms.run_state import RunState
-from nemo_rl.config.checkpointing import CheckpointingConfig
+from nemo_rl.config.infrastructure import CheckpointingConfig
 from nemo_rl.utils.checkpoint import CheckpointManager
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

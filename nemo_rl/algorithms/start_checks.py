@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import ConfigError
 from nemo_rl.config.master import RootConfig
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 Batch = BatchedDataDict

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset

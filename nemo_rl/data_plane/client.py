@@ -19,13 +19,15 @@ import torch
 
 from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
 from nemo_rl.data_plane.codec import object_array
-from nemo_rl.data_plane.errors import (
+from nemo_rl.data_plane.interfaces import (
     DataPlaneCapacityError,
+    DataPlaneClient,
     DataPlaneClosedError,
+    Located,
     MissingColumnsError,
     MissingRowsError,
+    Storage,
 )
-from nemo_rl.data_plane.interfaces import DataPlaneClient, Located, Storage
 from nemo_rl.data_plane.layout import Layout, holders, newest_blocks, next_generation
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import SCHEMA, is_token_column

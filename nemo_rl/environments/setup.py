@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ray.actor import ActorHandle
 
 from nemo_rl.config import DataConfig, EnvConfig
-from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.environments.registry import create_env, environment_class, section_of
 

@@ -15,8 +15,7 @@ import torch
 from ray.actor import ActorHandle
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
-from nemo_rl.data_plane.errors import DataPlaneError
-from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import EpochBatches, MultipleLoaders, make_loader
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 

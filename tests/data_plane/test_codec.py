@@ -15,7 +15,7 @@ from nemo_rl.data_plane.codec import (
     stack_or_nest,
     to_nested_by_length,
 )
-from nemo_rl.data_plane.message_log import attach_message_log_view, decompose_message_log
+from nemo_rl.data_plane.column_io import attach_message_log_view, decompose_message_log
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, fields_with_optional_routed_experts, pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 

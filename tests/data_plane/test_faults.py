@@ -24,7 +24,7 @@ import torch
 
 from nemo_rl.data_plane import DataPlaneClient, MetricsDataPlaneClient
 from nemo_rl.data_plane.adapters.mooncake import start_master
-from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, DataPlaneError
+from nemo_rl.data_plane.interfaces import DataPlaneCapacityError, DataPlaneClosedError, DataPlaneError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.stage import StageOutput, TokenStage

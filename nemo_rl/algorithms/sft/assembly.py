@@ -17,7 +17,7 @@ from nemo_rl.algorithms.sft.run import OwnPlacement, Placement, SFTRun, SFTState
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, prepared
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, make_loader
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.distributed.accelerators import Accelerator

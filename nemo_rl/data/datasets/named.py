@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.datasets.choices import boxed_solutions, gpqa, mmlu, mmlu_pro
-from nemo_rl.data.datasets.conversations import helpsteer3, open_assistant, openai_format, with_messages
+from nemo_rl.data.datasets.published import (
+    boxed_solutions,
+    gpqa,
+    helpsteer3,
+    mmlu,
+    mmlu_pro,
+    open_assistant,
+    openai_format,
+    with_messages,
+)
 from nemo_rl.data.datasets.raw import Messages, RawDataset, Row, as_messages, conversation, kept, with_conversations
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import get_processor
 from nemo_rl.data.sources import read_rows, require_column
 

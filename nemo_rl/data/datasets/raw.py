@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
 from nemo_rl.data.sources import require_column, require_values
 

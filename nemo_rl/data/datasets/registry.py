@@ -12,12 +12,11 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.config.data_rules import UNBUILT_DATASETS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
+from nemo_rl.data.datasets.generated import ArithmeticDataset, ReasoningGymDataset
 from nemo_rl.data.datasets.named import ALIASES, SOURCES, NamedDataset
 from nemo_rl.data.datasets.raw import RawDataset
-from nemo_rl.data.datasets.reasoning_gym_tasks import ReasoningGymDataset
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 
 _GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
     "arithmetic": ArithmeticDataset,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, start_master
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
-from nemo_rl.data_plane.errors import DataPlaneError
+from nemo_rl.data_plane.interfaces import DataPlaneError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

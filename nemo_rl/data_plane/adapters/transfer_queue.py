@@ -24,8 +24,13 @@ import torch
 
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, prepare_process
 from nemo_rl.data_plane.client import StorageFull
-from nemo_rl.data_plane.errors import DataPlaneClosedError, DataPlaneError, DataPlaneTimeout, MissingRowsError
-from nemo_rl.data_plane.interfaces import Located
+from nemo_rl.data_plane.interfaces import (
+    DataPlaneClosedError,
+    DataPlaneError,
+    DataPlaneTimeout,
+    Located,
+    MissingRowsError,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
