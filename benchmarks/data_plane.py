@@ -41,8 +41,7 @@ from nemo_rl.distributed.ray_runtime import init_ray, shutdown_ray
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import InProcessStore
+from nemo_rl.experience.store import InProcessStore, StageOutput, TokenStage
 from nemo_rl.utils.record import MemoryRecord
 
 Columns = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl.algorithms import launch
 from nemo_rl.config import ClusterConfig, ConfigError, EvalMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import UserError, in_one_line
-from nemo_rl.distributed.worker_start import importing
+from nemo_rl.distributed.processes import importing
 
 logger = logging.getLogger("nemo_rl")
 

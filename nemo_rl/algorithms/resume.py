@@ -19,8 +19,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, WEIGHTS, dataset_names
-from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, WEIGHTS, RunState, dataset_names
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.infrastructure import ResumeChange
 from nemo_rl.config.master import MasterConfig, RootConfig

@@ -16,7 +16,7 @@ from nemo_rl.config.master import CompleteConfig
 if TYPE_CHECKING:
     from nemo_rl.algorithms.evaluation.evaluate import Score
     from nemo_rl.algorithms.grpo.run import GRPORun
-    from nemo_rl.algorithms.sft.run import SFTRun
+    from nemo_rl.algorithms.sft.driver import SFTRun
     from nemo_rl.experience.hooks import RLixHooksProtocol
 
 _PAGE = "docs/from_nemo_rl.md lists what is called differently"

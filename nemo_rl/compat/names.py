@@ -29,7 +29,7 @@ NAMES: dict[str, dict[str, str]] = {
     "nemo_rl.algorithms.sft": {
         "MasterConfig": "nemo_rl.config:SFTMasterConfig",
         "SFTConfig": "nemo_rl.config",
-        "SFTSaveState": "nemo_rl.algorithms.sft.run:SFTState",
+        "SFTSaveState": "nemo_rl.algorithms.sft.driver:SFTState",
         "setup": "nemo_rl.compat.loops:sft_setup",
         "sft_train": "nemo_rl.compat.loops",
         "validate": "nemo_rl.compat.loops:sft_validate",
@@ -78,10 +78,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "nemo_rl.algorithms.utils": {
         "calculate_baseline_and_std_per_prompt": "nemo_rl.algorithms.grpo.advantages",
-        "calculate_kl": "nemo_rl.loss.kl",
+        "calculate_kl": "nemo_rl.loss.policy_ratios",
         "get_tokenizer": "nemo_rl.data.tokenizer",
         "masked_mean": "nemo_rl.loss.normalization",
-        "set_seed": "nemo_rl.algorithms.seeds",
+        "set_seed": "nemo_rl.algorithms.startup",
     },
     "nemo_rl.data": {"DataConfig": "nemo_rl.config", "ResponseDatasetConfig": "nemo_rl.config:DatasetConfig"},
     "nemo_rl.data.packing": {
@@ -103,7 +103,7 @@ NAMES: dict[str, dict[str, str]] = {
         "SequencePacker": "nemo_rl.distributed.bin_packing",
         "get_packer": "nemo_rl.distributed.bin_packing",
     },
-    "nemo_rl.data.utils": {"setup_response_data": "nemo_rl.environments.setup"},
+    "nemo_rl.data.utils": {"setup_response_data": "nemo_rl.environments.registry"},
     "nemo_rl.distributed.ray_actor_environment_registry": {
         "ACTOR_ENVIRONMENT_REGISTRY": "nemo_rl.compat.interpreters",
         "get_actor_python_env": "nemo_rl.compat.interpreters",
@@ -137,6 +137,7 @@ NAMES: dict[str, dict[str, str]] = {
         "GenerationConfig": "nemo_rl.config",
         "configure_generation_config": "nemo_rl.compat.rollouts",
     },
+    "nemo_rl.models.generation.errors": {"ShardPreemptedError": "nemo_rl.models.generation.interfaces"},
     "nemo_rl.models.generation.interfaces": {
         "GenerationConfig": "nemo_rl.config",
         "GenerationDatumSpec": "nemo_rl.compat.rollouts",
@@ -188,7 +189,6 @@ AT_HOME: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.code_environment": ("CodeEnvironment",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
-    "nemo_rl.models.generation.errors": ("ShardPreemptedError",),
     "nemo_rl.models.generation.interfaces": (
         "GenerationInterface",
         "GenerationSamplingParams",

@@ -15,8 +15,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollout_metrics import rollout_metrics
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,8 +31,7 @@ from nemo_rl.experience.rollout_actor import (
     write_rollout,
 )
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.stage import TokenStage
-from nemo_rl.experience.store import Applied, SpentHandles
+from nemo_rl.experience.store import Applied, SpentHandles, TokenStage
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 

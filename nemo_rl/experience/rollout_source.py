@@ -17,8 +17,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns
-from nemo_rl.experience.rollout_metrics import rollout_metrics
-from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
 from nemo_rl.utils.record import Entry
 
 

@@ -23,7 +23,7 @@ from nemo_rl.compat.advantage_estimator import (
 )
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.experience.store import StageOutput, TokenStage
 from tests.experience.plane_in_process import ApplyInProcess
 
 LOSS = ClippedPGLossConfig()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.grpo.reward_watch import RewardWatch
+from nemo_rl.algorithms.grpo.rewards import RewardWatch
 
 
 def rows(rewards: list[float], groups: list[int]) -> dict[str, Any]:

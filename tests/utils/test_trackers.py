@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import LoggerConfig
-from nemo_rl.utils.log_reach import ReachableTracker
-from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.logger import Logger, ReachableTracker
 from nemo_rl.utils.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.seeds import set_seed
+from nemo_rl.algorithms.startup import set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
@@ -30,8 +30,7 @@ from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import environment_class, section_of
-from nemo_rl.environments.setup import start_environments
+from nemo_rl.environments.registry import environment_class, section_of, start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
 from nemo_rl.models.generation.interfaces import request_timeout_s

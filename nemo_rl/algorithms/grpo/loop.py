@@ -16,9 +16,16 @@ from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAcceler
 from nemo_rl.algorithms.grpo.metrics import report_step
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.sources import BatchSource, ExperienceSource, SynchronousSource
-from nemo_rl.algorithms.grpo.step_end import CompletedStep, complete_step, early_stop, save_step, validation_due
+from nemo_rl.algorithms.grpo.step import (
+    CompletedStep,
+    Trained,
+    complete_step,
+    early_stop,
+    save_step,
+    train_on_batch,
+    validation_due,
+)
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
-from nemo_rl.algorithms.grpo.train_on_batch import Trained, train_on_batch
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane
 from nemo_rl.algorithms.grpo.placement import Placement
-from nemo_rl.algorithms.grpo.reward_watch import RewardWatch
-from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.algorithms.grpo.rewards import RewardWatch
+from nemo_rl.algorithms.run_checkpoint import RunState
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster

@@ -16,7 +16,7 @@ import torch
 from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use, release_cached_memory
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.adapted_files import ArrivedAdapters
-from nemo_rl.models.generation.vllm.parent_watchdog import end_without_last_collection, follow_owner
+from nemo_rl.models.generation.vllm.engine_processes import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
 from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
 

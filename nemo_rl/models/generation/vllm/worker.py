@@ -14,17 +14,26 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from nemo_rl.models.generation.errors import ShardStateError, StaleVersionError
-from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.interfaces import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResult,
+    ShardStateError,
+    StaleVersionError,
+)
 from nemo_rl.models.generation.resumable_request import safe_cut
 from nemo_rl.models.generation.vllm.engine_args import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
+from nemo_rl.models.generation.vllm.engine_processes import (
+    OWNER_VARIABLE,
+    forked_engine,
+    import_engine,
+    make_socket_folder,
+    remove_socket_folder,
+    temporary_files_in,
+)
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
-from nemo_rl.models.generation.vllm.forked import forked_engine, import_engine
-from nemo_rl.models.generation.vllm.parent_watchdog import OWNER_VARIABLE
-from nemo_rl.models.generation.vllm.result_buffer import RequestFailure, ResultBuffer, failure_of
-from nemo_rl.models.generation.vllm.socket_folder import make_socket_folder, remove_socket_folder, temporary_files_in
-from nemo_rl.models.generation.vllm.version_tracker import VersionTracker
+from nemo_rl.models.generation.vllm.request_state import RequestFailure, ResultBuffer, VersionTracker, failure_of
 
 T = TypeVar("T")
 
