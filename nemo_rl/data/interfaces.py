@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 # `generation_logprobs`, and losses need `token_loss_mask`. A plain dict because environments and processors of users
 # add keys of their own.
 LLMMessageLogType = list[dict[str, Any]]
-# The same before tokenization: `role` and `content` only.
-FlatMessagesType = dict[str, object]
 _ROOT = Path(__file__).parents[2]
 
 

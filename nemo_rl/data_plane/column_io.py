@@ -1,11 +1,7 @@
 """Whole columns in and out, as the roles of a step move them: the first write of a rollout, reads and write-backs.
 
-Message logs are columns too: lengths, roles and contents per turn, from which a reader cuts its own token columns into
-messages again without copying. Knows clients and metas, no backend and no policy. Invariants: a batch is padded to one
-width that follows from its rows' lengths alone, so that every reader of the same rows sees the same tensors; the
-messages of a row cover its tokens in order.
-
-Shapes: B rows, T turns of the longest log.
+Knows clients and metas, no backend and no policy. Invariant: a batch is padded to one width that follows from its rows'
+lengths alone, so that every reader of the same rows sees the same tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import torch
 from nemo_rl.data_plane.codec import materialize, round_up
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.schema import MESSAGE_LOG_BULK_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 PAD_MULTIPLE = "pad_to_multiple"
@@ -51,11 +46,9 @@ def read_columns(
     if layout == "jagged":
         return materialize(client.get_samples(meta.sample_ids, meta.partition_id, select_fields), layout="jagged")
     wanted = batch_width(meta) if width is None else width
-    batch = client.get_padded(
+    return client.get_padded(
         meta.sample_ids, meta.partition_id, select_fields, width=wanted, pad_value_dict=pad_value_dict
     )
-    attach_message_log_view(batch)
-    return batch
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:
@@ -115,68 +108,3 @@ def kv_first_write(
     written = dp_client.put_padded(sample_ids, partition_id, columns, lengths, tags)
     info = dict(extra_info or {}) | ({PAD_MULTIPLE: pad_to_multiple} if pad_to_multiple > 1 else {})
     return KVBatchMeta(partition_id, task_name, list(sample_ids), list(columns), lengths, info, written.tags)
-
-
-def decompose_message_log(message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, object]:
-    """Columns of message logs.
-
-    Returns:
-        `turn_lengths` [B, T] (0 where there is no turn), `turn_roles` and `turn_contents` (lists of texts), and
-        `response_token_lengths` [B]: tokens of the first assistant turn, 0 without one.
-
-    Raises:
-        KeyError: A message has no role.
-    """
-    turns = max((len(log) for log in message_logs), default=0)
-    lengths_BT = torch.zeros((len(message_logs), turns), dtype=torch.int64)
-    responses_B = torch.zeros(len(message_logs), dtype=torch.int64)
-    roles: list[list[str]] = []
-    contents: list[list[str]] = []
-    for row, log in enumerate(message_logs):
-        for turn, message in enumerate(log):
-            if "role" not in message:
-                raise KeyError(f"message {turn} of row {row} has no role; it has {sorted(message)}")
-            lengths_BT[row, turn] = len(message.get("token_ids", ()))
-        roles.append([str(message["role"]) for message in log])
-        contents.append([str(message.get("content", "")) for message in log])
-        responses_B[row] = next(
-            (int(lengths_BT[row, turn]) for turn, role in enumerate(roles[-1]) if role == "assistant"), 0
-        )
-    return {
-        "turn_lengths": lengths_BT,
-        "turn_roles": roles,
-        "turn_contents": contents,
-        "response_token_lengths": responses_B,
-    }
-
-
-def attach_message_log_view(batch: BatchedDataDict) -> None:
-    """Adds `message_log`, whose tensors are views into the batch's own token columns; nothing to do without the columns
-    of `decompose_message_log`.
-    """
-    if "message_log" in batch or any(name not in batch for name in (*MESSAGE_LOG_BULK_FIELDS, "input_ids")):
-        return
-    logprobs = batch.get("generation_logprobs")
-    batch["message_log"] = [
-        _messages(row, batch["turn_lengths"][row].tolist(), roles, contents, batch["input_ids"], logprobs)
-        for row, (roles, contents) in enumerate(zip(batch["turn_roles"], batch["turn_contents"], strict=True))
-    ]
-
-
-def _messages(
-    row: int,
-    lengths: list[int],
-    roles: list[str],
-    contents: list[str],
-    ids_BS: torch.Tensor,
-    logprobs_BS: torch.Tensor | None,
-) -> list[dict[str, object]]:
-    messages: list[dict[str, object]] = []
-    start = 0
-    for length, role, content in zip(lengths, roles, contents, strict=False):
-        message: dict[str, Any] = {"role": role, "content": content, "token_ids": ids_BS[row, start : start + length]}
-        if role == "assistant" and logprobs_BS is not None:
-            message["generation_logprobs"] = logprobs_BS[row, start : start + length]
-        messages.append(message)
-        start += length
-    return messages

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nemo_rl.data_plane.column_io import attach_message_log_view, read_columns, write_columns
+from nemo_rl.data_plane.column_io import read_columns, write_columns
 from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
@@ -125,8 +125,6 @@ class TQWorkerMixin:
             return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=plan.width)
 
         batch = broadcast_batch(read, group) if group is not None and fetch_policy != "independent" else read()
-        # After the broadcast: messages are views into this rank's own tensors.
-        attach_message_log_view(batch)
         return plan.apply_to(SlicedDataDict(batch.get_dict()))
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
@@ -224,11 +222,7 @@ def _lead(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup, leader
     except Exception as error:
         dist.broadcast_object_list([f"{type(error).__name__}: {error}"], src=leader, group=group)
         raise
-    header = [
-        (name, _TensorForm(value) if isinstance(value, torch.Tensor) else value)
-        for name, value in batch.items()
-        if name != "message_log"
-    ]
+    header = [(name, _TensorForm(value) if isinstance(value, torch.Tensor) else value) for name, value in batch.items()]
     dist.broadcast_object_list([header], src=leader, group=group)
     for value in batch.values():
         if isinstance(value, torch.Tensor):

@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -145,9 +144,7 @@ class Logger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _plain(self, metrics: Mapping[str, object], prefix: str) -> dict[str, MetricValue]:
@@ -280,11 +277,6 @@ class ReachableTracker:
             self._tracker = make()
         except (TrackerUnreachable, OSError) as error:
             self._switch_off(error)
-
-    @property
-    def reachable(self) -> bool:
-        """Whether it still gets metrics."""
-        return self._tracker is not None
 
     def log_metrics(
         self,

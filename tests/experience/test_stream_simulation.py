@@ -10,13 +10,10 @@ from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, QueueProto
 from nemo_rl.experience.replay_buffer import GroupKey
 from nemo_rl.experience.samplers import (
     InOrder,
-    SamplerError,
     Slot,
     SlotStatus,
-    StalenessSampler,
     WeightFifo,
     Windowed,
-    select_one_group,
 )
 from tests.experience.stream_simulation import StreamSimulation, prompts_of
 
@@ -68,36 +65,6 @@ def test_samplers_choose_as_they_say() -> None:
     assert numbers(Windowed(1).eligible(slots, 4, 0, 3)) == [0, 1]
     assert numbers(Windowed(1, True).eligible(slots, 4, 0, 3)) == [1, 0]
     assert numbers(Windowed(1).stale(slots, 4)) == [2] and InOrder(1).stale(slots, 4) == ()
-
-
-def test_one_group_is_selected_by_lag_and_then_by_its_place() -> None:
-    slots = [
-        slot(0, 3, place=5),
-        slot(1, 4, place=4),
-        slot(2, 4, place=3),
-        slot(3, 5),
-        slot(4, 4, ready=False, place=0),
-    ]
-    chosen = select_one_group(slots, 4, 1)
-    assert chosen is not None and chosen.key.number == 2
-    only_old = select_one_group(slots[:1], 4, 1)
-    assert only_old is not None and only_old.key.number == 0
-    assert select_one_group(slots[:1], 4, 1, strict=True) is None, "strictly on-policy"
-    assert select_one_group([], 4, 1) is None
-
-
-def test_a_pass_takes_the_freshest_groups_once_they_are_enough() -> None:
-    slots = [slot(0, 3, place=5), slot(1, 4, place=4), slot(2, 4, place=3), slot(3, 4, ready=False, place=0)]
-    assert StalenessSampler(4, 2).select_indices(slots, 4) == [2, 1, 0]
-    assert StalenessSampler(4, 2, strict_on_policy=True).select_indices(slots, 4) == [2, 1]
-    assert StalenessSampler(4, 3, strict_on_policy=True).select_indices(slots, 4) == []
-    assert StalenessSampler(4, 3, strict_on_policy=True).select_indices(slots, 4, taken=3) == [2], (
-        "the last of the step"
-    )
-    chosen = StalenessSampler(4).select_one_group(slots, 4)
-    assert chosen is not None and chosen.key.number == 2
-    with pytest.raises(SamplerError, match="must be between 1 and target_prompt_groups_per_step=2"):
-        StalenessSampler(2, 3)
 
 
 def test_the_queue_refuses_what_cannot_be() -> None:

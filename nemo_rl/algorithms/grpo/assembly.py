@@ -246,7 +246,6 @@ def _build(
             clusters.training.world_size(),
             clusters.generation.world_size() if clusters.generation is not None else 0,
         ),
-        setup_seconds=ready.seconds,
         env_of_validation_task=ready.datasets.env_of_validation_task,
         # Groups that wait in a checkpoint are of its data.
         resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,

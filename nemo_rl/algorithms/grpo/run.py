@@ -118,7 +118,6 @@ class GRPORun:
     placement: Placement
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount
-    setup_seconds: dict[str, float] = field(default_factory=dict)
     resumed_from: Path | None = None
     reward_watch: RewardWatch = field(default_factory=RewardWatch)
     sample_files: SampleFiles = field(default_factory=SampleFiles)

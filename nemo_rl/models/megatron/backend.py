@@ -124,7 +124,6 @@ class MegatronBackend:
         self._gradient_memory = MovableStorages(buffer.grad_data for buffer in self._gradient_buffers())
         self._optimizer_memory: MovableStorages | None = None
         self._model_tensors = tensors
-        self._at_last_stage = groups.is_last_stage
 
     @property
     def rank(self) -> int:
