@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.data.datasets.raw import Messages, Row, conversation, kept, with_conversations
+from nemo_rl.data.datasets.raw import Messages, Row, conversation, kept, require_column, with_conversations
 from nemo_rl.data.interfaces import DataError
-from nemo_rl.data.sources import require_column
 
 if TYPE_CHECKING:
     from datasets import Dataset

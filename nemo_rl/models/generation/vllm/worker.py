@@ -22,7 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     StaleVersionError,
 )
 from nemo_rl.models.generation.resumable_request import safe_cut
-from nemo_rl.models.generation.vllm.engine_args import EngineSpec
+from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
 from nemo_rl.models.generation.vllm.engine_processes import (
     OWNER_VARIABLE,
