@@ -8,6 +8,25 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_LOSSES = {
+    "ClippedPGLossConfig": "nemo_rl.config",
+    **dict.fromkeys(("ClippedPGLossFn", "NLLLossFn", "SequencePackingLossWrapper"), "nemo_rl.loss"),
+}
+_LOSS_INTERFACES = dict.fromkeys(("LossFunction", "LossInputType", "LossType", "MetricNormalizer"), "nemo_rl.loss")
+_PACKERS = dict.fromkeys(
+    (
+        "BinPackingError",
+        "ConcatenativePacker",
+        "FirstFitDecreasingPacker",
+        "FirstFitShufflePacker",
+        "ModifiedFirstFitDecreasingPacker",
+        "PackingAlgorithm",
+        "SequencePacker",
+        "get_packer",
+    ),
+    "nemo_rl.distributed.bin_packing",
+)
+
 # module -> name -> home, as module:attribute; a home without an attribute has the name itself.
 NAMES: dict[str, dict[str, str]] = {
     "nemo_rl.algorithms.grpo": {
@@ -44,34 +63,10 @@ NAMES: dict[str, dict[str, str]] = {
         "ReinforcePlusPlusAdvantageEstimator": "nemo_rl.compat.advantage_estimator",
     },
     "nemo_rl.algorithms.interfaces": {"LossFunction": "nemo_rl.loss", "LossType": "nemo_rl.loss"},
-    "nemo_rl.algorithms.loss": {
-        "ClippedPGLossConfig": "nemo_rl.config",
-        "ClippedPGLossFn": "nemo_rl.loss",
-        "LossFunction": "nemo_rl.loss",
-        "LossInputType": "nemo_rl.loss",
-        "LossType": "nemo_rl.loss",
-        "MetricNormalizer": "nemo_rl.loss",
-        "NLLLossFn": "nemo_rl.loss",
-        "SequencePackingLossWrapper": "nemo_rl.loss",
-    },
-    "nemo_rl.algorithms.loss.interfaces": {
-        "LossFunction": "nemo_rl.loss",
-        "LossInputType": "nemo_rl.loss",
-        "LossType": "nemo_rl.loss",
-        "MetricNormalizer": "nemo_rl.loss",
-    },
-    "nemo_rl.algorithms.loss.loss_functions": {
-        "ClippedPGLossConfig": "nemo_rl.config",
-        "ClippedPGLossFn": "nemo_rl.loss",
-        "NLLLossFn": "nemo_rl.loss",
-        "SequencePackingLossWrapper": "nemo_rl.loss",
-    },
-    "nemo_rl.algorithms.loss_functions": {
-        "ClippedPGLossConfig": "nemo_rl.config",
-        "ClippedPGLossFn": "nemo_rl.loss",
-        "NLLLoss": "nemo_rl.loss:NLLLossFn",
-        "NLLLossFn": "nemo_rl.loss",
-    },
+    "nemo_rl.algorithms.loss": _LOSSES | _LOSS_INTERFACES,
+    "nemo_rl.algorithms.loss.interfaces": _LOSS_INTERFACES,
+    "nemo_rl.algorithms.loss.loss_functions": _LOSSES,
+    "nemo_rl.algorithms.loss_functions": _LOSSES | {"NLLLoss": "nemo_rl.loss:NLLLossFn"},
     "nemo_rl.algorithms.reward_functions": {
         "RewardShapingConfig": "nemo_rl.config",
         "apply_reward_shaping": "nemo_rl.algorithms.grpo.rewards:shape_rewards",
@@ -84,25 +79,8 @@ NAMES: dict[str, dict[str, str]] = {
         "set_seed": "nemo_rl.algorithms.startup",
     },
     "nemo_rl.data": {"DataConfig": "nemo_rl.config", "ResponseDatasetConfig": "nemo_rl.config:DatasetConfig"},
-    "nemo_rl.data.packing": {
-        "BinPackingError": "nemo_rl.distributed.bin_packing",
-        "ConcatenativePacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitShufflePacker": "nemo_rl.distributed.bin_packing",
-        "ModifiedFirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "PackingAlgorithm": "nemo_rl.distributed.bin_packing",
-        "SequencePacker": "nemo_rl.distributed.bin_packing",
-        "get_packer": "nemo_rl.distributed.bin_packing",
-    },
-    "nemo_rl.data.packing.algorithms": {
-        "ConcatenativePacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitShufflePacker": "nemo_rl.distributed.bin_packing",
-        "ModifiedFirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "PackingAlgorithm": "nemo_rl.distributed.bin_packing",
-        "SequencePacker": "nemo_rl.distributed.bin_packing",
-        "get_packer": "nemo_rl.distributed.bin_packing",
-    },
+    "nemo_rl.data.packing": _PACKERS,
+    "nemo_rl.data.packing.algorithms": _PACKERS,
     "nemo_rl.data.utils": {"setup_response_data": "nemo_rl.environments.registry"},
     "nemo_rl.distributed.ray_actor_environment_registry": {
         "ACTOR_ENVIRONMENT_REGISTRY": "nemo_rl.compat.interpreters",

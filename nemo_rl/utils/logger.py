@@ -258,7 +258,7 @@ def print_message_log_samples(
 
 
 class ReachableTracker:
-    """A tracker while it can be reached, and nothing afterwards.
+    """A `LoggerInterface`: a tracker while it can be reached, and nothing afterwards.
 
     Args:
         name: the tracker's name.
@@ -286,27 +286,21 @@ class ReachableTracker:
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_hyperparams(params))
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_histogram(histogram, step, name))
 
     def log_plot(self, figure: Figure, step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_plot(figure, step, name))
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.log_table(table, step, name))
 
     def close(self) -> None:
-        """See `LoggerInterface`."""
         self._call(lambda tracker: tracker.close())
         self._tracker = None
 
