@@ -1,6 +1,6 @@
 """The step loop of GRPO, whatever its experience comes from and whoever owns its accelerators.
 
-`run_step` is one step from experience to checkpoint; what makes new weights is in `train_on_batch` and `streaming`.
+`run_step` is one step from experience to checkpoint; what makes new weights is in `step` and `streaming`.
 Decides only when things happen: the source says where a batch comes from, the control plane when accelerators change
 hands, the stages what is computed. Invariants: a step either completes (weights, counters and record agree) or raises
 with the weights of the step before; the version of the weights is the number of completed steps.
