@@ -143,3 +143,9 @@ class ResultBuffer:
         """Adds a result, and says so."""
         self.results.append(result)
         self.ready.set()
+
+    def take(self) -> list[GenerationResult | RequestFailure]:
+        """Gives up all results."""
+        self.ready.clear()
+        results, self.results = self.results, []
+        return results

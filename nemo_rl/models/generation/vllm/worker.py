@@ -116,10 +116,8 @@ class VllmGenerationWorker:
         return await self._alive(self._engine.collective_rpc(method, timeout=timeout_s, args=args))
 
     async def _alive(self, call: Coroutine[object, object, T]) -> T:
-        """The answer of the engine's process. vLLM leaves calls that were under way when that died without one.
-
-        Raises:
-            Exception: vLLM's EngineDeadError: the process is gone.
+        """The answer of the engine's process, or vLLM's EngineDeadError: vLLM leaves calls that were under way when the
+        process died without one.
         """
         answer = asyncio.ensure_future(call)
         try:
@@ -165,19 +163,15 @@ class VllmGenerationWorker:
             return []
         # Results come in bursts, one engine step at a time: a short wait gathers the burst.
         await asyncio.sleep(0.002)
-        result_buffer.ready.clear()
-        results = result_buffer.results
-        result_buffer.results = []
-        return results
+        return result_buffer.take()
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         room = self._spec.max_model_len - len(request.prompt_ids)
         if request.max_new_tokens > room > 0 and not self._spec.cuts_to_room:
             raise ValueError(
                 f"{len(request.prompt_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} exceed "
-                "vllm_cfg.max_model_len="
-                f"{self._spec.max_model_len}; set policy.generation.vllm_cfg.cap_max_tokens_to_context=true "
-                "to cut responses"
+                f"vllm_cfg.max_model_len={self._spec.max_model_len}; set "
+                "policy.generation.vllm_cfg.cap_max_tokens_to_context=true to cut responses"
             )
         limit = min(request.max_new_tokens, room)
         if limit <= 0:
