@@ -147,5 +147,6 @@ class ResultBuffer:
     def take(self) -> list[GenerationResult | RequestFailure]:
         """Gives up all results."""
         self.ready.clear()
-        results, self.results = self.results, []
+        results = self.results
+        self.results = []
         return results
