@@ -1,5 +1,5 @@
 # Every target that runs something sets itself up first: Python >= 3.11 and make are all it needs.
-# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TEST_SESSIONS (2: tests that start Ray or an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
+# Variables: PYTHON (interpreter of the environment), MINUTES (of chaos), TEST_SESSIONS (2: tests that start an engine, and beside them the others; on larger machines as many as there are cores), EXTRAS (cpu; on GPU nodes vllm), TORCH_BACKEND (cpu; on GPU nodes auto).
 
 PYTHON ?= python3
 EXTRAS ?= cpu

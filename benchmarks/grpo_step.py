@@ -72,7 +72,6 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
                 "kwargs": {"lr": 1e-6, "weight_decay": 0.0, **({"fused": True} if args.device == "cuda" else {})},
             },
             "scheduler": None,
-            "dtensor_cfg": {"torch_compile": args.compile},
             "sequence_packing": {
                 "enabled": True,
                 "train_mb_tokens": args.mb_tokens,
@@ -161,8 +160,10 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
     )
     texts = [json.loads(line)["input"] for line in prompts.read_text().splitlines()]
     seconds = []
-    for step in range(args.steps):
-        chosen = texts[step * args.prompts : (step + 1) * args.prompts]
+    # Two more with a seed for every request, as `policy.generation.vllm_cfg.request_seeds=true` gives them.
+    for step in range(args.steps + 2):
+        first = step % args.steps * args.prompts
+        chosen = texts[first : first + args.prompts]
         # Byte-level tokens of lower-case letters: the id of a character is its code minus that of "!".
         ids = [[ord(c) - 33 for c in text] for text in chosen for _ in range(args.generations)]
         sampling = [
@@ -171,7 +172,7 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0,
-                seed=step * 100_000 + row,
+                seed=None if step < args.steps else row,
                 temperature=1.0,
             )
             for row in range(len(ids))
@@ -180,10 +181,11 @@ def run_plain_vllm(args: argparse.Namespace, model: Path, prompts: Path) -> dict
         engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
         seconds.append(time.perf_counter() - started)
         engine.reset_prefix_cache()
-    generation = statistics.median(seconds[1:])
+    generation = statistics.median(seconds[1 : args.steps])
     return {
-        "steps": seconds[1:],
+        "steps": seconds[1 : args.steps],
         "generation_s": generation,
+        "with_seeds_s": statistics.mean(seconds[args.steps :]),
         "generation_tokens_per_s": args.prompts * args.generations * args.new_tokens / generation,
     }
 
@@ -276,11 +278,10 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=GENERATIONS)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    parser.add_argument("--mb-tokens", type=int, default=16384)
+    parser.add_argument("--mb-tokens", type=int, default=32768, help="of a microbatch of ours in training")
     parser.add_argument("--gpu-memory", type=float, default=0.4)
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--compile", action="store_true", help="policy.dtensor_cfg.torch_compile=true")
     parser.add_argument(
         "--previous-pass",
         action="store_true",

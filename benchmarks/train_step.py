@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def policy_section(args: argparse.Namespace, model: Path, backend: str, sequence
             "defer_fsdp_grad_sync": True,
             "activation_checkpointing": args.recompute,
             "expert_parallel_size": args.expert_parallel,
+            "torch_compile": None if args.compile == "auto" else args.compile == "on",
+            "automodel_kwargs": {"use_liger_kernel": args.liger},
         },
         "optimizer": None
         if megatron
@@ -125,22 +128,29 @@ def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path)
     peaks = [matmul_tflops(device, args.precision)]
     here = rows(args, sequence) // args.gpus
     data = batch_of(here, sequence, worker.backend.model_config.vocab_size, worker.backend.rank)
+    data["token_mask"][:, : args.prompt] = 0
     loss = ClippedPGLossFn(config.loss_fn)
     seconds = []
+
+    def step() -> Any:
+        worker.begin_train_step(loss)
+        for start in range(0, here, here // args.microbatches):
+            chunk = data.slice(start, start + here // args.microbatches)
+            worker.train_microbatches(_packed(chunk, worker.cfg))
+        return worker.finish_train_step()
+
     for _ in range(args.steps + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         torch.distributed.barrier()
         started = time.perf_counter()
-        worker.begin_train_step(loss)
-        for start in range(0, here, here // args.microbatches):
-            chunk = data.slice(start, start + here // args.microbatches)
-            worker.train_microbatches(_packed(chunk, worker.cfg))
-        result = worker.finish_train_step()
+        result = step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         torch.distributed.barrier()
         seconds.append(time.perf_counter() - started)
+    if args.profile:
+        print_profile(step, device)
     peaks.append(matmul_tflops(device, args.precision))
     if worker.backend.rank == 0:
         told = worker.describe()
@@ -161,6 +171,29 @@ def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path)
         print("RESULT " + json.dumps(answer), flush=True)
     torch.distributed.barrier()
     worker.shutdown()
+
+
+def print_profile(step: Callable[[], object], device: Any, rows: int = 30) -> None:
+    """One more step under torch's profiler: how long it took, how long kernels ran in it, and the longest of those."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        started = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize(device)
+        wall = time.perf_counter() - started
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
+    order = "self_device_time_total" if cuda else "self_cpu_time_total"
+    kernels = [event for event in profiler.key_averages() if event.device_type == kind]
+    kernels.sort(key=lambda event: getattr(event, order), reverse=True)
+    busy = sum(getattr(event, order) for event in kernels) / 1e6
+    print(f"profiled step {wall:.3f} s, kernels {busy:.3f} s", file=sys.stderr)
+    for event in kernels[:rows]:
+        print(f"{getattr(event, order) / 1e3:10.1f} ms {event.count:6d} {event.key[:100]}", file=sys.stderr)
 
 
 def _packed(chunk: Any, cfg: Any) -> Any:
@@ -239,6 +272,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="torch.compile of DTensor's")
+    parser.add_argument("--liger", action="store_true", help="Liger's layers for DTensor's")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a sequence that are not trained")
+    parser.add_argument("--profile", action="store_true", help="kernels of one more step by their time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
     parser.add_argument("--work", default="/tmp/nemo_rl_train_step", help="where models are made")
     parser.add_argument("--rank-of", nargs=3, metavar=("BACKEND", "SEQUENCE", "MODEL"), help=argparse.SUPPRESS)

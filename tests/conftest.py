@@ -36,12 +36,12 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Of two sessions side by side one starts Ray and engines, and mostly waits for them; the other does the rest."""
+    """Of two sessions side by side one starts engines, and mostly waits for them; the other does the rest."""
     return _EnginesApart(config, log)
 
 
 class _EnginesApart(LoadScopeScheduling):
-    """A file is given to one session; with two sessions, all files that start Ray or an engine to the same."""
+    """A file is given to one session; with two sessions, all files that start an engine to the same."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
@@ -50,8 +50,7 @@ class _EnginesApart(LoadScopeScheduling):
 
 @functools.cache
 def _starts_engines(path: str) -> bool:
-    text = (ROOT / path).read_text()
-    return "pytest.mark.ray" in text or "pytest.mark.vllm" in text
+    return "pytest.mark.vllm" in (ROOT / path).read_text()
 
 
 @pytest.fixture(autouse=True)

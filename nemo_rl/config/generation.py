@@ -90,6 +90,12 @@ class VllmConfig(Section):
     num_last_layers_in_bf16: Annotated[NonNegativeInt, NotYet("fp8 generation")] = Field(
         0, description="Last layers left in bfloat16 with fp8."
     )
+    request_seeds: bool | None = Field(
+        None,
+        description="Draw every response from a seed of its own, so that equal runs draw equal responses in whatever "
+        "order they arrive. null: on CPU slots alone. On GPUs vLLM then draws for one request after the other, which "
+        "makes every step of many requests longer; without it engines draw from seeds of their own.",
+    )
     enable_vllm_metrics_logger: bool = Field(
         True, description="Log what engines say of their queues and KV cache as generation_metrics/."
     )

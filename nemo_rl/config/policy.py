@@ -90,10 +90,10 @@ class DTensorConfig(Section):
     custom_parallel_plan: str | None = Field(
         None, description="Dotted path of a tensor-parallel plan (mapping, or function that returns one)."
     )
-    torch_compile: bool = Field(
-        False,
-        description="Compile decoder layers and token scoring with torch.compile: faster steps after a "
-        "minute of compilation.",
+    torch_compile: bool | None = Field(
+        None,
+        description="Compile decoder layers with torch.compile: a slower first step, faster ones after it. null "
+        "compiles on GPUs whose ranks hold whole layers (no tensor, context or expert parallelism), without Liger.",
     )
     automodel_kwargs: AutomodelConfig = Field(
         AutomodelConfig(), description="Options that NeMo-RL hands to NeMo-Automodel."

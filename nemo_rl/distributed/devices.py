@@ -47,6 +47,22 @@ def free_memory(device: torch.device) -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable line; host memory cannot be read")
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of the whole GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device. A copy to a GPU is queued from pinned memory: from any other, the host would wait
+    until all work before it is done.
+    """
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Gives memory that nothing uses any more back to the device or, on a CPU slot, to the operating system."""
     gc.collect()

@@ -20,8 +20,10 @@ def test_cached_memory_goes_back_every_so_many_microbatches(
     monkeypatch.setattr(
         "nemo_rl.models.dtensor.backend.release_cached_memory", lambda device: cleared.append(len(done) + 1)
     )
-    mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+    alone = SimpleNamespace(size=lambda: 1)
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), gradient_mesh=alone)
     model: Any = torch.nn.Linear(1, 1)
+    model.drop_gathered = lambda: None
     backend: Any = DTensorBackend(model, mesh, SimpleNamespace(), None, SimpleNamespace(), clear_cache_every=every)
     backend._loss = lambda data, loss_fn: (model.weight.sum(), None)
     row = {"input_ids": torch.zeros((1, 2)), "input_lengths": torch.tensor([2])}

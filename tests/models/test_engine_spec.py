@@ -22,3 +22,13 @@ def test_the_ranks_of_an_engine_are_processes_of_its_node(ranks: int, named: str
     policy = load_master_config(CONFIG, [*overrides, "cluster.gpus_per_node=2"]).policy
     spec = engine_spec(policy, cuda=False, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
     assert spec.engine_kwargs.get("distributed_executor_backend") == started
+
+
+@pytest.mark.parametrize(("wanted", "on_cpu", "on_gpus"), [("null", True, False), ("true", True, True)])
+def test_requests_have_seeds_of_their_own_or_engines_have(wanted: str, on_cpu: bool, on_gpus: bool) -> None:
+    policy = load_master_config(CONFIG, [f"policy.generation.vllm_cfg.request_seeds={wanted}"]).policy
+    rest = {"seed": 7, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 1.0, "threads": 1}
+    for cuda, seeds in ((False, on_cpu), (True, on_gpus)):
+        spec = engine_spec(policy, cuda=cuda, **rest)
+        assert spec.seeds_requests == seeds
+        assert [spec.kwargs_of(shard)["seed"] for shard in range(3)] == [7, 8, 9]

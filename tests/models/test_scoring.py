@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.models.policy.fused_scores import fused_logprobs
 from nemo_rl.models.policy.scoring import LogitTransform, filter_logits, score_tokens
 
 TOKENS, HIDDEN, VOCAB = 13, 6, 37
@@ -43,6 +44,28 @@ def test_scores_and_gradients_do_not_depend_on_the_chunk(transform: LogitTransfo
         strict=True,
     ):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("transform", [*TRANSFORMS[:2], TRANSFORMS[3], LogitTransform(1.3, softcap=4.0, scale=2.0)])
+def test_fused_scores_and_gradients_are_those_of_autograd(transform: LogitTransform, chunk: int | None) -> None:
+    hidden, weight, bias, target = _inputs()
+    bias.requires_grad_()
+    upstream = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
+    want = score_tokens(hidden, weight, bias, target, transform).logprobs_T
+    got = fused_logprobs(hidden, weight, bias, target, transform, chunk=chunk)
+    torch.testing.assert_close(got, want)
+    inputs = (hidden, weight, bias)
+    for gradient, wanted in zip(
+        torch.autograd.grad(got @ upstream, inputs), torch.autograd.grad(want @ upstream, inputs), strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_fused_scores_leave_a_frozen_projection_alone() -> None:
+    hidden, weight, _, target = _inputs()
+    fused_logprobs(hidden, weight.detach(), None, target, LogitTransform()).sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
 
 
 def test_a_plain_score_is_a_log_softmax_at_the_temperature() -> None:

@@ -65,7 +65,7 @@ def test_a_step_in_chunks_equals_the_step_of_train(
         assert _metric(with_rows, name) == pytest.approx(_metric(whole, name), rel=2e-6, abs=1e-6), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("dtensor tp")])
 def test_gradients_are_reduced_over_ranks_once_per_step(two: list[dict[str, dict[str, Any]]], case: str) -> None:
     groups = two[0][case]["train"]["reductions"]
     # FSDP reduces each layer and the rest of the model; Megatron has one bucket for a model as small as this.

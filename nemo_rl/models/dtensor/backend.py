@@ -144,7 +144,8 @@ class DTensorBackend:
         self.writer = writer
         self._dtype = dtype
         self._stays_on_host = stays_on_host
-        self._defers = defer_gradient_sync
+        # A rank alone has nobody to wait for.
+        self._defers = defer_gradient_sync and mesh.gradient_mesh.size() > 1
         self._clear_every = clear_cache_every
         self._microbatches = 0
         self._adapter = adapter
@@ -195,6 +196,7 @@ class DTensorBackend:
                 release_cached_memory(self.device)
         for _ in range(idle):
             self._idle_backward()
+        self.scorer.drop_gathered()
         return results
 
     def _loss(self, data: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
@@ -214,6 +216,8 @@ class DTensorBackend:
         return self.mesh.sum_over_data(values)
 
     def max_over_data(self, value: int) -> int:
+        if self.mesh.data_mesh.size() == 1:
+            return value
         tensor = torch.tensor([value], device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.mesh.data_mesh.get_group())
         return int(tensor)
@@ -230,6 +234,7 @@ class DTensorBackend:
             # Which microbatch is a step's last is known only now: an empty one carries the sums of all.
             self.scorer.synchronize_gradients(True)
             self._idle_backward()
+            self.scorer.drop_gathered()
         self._sum_headwise_norms()
         cut = torch.zeros((), dtype=torch.float64, device=self.device)
         whole = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -272,7 +277,7 @@ class DTensorBackend:
 
     def discard_gradients(self) -> None:
         """Drops accumulated gradients, and whatever a pass that failed left gathered."""
-        self.scorer.reshard()
+        self.scorer.drop_gathered()
         self.scorer.drop_deferred_gradients()
         for parameter in self.scorer.parameters():
             parameter.grad = None
@@ -314,7 +319,7 @@ class DTensorBackend:
     def _idle_passes(self, count: int) -> None:
         for _ in range(count):
             self.scorer(self._packed(idle_microbatch()), LogitTransform())
-        self.scorer.reshard()
+        self.scorer.drop_gathered()
 
     def reference_weights(self) -> AbstractContextManager[None]:
         if self.reference is None:

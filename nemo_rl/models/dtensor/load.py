@@ -16,7 +16,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from nemo_rl.config import LoraConfig, PolicyConfig
+from nemo_rl.config import DTensorConfig, LoraConfig, PolicyConfig
 from nemo_rl.models.dtensor.checks import LIGER, check_device
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
@@ -94,18 +94,23 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
         apply_expert_parallel(model, mesh.ep_mesh)
     if cfg.dtensor_cfg.activation_checkpointing:
         apply_activation_checkpointing(model, keep_routing=cfg.dtensor_cfg.moe_parallelizer.ignore_router_for_ac)
-    if cfg.dtensor_cfg.torch_compile:
+    if _compiles(cfg.dtensor_cfg, mesh):
         apply_compile(model)
     head = cfg.dtensor_cfg.moe_parallelizer.lm_head_precision
     head_dtype = compute_dtype(head) if head is not None else None
-    scorer = CausalLMScorer(
-        model, mesh, cfg.logprob_chunk_size, compiled=cfg.dtensor_cfg.torch_compile, head_dtype=head_dtype
-    )
+    scorer = CausalLMScorer(model, mesh, cfg.logprob_chunk_size, head_dtype=head_dtype)
     apply_fsdp(scorer, model, mesh, cfg.dtensor_cfg, dtype=compute_dtype(cfg.precision))
     _materialise(scorer, mesh, offloaded=cfg.dtensor_cfg.cpu_offload)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(scorer, {PREFIX + name: tensor for name, tensor in state.items()}, options=options)
     return scorer
+
+
+def _compiles(cfg: DTensorConfig, mesh: ParallelMesh) -> bool:
+    if cfg.torch_compile is not None:
+        return cfg.torch_compile
+    whole_layers = mesh.sizes.tp * mesh.sizes.cp * mesh.sizes.ep == 1
+    return mesh.device.type == "cuda" and whole_layers and not cfg.automodel_kwargs.use_liger_kernel
 
 
 def _read_adapter(path: str, cfg: PolicyConfig) -> dict[str, torch.Tensor]:

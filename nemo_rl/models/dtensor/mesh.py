@@ -53,6 +53,7 @@ class ParallelMesh:
         self.mesh = init_device_mesh(accelerator.kind, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
         self.shard_mesh = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
         self.data_mesh = self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        self.gradient_mesh = self.mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
         self._experts: DeviceMesh | None = None
         if sizes.ep > 1:
             shape = (dp_replicate, sharing // sizes.ep, sizes.ep, sizes.tp)

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nemo_rl.config import DTensorConfig
+from nemo_rl.distributed.devices import total_memory
 from nemo_rl.distributed.worker_groups import resolve_fqn
 from nemo_rl.models.dtensor.experts import expert_modules
 from nemo_rl.models.dtensor.mesh import ParallelMesh
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 # Norms inside attention work on this rank's heads only, so their gradients are parts of a sum over tensor-parallel
 # ranks.
 HEADWISE_NORMS = (".q_norm.", ".k_norm.")
+_KEPT_SHARE = 0.1
+"""Share of a device's memory that gathered weights may take between passes."""
 
 
 def tensor_parallel_plan(model: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -162,10 +165,11 @@ def apply_compile(model: Any) -> None:
 
 def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorConfig, *, dtype: torch.dtype) -> None:
     """Shards every decoder layer and then the whole with FSDP2: float32 weights, `dtype` compute, float32 gradient
-    sums.
+    sums. Weights that are small beside the device's memory stay gathered between passes, until `drop_gathered`.
 
     Experts that are cut over expert-parallel ranks are a part of their own: fewer ranks share each of them.
     """
+    keep = not cfg.cpu_offload and _are_small(model, mesh.device, dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cfg.cpu_offload and mesh.device.type == "cuda" else OffloadPolicy()
     keep_experts = not cfg.moe_parallelizer.reshard_after_forward
@@ -178,10 +182,10 @@ def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorCo
                     mesh=mesh.experts_fsdp_mesh,
                     mp_policy=precision,
                     offload_policy=offload,
-                    reshard_after_forward=not keep_experts,
+                    reshard_after_forward=not (keep or keep_experts),
                     shard_placement_fn=partial(_expert_placement, mesh.experts_fsdp_mesh.size(-1)),
                 )
-        reshard = mesh.ep_mesh is not None or not (experts and keep_experts)
+        reshard = not keep and (mesh.ep_mesh is not None or not (experts and keep_experts))
         fully_shard(
             layer, mesh=mesh.fsdp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
         )
@@ -189,8 +193,14 @@ def apply_fsdp(scorer: nn.Module, model: Any, mesh: ParallelMesh, cfg: DTensorCo
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_reshard_after_backward(not keep, recurse=False)
             # Plain sums everywhere: a pre-divided reduction would round differently for every world size.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _are_small(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    numbers = sum(local_tensor(parameter).numel() for parameter in model.parameters())
+    return numbers * dtype.itemsize < _KEPT_SHARE * total_memory(device)
 
 
 def _expert_placement(ranks: int, parameter: nn.Parameter) -> Shard:

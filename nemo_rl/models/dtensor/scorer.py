@@ -31,7 +31,6 @@ class CausalLMScorer(nn.Module):
         model: The model, cut over tensor-parallel ranks where there are several.
         mesh: This rank's groups.
         chunk: Tokens whose logits exist at a time; None chooses.
-        compiled: Whether the scoring of a chunk is compiled.
         head_dtype: Precision of the output projection's product; None takes that of the model.
     """
 
@@ -41,7 +40,6 @@ class CausalLMScorer(nn.Module):
         mesh: ParallelMesh,
         chunk: int | None,
         *,
-        compiled: bool = False,
         head_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -49,17 +47,14 @@ class CausalLMScorer(nn.Module):
         self._mesh = mesh
         self._cut = RowSlice(mesh.cp_group, mesh.cp_rank, mesh.sizes.cp)
         self._chunk = chunk
-        self._compiled = compiled
         self._head_dtype = head_dtype
 
     def row_multiple(self) -> int:
         """A row's length must be a multiple of this."""
         return self._mesh.sizes.tp * self._mesh.sizes.cp
 
-    def reshard(self) -> None:
-        """Drops gathered parameters after passes without a backward, so that `parameters()` are this rank's shards
-        again.
-        """
+    def drop_gathered(self) -> None:
+        """Drops gathered parameters, which passes may leave, so that `parameters()` are this rank's shards again."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -89,7 +84,7 @@ class CausalLMScorer(nn.Module):
         if self._head_dtype is not None:
             hidden_TD, weight_WD = hidden_TD.to(self._head_dtype), weight_WD.to(self._head_dtype)
             bias_W = None if bias_W is None else bias_W.to(self._head_dtype)
-        projection = Projection(weight_WD, bias_W, self._mesh.tp_group, self._chunk, self._compiled)
+        projection = Projection(weight_WD, bias_W, self._mesh.tp_group, self._chunk)
         return score_row(hidden_TD, projection, batch, transform, self._cut, logits=logits)
 
     def _hidden(self, batch: PackedBatch) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
@@ -85,16 +86,14 @@ def pack(
     )
     extra = torch.zeros(padding, dtype=torch.long)
     return PackedBatch(
-        torch.cat([ids_N, extra]).to(device, non_blocking=True),
-        torch.cat([positions_BS.reshape(-1)[source_N], torch.arange(padding)]).to(device, non_blocking=True),
-        torch.cat([next_BS.reshape(-1)[source_N], extra]).to(device, non_blocking=True),
-        borders.to(device, non_blocking=True),
+        to_device(torch.cat([ids_N, extra]), device),
+        to_device(torch.cat([positions_BS.reshape(-1)[source_N], torch.arange(padding)]), device),
+        to_device(torch.cat([next_BS.reshape(-1)[source_N], extra]), device),
+        to_device(borders, device),
         max([*lengths, padding], default=0),
-        source_N.to(device, non_blocking=True),
+        to_device(source_N, device),
         (batch, width),
-        _trained_positions(data, source_N).to(device, non_blocking=True)
-        if trained_only and "token_mask" in data
-        else None,
+        to_device(_trained_positions(data, source_N), device) if trained_only and "token_mask" in data else None,
     )
 
 
@@ -137,8 +136,7 @@ def microbatch_loss(
         device: Where the scores are.
     """
     on_device = {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in data.items()
+        key: to_device(value, device) if isinstance(value, torch.Tensor) else value for key, value in data.items()
     }
     if isinstance(output, torch.Tensor):
         logits_BSV = batch.unpack(output)

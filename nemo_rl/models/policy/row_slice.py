@@ -77,14 +77,12 @@ class Projection:
         bias_W: Its bias, or None.
         group: Ranks that share the vocabulary, or None.
         chunk: Tokens whose logits exist at a time; None chooses.
-        compiled: Whether the scoring of a chunk is compiled.
     """
 
     weight_WD: torch.Tensor
     bias_W: torch.Tensor | None = None
     group: dist.ProcessGroup | None = None
     chunk: int | None = None
-    compiled: bool = False
 
 
 def score_row(
@@ -122,7 +120,6 @@ def score_row(
         transform,
         chunk=head.chunk,
         group=head.group,
-        compiled=head.compiled,
     )
     logprobs_T = cut.whole(_placed(scores.logprobs_T, wanted, batch, cut))
     if not transform.filters:

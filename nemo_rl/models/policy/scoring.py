@@ -1,24 +1,24 @@
 """Log-probabilities of given tokens from hidden states, without ever holding the logits of the whole row.
 
-The output projection, the softmax and the pick of the target run chunk by chunk, recomputed in the backward pass; with
-tensor parallelism each rank holds a slice of the vocabulary. Temperature and the filters of generation are applied to
-the logits exactly as generation applied them. Knows no model family. Invariant: the numbers do not depend on the chunk
-size.
+The output projection, the softmax and the pick of the target run chunk by chunk, recomputed in the backward pass, on
+one GPU by `fused_scores`; with tensor parallelism each rank holds a slice of the vocabulary. Temperature and the
+filters of generation are applied to the logits exactly as generation applied them. Knows no model family. Invariant:
+the numbers do not depend on the chunk size.
 
 Shapes: T tokens, C tokens of a chunk, D hidden size, V vocabulary, W this rank's slice of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from nemo_rl.models.policy.fused_scores import fused_logprobs
 
 _AUTOMATIC_CHUNK_BYTES = 256 << 20
 
@@ -58,6 +58,14 @@ class LogitTransform:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def raw_gradient(self, raw: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient of the raw logits from the one of `model_logits(raw)`."""
+        if self.temperature != 1.0:
+            gradient = gradient / self.temperature
+        if self.softcap is not None:
+            gradient = gradient * (1 - torch.tanh(raw.float() * self.scale / self.softcap).square())
+        return gradient * self.scale if self.scale != 1.0 else gradient
 
 
 def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -> torch.Tensor:
@@ -175,11 +183,6 @@ def _score_chunk(
     return _pick(logits_CV, target_C, None), unfiltered_C
 
 
-@cache
-def _compiled_chunk() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(_score_chunk, dynamic=True)
-
-
 def score_tokens(
     hidden_TD: torch.Tensor,
     weight_WD: torch.Tensor,
@@ -189,7 +192,6 @@ def score_tokens(
     *,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
-    compiled: bool = False,
 ) -> TokenScores:
     """Log-probability of `target_T` after each token.
 
@@ -199,16 +201,17 @@ def score_tokens(
         bias_W: Its bias, or None.
         target_T: Token ids.
         transform: Temperature, filters and the model's own logit scaling.
-        chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB.
+        chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB, or 2 GiB in `fused_scores`.
         group: Ranks that share the vocabulary, or None.
-        compiled: Fuse the arithmetic on a chunk's logits; without filters and on one rank only, where it is one graph.
     """
-    score = _compiled_chunk() if compiled and group is None and not transform.filters else _score_chunk
+    if hidden_TD.is_cuda and group is None and not transform.filters:
+        logprobs_T = fused_logprobs(hidden_TD, weight_WD, bias_W, target_T, transform, chunk=chunk)
+        return TokenScores(logprobs_T, logprobs_T)
     hidden_TD = copy_to_ranks(hidden_TD, group)
     tokens = hidden_TD.shape[0]
     size = chunk or max(1, _AUTOMATIC_CHUNK_BYTES // (4 * weight_WD.shape[0]))
     if tokens <= size:
-        return TokenScores(*score(hidden_TD, weight_WD, bias_W, target_T, transform, group))
+        return TokenScores(*_score_chunk(hidden_TD, weight_WD, bias_W, target_T, transform, group))
     filtered: list[torch.Tensor] = []
     unfiltered: list[torch.Tensor] = []
     for start in range(0, tokens, size):
@@ -221,7 +224,9 @@ def score_tokens(
             group,
         )
         one, other = (
-            checkpoint(score, *arguments, use_reentrant=False) if torch.is_grad_enabled() else score(*arguments)
+            checkpoint(_score_chunk, *arguments, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else _score_chunk(*arguments)
         )
         filtered.append(one)
         unfiltered.append(other)

@@ -32,6 +32,7 @@ class EngineSpec:
         max_model_len: Longest sequence in tokens.
         stats_interval_s: Seconds between readings of the engine's statistics; None reads none.
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
+        seeds_requests: Whether each request is drawn from its own seed, or all from the engine's.
     """
 
     engine_kwargs: dict[str, object]
@@ -40,7 +41,13 @@ class EngineSpec:
     sleep_level: int = 2
     max_model_len: int = 0
     cuts_to_room: bool = True
+    seeds_requests: bool = True
     stats_interval_s: float | None = None
+
+    def kwargs_of(self, shard: int) -> dict[str, object]:
+        """Keyword arguments of one shard's engine: no two draw the same numbers."""
+        seed = self.engine_kwargs.get("seed")
+        return self.engine_kwargs | ({"seed": seed + shard} if isinstance(seed, int) else {})
 
 
 def engine_spec(
@@ -51,7 +58,7 @@ def engine_spec(
     Args:
         policy: The policy section; generation lives under it.
         cuda: Whether slots are GPUs.
-        seed: Seed of this engine.
+        seed: Seed of the first engine; shard n takes `seed + n`.
         sleeps: Whether the engine must be able to sleep.
         refits: Whether training sends its weights, so that loading them from disk can be skipped.
         cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV cache.
@@ -107,7 +114,8 @@ def engine_spec(
         vllm.sleep_level,
         vllm.max_model_len,
         vllm.cap_max_tokens_to_context,
-        vllm.vllm_metrics_logger_interval if vllm.enable_vllm_metrics_logger else None,
+        stats_interval_s=vllm.vllm_metrics_logger_interval if vllm.enable_vllm_metrics_logger else None,
+        seeds_requests=not cuda if vllm.request_seeds is None else vllm.request_seeds,
     )
 
 

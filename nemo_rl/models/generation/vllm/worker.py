@@ -71,7 +71,7 @@ class VllmGenerationWorker:
         """Imports what the engine needs and touches no accelerator, so that `start` is short once it may be called."""
         self._set_environment()
         if self._importing is None:
-            self._importing = asyncio.ensure_future(asyncio.to_thread(import_engine, self._spec.engine_kwargs))
+            self._importing = asyncio.ensure_future(asyncio.to_thread(import_engine, self._spec.kwargs_of(self._shard)))
         await self._importing
 
     def _set_environment(self) -> None:
@@ -97,7 +97,8 @@ class VllmGenerationWorker:
         try:
             with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
                 self._engine = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**self._spec.engine_kwargs), stat_loggers=[self._stats] if self._stats else None
+                    AsyncEngineArgs(**self._spec.kwargs_of(self._shard)),
+                    stat_loggers=[self._stats] if self._stats else None,
                 )
         except (RuntimeError, ValueError, OSError) as error:
             raise GenerationError(
@@ -220,7 +221,7 @@ class VllmGenerationWorker:
             max_tokens=limit,
             logprobs=0,
             flat_logprobs=True,  # one list per request, not an object per token: half the cost of a token here
-            seed=request.seed,
+            seed=request.seed if self._spec.seeds_requests else None,
             stop_token_ids=self._stop_token_ids,
             ignore_eos=True,
             stop=list(request.stop_strings) or None,
