@@ -14,7 +14,7 @@ from pathlib import Path
 from nemo_rl.algorithms import launch
 from nemo_rl.config import ClusterConfig, ConfigError, EvalMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.errors import UserError, in_one_line
-from nemo_rl.distributed.worker_start import importing
+from nemo_rl.distributed.processes import importing
 
 logger = logging.getLogger("nemo_rl")
 
@@ -84,7 +84,7 @@ def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:
 
 def evaluate_to_end(config: EvalMasterConfig) -> int:
     """Runs a checked configuration and prints its score; the exit code."""
-    from nemo_rl.algorithms.evaluation.evaluate import evaluate
+    from nemo_rl.algorithms.evaluation import evaluate
 
     try:
         score = evaluate(config)
@@ -106,7 +106,7 @@ def _show(config: EvalMasterConfig, score: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from nemo_rl.algorithms.evaluation.evaluate import Score
+    from nemo_rl.algorithms.evaluation import Score
 
     if not isinstance(score, Score):
         return

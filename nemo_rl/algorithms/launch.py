@@ -1,7 +1,8 @@
 """What every run's command line shares: arguments in, configuration, set-up, drive, clean end, exit code out.
 
-Knows a run only as something that is set up, driven and closed. User mistakes become one message without a traceback.
-Invariants: whatever happens, no process of the run is left, and the last line says what came of it; Ctrl-C ends with
+Knows a run only as something that is set up, driven and closed. User mistakes become one message without a traceback;
+Ctrl-C and SIGTERM end the run, or save and end it, by where it is. Invariants: whatever happens, no process of the run
+is left, for while it is being ended no signal breaks that off, and the last line says what came of it; Ctrl-C ends with
 exit code 130 and the last checkpoint usable.
 """
 
@@ -10,22 +11,25 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from nemo_rl.config import load_master_config
 from nemo_rl.config.errors import UserError, in_one_line
+from nemo_rl.config.infrastructure import CheckpointingConfig
 from nemo_rl.config.master import CompleteConfig, RootConfig
-from nemo_rl.distributed.worker_start import collect_rarely
+from nemo_rl.distributed.processes import collect_rarely
 from nemo_rl.utils import hub
-from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.start_phases import StartPhases
+from nemo_rl.utils.progress import RunProgress, StartPhases
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.run_state import RunState
+    from nemo_rl.algorithms.run_checkpoint import RunState
     from nemo_rl.utils.checkpoint import CheckpointManager
     from nemo_rl.utils.logger import Logger
     from nemo_rl.utils.timer import TimeoutChecker
@@ -33,9 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nemo_rl")
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-
 Config = TypeVar("Config", bound=CompleteConfig)
 TrainingConfig = TypeVar("TrainingConfig", bound=RootConfig)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Watchable(Protocol):
@@ -138,7 +142,6 @@ def _run_to_end(
     drive: Callable[[Run], None],
     close: Callable[[Run], None],
 ) -> int:
-    from nemo_rl.algorithms.interrupts import Interrupts, what_is_saved
     from nemo_rl.algorithms.resume import NothingToDo
     from nemo_rl.utils.report import LiveReport
 
@@ -242,3 +245,74 @@ def _report(log_dir: Path, *, expected: bool) -> None:
         sys.stderr.write(f"no report: {log_dir} cannot be written ({error.strerror or error})\n")
         return
     sys.stderr.write("report: " + ", ".join(str(path) for path in paths) + "\n")
+
+
+class Interrupts:
+    """The handlers of a run's signals; a context manager that puts the former ones back.
+
+    A scheduler that ends the job sends SIGTERM: it deserves the same clean end as Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        self.save_asked = False
+        self._end_after_step: Callable[[], None] | None = None
+        self._ending = self._told = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        self.listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+
+    def listen(self) -> None:
+        """Takes the signals, also from libraries that took them meanwhile."""
+        # Handlers can be set by the main thread only; a run inside another thread is ended by whoever owns the process.
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.signal(number, self._on_signal)
+                self._before.setdefault(number, before)
+
+    def save_first(self, end_after_step: Callable[[], None]) -> None:
+        """From here on the first signal lets the step finish, saves and ends; `end_after_step` asks the run to."""
+        self._end_after_step = end_after_step
+
+    def ending(self) -> None:
+        """The run is being ended: signals wait for it."""
+        self._ending = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._ending:
+            if not self._told:
+                self._told = True
+                sys.stderr.write("already ending: workers and files are being closed\n")
+            return
+        if self._end_after_step is not None and not self.save_asked:
+            self.save_asked = True
+            self._end_after_step()
+            sys.stderr.write("interrupted: the step is finished and saved first; once more ends at once\n")
+            return
+        raise KeyboardInterrupt
+
+
+def what_is_saved(run: Watchable, cfg: CheckpointingConfig) -> str:
+    """Where an interrupted run would go on, and how many steps that loses; to be asked once the run is closed."""
+    step = run.state.step
+    done = f"interrupted after step {step}"
+    if not cfg.enabled:
+        return f"{done}: checkpointing.enabled is false, so nothing is saved"
+    newest = run.checkpointer.get_latest_checkpoint_path()
+    saved = 0 if newest is None else int(newest.name.removeprefix("step_"))
+    lost = step - saved
+    hint = "" if cfg.save_on_signal or lost == 0 else "; checkpointing.save_on_signal=true would save first"
+    if newest is None:
+        return f"{done}: no checkpoint was written yet, {_steps(lost)} lost{hint}"
+    if lost == 0:
+        return f"{done}: all of it is in {newest}; the same command goes on from there"
+    return f"{done}: the newest checkpoint is {newest}, {_steps(lost)} lost{hint}; the same command goes on from there"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step is" if count == 1 else f"{count} steps are"

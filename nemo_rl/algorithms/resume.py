@@ -19,10 +19,9 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, WEIGHTS, dataset_names
-from nemo_rl.algorithms.run_state import RunState
-from nemo_rl.config.checkpointing import ResumeChange
+from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, WEIGHTS, RunState, dataset_names
 from nemo_rl.config.errors import UserError
+from nemo_rl.config.infrastructure import ResumeChange
 from nemo_rl.config.master import MasterConfig, RootConfig
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import flatten_dict

@@ -1,7 +1,8 @@
-"""What every run's checkpoint holds besides its counters: policy and loader; and that a run has where to write.
+"""What every run's checkpoint holds: its counters, policy and loader; and that a run has where to write.
 
-Ties the checkpoint directory to policy and loader. Knows no file format of theirs and no algorithm. Invariants: a
-visible checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
+Ties the checkpoint directory to policy and loader. Each algorithm names the counters as NeMo-RL does. Knows no file
+format and no algorithm. Invariants: `step` is the number of completed steps and thereby the version of the policy's
+weights; a visible checkpoint is complete; the loader state saved with step N yields the batches of step N+1 first.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -26,6 +28,45 @@ if TYPE_CHECKING:
 LOADER_FILE = "train_dataloader.pt"
 WEIGHTS = Path("policy") / "weights"
 LATEST = "latest"
+
+
+@dataclass
+class RunState:
+    """Counters of a run.
+
+    Attributes:
+        step: Completed steps.
+        epoch: Completed passes over the data.
+        step_in_epoch: Steps since the epoch began.
+        consumed_samples: Prompts, or conversations, trained on.
+        total_valid_tokens: Tokens trained on.
+        val_metrics: Metrics of the last validation.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
+    val_metrics: dict[str, float] = field(default_factory=dict)
+
+    def totals(self) -> dict[str, object]:
+        """The counters that every algorithm's checkpoint has under the same name."""
+        return {
+            "total_steps": self.step,
+            "consumed_samples": self.consumed_samples,
+            "total_valid_tokens": self.total_valid_tokens,
+        }
+
+    @classmethod
+    def resumed(cls, info: dict[str, Any], *, epoch: int, step_in_epoch: int, val_metrics: dict[str, float]) -> Self:
+        """The counters behind a checkpoint's `totals` and what an algorithm names itself."""
+        totals = (info["consumed_samples"], info["total_valid_tokens"])
+        return cls(info["total_steps"], epoch, step_in_epoch, *totals, val_metrics)
+
+    def copy(self) -> Self:
+        """An independent copy."""
+        return type(self)(**asdict(self))
 
 
 def begin_checkpoint(

@@ -8,27 +8,30 @@ built is ended again when a later part fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from nemo_rl.algorithms import start_checks
+import numpy as np
+
 from nemo_rl.algorithms.placement import check_device
 from nemo_rl.algorithms.profiling import check_profile
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
-from nemo_rl.algorithms.run_checkpoint import check_writable, new_log_dir
-from nemo_rl.algorithms.run_state import RunState
-from nemo_rl.algorithms.seeds import set_seed
+from nemo_rl.algorithms.run_checkpoint import RunState, check_writable, new_log_dir
+from nemo_rl.config import ConfigError
 from nemo_rl.config.master import RootConfig
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.start_phases import StartPhases
+from nemo_rl.utils.progress import StartPhases
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -39,6 +42,9 @@ Begun = TypeVar("Begun", bound="Ends")
 TrainLoader = TypeVar("TrainLoader", bound=Loader)
 Config_contra = TypeVar("Config_contra", bound=RootConfig, contravariant=True)
 Config = TypeVar("Config", bound=RootConfig)
+Say = Callable[[str], None]
+_LOOKED_AT = 512
+_TOO_LARGE_FOR_CPUS = 200e6
 
 
 class ConnectsRay(Protocol[Config_contra]):
@@ -185,12 +191,12 @@ def prepared(
             set_seed(algorithm.seed)
             model = algorithm.check()
             if here is not None:
-                start_checks.check_cpu_is_meant(config, here, model, start.say)
+                check_cpu_is_meant(config, here, model, start.say)
             if resume is not None:
                 check_same_shape(model, resume.checkpoint)
             tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
             datasets = load_datasets(tokenizer, config.data)
-            start_checks.check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
+            check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
             loaders = algorithm.loaders(datasets, tokenizer)
             state, total_steps = _position(algorithm, resume, loaders.train)
         if resume is not None:
@@ -202,7 +208,7 @@ def prepared(
         with start.phase("Ray"):
             accelerator, begun = ray_start.result()
         if here is None:
-            start_checks.check_cpu_is_meant(config, accelerator, model, start.say)
+            check_cpu_is_meant(config, accelerator, model, start.say)
         ready = Prepared(
             accelerator, begun, tokenizer, datasets, loaders, checkpointer, resume, state, total_steps, logger, undo
         )
@@ -233,3 +239,87 @@ def _position(
     total = resume.total_steps(state, limits.max_steps, epochs, per_epoch)
     resume.check_unfinished(total, limits.steps_key)
     return state, total
+
+
+def check_prompt_lengths(by_task: Mapping[str, Any], limit: int | None, say: Say) -> None:
+    """Counts prompts that are longer than the limit and therefore train nothing.
+
+    Args:
+        by_task: Processed training data per task; `[i]["loss_multiplier"]` is 0 for a prompt that is too long.
+        limit: `data.max_input_seq_length`, tokens; None has no limit.
+        say: Tells the person.
+
+    Raises:
+        DataError: Every prompt that was looked at is too long.
+    """
+    for task, dataset in by_task.items() if limit is not None else ():
+        rows = len(dataset)
+        looked_at = _spread(rows)
+        too_long = sum(dataset[row]["loss_multiplier"] == 0 for row in looked_at)
+        part = "" if len(looked_at) == rows else f" looked at, of {rows},"
+        count = f"{too_long} of {len(looked_at)} prompts{part}"
+        if looked_at and too_long == len(looked_at):
+            raise DataError(
+                f"data.train ({task}): {count} are longer than data.max_input_seq_length={limit} tokens, so nothing "
+                "would be trained; raise it (and policy.max_total_sequence_length), or name shorter data"
+            )
+        if too_long:
+            say(f"data.train ({task}): {count} are longer than data.max_input_seq_length={limit} and train nothing")
+
+
+def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: PretrainedConfig, say: Say) -> None:
+    """Whether a run that took what it found runs where it was meant to.
+
+    Args:
+        config: The run's.
+        accelerator: What there is.
+        model: The model's Hugging Face configuration.
+        say: Tells the person.
+
+    Raises:
+        ConfigError: There is no GPU, nobody asked for CPUs, and the run is too large for them.
+    """
+    cluster = config.cluster
+    if accelerator.is_cuda or cluster.device != "auto":
+        return
+    meant = "cluster.device=cpu says that CPUs are meant"
+    if cluster.gpus_per_node > cluster.cpu_slots:
+        raise ConfigError(
+            [
+                f"cluster.gpus_per_node={cluster.gpus_per_node}, but there is no GPU here, and cluster.cpu_slots="
+                f"{cluster.cpu_slots}; {meant}, and cluster.cpu_slots how many slots they make"
+            ]
+        )
+    size = _parameters(model)
+    if size is not None and size > _TOO_LARGE_FOR_CPUS:
+        raise ConfigError(
+            [
+                f"there is no GPU here, and {config.policy.model_name} has about {size / 1e9:.1f} billion parameters: "
+                f"a step would take minutes to hours; {meant}. A run made for CPUs is "
+                "examples/configs/grpo_arithmetic_cpu.yaml"
+            ]
+        )
+    say(f"no GPU here: everything runs on CPUs ({meant})")
+
+
+def _spread(rows: int) -> Sequence[int]:
+    return range(rows) if rows <= _LOOKED_AT else [number * rows // _LOOKED_AT for number in range(_LOOKED_AT)]
+
+
+def _parameters(model: PretrainedConfig) -> float | None:
+    """Parameters that a token meets, and the embedding."""
+    try:
+        shape = TransformerShape.from_hf_config(model)
+    except UnknownArchitecture:
+        return None
+    attention = 2 * shape.hidden * (shape.query_width + shape.key_value_width)
+    return shape.layers * (attention + shape.mlp_operations) + shape.vocabulary * shape.hidden
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators, those of every accelerator included."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -14,9 +14,9 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.config.master import CompleteConfig
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.evaluation.evaluate import Score
+    from nemo_rl.algorithms.evaluation import Score
     from nemo_rl.algorithms.grpo.run import GRPORun
-    from nemo_rl.algorithms.sft.run import SFTRun
+    from nemo_rl.algorithms.sft.driver import SFTRun
     from nemo_rl.experience.hooks import RLixHooksProtocol
 
 _PAGE = "docs/from_nemo_rl.md lists what is called differently"
@@ -122,7 +122,7 @@ def eval_setup(
 def run_env_eval(master_config: EvalMasterConfig | Mapping[str, object], *others: object, **named: object) -> Score:
     """Evaluates and returns the score."""
     _refuse(others, named, "run_env_eval(master_config)")
-    from nemo_rl.algorithms.evaluation.evaluate import evaluate
+    from nemo_rl.algorithms.evaluation import evaluate
 
     return evaluate(_checked(master_config, EvalMasterConfig))
 

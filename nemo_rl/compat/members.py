@@ -82,7 +82,7 @@ CONTROL_PLANE: dict[str, str] = {
             "get_model_update_receiver",
         )
     },
-    "ShardPreemptedError": "nemo_rl.models.generation.errors:ShardPreemptedError",
+    "ShardPreemptedError": "nemo_rl.models.generation.interfaces:ShardPreemptedError",
     "run_on_dp_shard_leaders": "one actor leads each shard: `VllmGeneration.shards.call(dp_ranks, method, "
     "timeout_s=...)`",
     **{name: f"{_ENGINE_ACTOR}.{name}" for name in ("abort_all_requests", "is_idle", "rlix_model_update_rpc")},

@@ -8,6 +8,25 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_LOSSES = {
+    "ClippedPGLossConfig": "nemo_rl.config",
+    **dict.fromkeys(("ClippedPGLossFn", "NLLLossFn", "SequencePackingLossWrapper"), "nemo_rl.loss"),
+}
+_LOSS_INTERFACES = dict.fromkeys(("LossFunction", "LossInputType", "LossType", "MetricNormalizer"), "nemo_rl.loss")
+_PACKERS = dict.fromkeys(
+    (
+        "BinPackingError",
+        "ConcatenativePacker",
+        "FirstFitDecreasingPacker",
+        "FirstFitShufflePacker",
+        "ModifiedFirstFitDecreasingPacker",
+        "PackingAlgorithm",
+        "SequencePacker",
+        "get_packer",
+    ),
+    "nemo_rl.distributed.bin_packing",
+)
+
 # module -> name -> home, as module:attribute; a home without an attribute has the name itself.
 NAMES: dict[str, dict[str, str]] = {
     "nemo_rl.algorithms.grpo": {
@@ -29,7 +48,7 @@ NAMES: dict[str, dict[str, str]] = {
     "nemo_rl.algorithms.sft": {
         "MasterConfig": "nemo_rl.config:SFTMasterConfig",
         "SFTConfig": "nemo_rl.config",
-        "SFTSaveState": "nemo_rl.algorithms.sft.run:SFTState",
+        "SFTSaveState": "nemo_rl.algorithms.sft.driver:SFTState",
         "setup": "nemo_rl.compat.loops:sft_setup",
         "sft_train": "nemo_rl.compat.loops",
         "validate": "nemo_rl.compat.loops:sft_validate",
@@ -44,66 +63,25 @@ NAMES: dict[str, dict[str, str]] = {
         "ReinforcePlusPlusAdvantageEstimator": "nemo_rl.compat.advantage_estimator",
     },
     "nemo_rl.algorithms.interfaces": {"LossFunction": "nemo_rl.loss", "LossType": "nemo_rl.loss"},
-    "nemo_rl.algorithms.loss": {
-        "ClippedPGLossConfig": "nemo_rl.config",
-        "ClippedPGLossFn": "nemo_rl.loss",
-        "LossFunction": "nemo_rl.loss",
-        "LossInputType": "nemo_rl.loss",
-        "LossType": "nemo_rl.loss",
-        "MetricNormalizer": "nemo_rl.loss",
-        "NLLLossFn": "nemo_rl.loss",
-        "SequencePackingLossWrapper": "nemo_rl.loss",
-    },
-    "nemo_rl.algorithms.loss.interfaces": {
-        "LossFunction": "nemo_rl.loss",
-        "LossInputType": "nemo_rl.loss",
-        "LossType": "nemo_rl.loss",
-        "MetricNormalizer": "nemo_rl.loss",
-    },
-    "nemo_rl.algorithms.loss.loss_functions": {
-        "ClippedPGLossConfig": "nemo_rl.config",
-        "ClippedPGLossFn": "nemo_rl.loss",
-        "NLLLossFn": "nemo_rl.loss",
-        "SequencePackingLossWrapper": "nemo_rl.loss",
-    },
-    "nemo_rl.algorithms.loss_functions": {
-        "ClippedPGLossConfig": "nemo_rl.config",
-        "ClippedPGLossFn": "nemo_rl.loss",
-        "NLLLoss": "nemo_rl.loss:NLLLossFn",
-        "NLLLossFn": "nemo_rl.loss",
-    },
+    "nemo_rl.algorithms.loss": _LOSSES | _LOSS_INTERFACES,
+    "nemo_rl.algorithms.loss.interfaces": _LOSS_INTERFACES,
+    "nemo_rl.algorithms.loss.loss_functions": _LOSSES,
+    "nemo_rl.algorithms.loss_functions": _LOSSES | {"NLLLoss": "nemo_rl.loss:NLLLossFn"},
     "nemo_rl.algorithms.reward_functions": {
         "RewardShapingConfig": "nemo_rl.config",
         "apply_reward_shaping": "nemo_rl.algorithms.grpo.rewards:shape_rewards",
     },
     "nemo_rl.algorithms.utils": {
         "calculate_baseline_and_std_per_prompt": "nemo_rl.algorithms.grpo.advantages",
-        "calculate_kl": "nemo_rl.loss.kl",
+        "calculate_kl": "nemo_rl.loss.policy_ratios",
         "get_tokenizer": "nemo_rl.data.tokenizer",
         "masked_mean": "nemo_rl.loss.normalization",
-        "set_seed": "nemo_rl.algorithms.seeds",
+        "set_seed": "nemo_rl.algorithms.startup",
     },
     "nemo_rl.data": {"DataConfig": "nemo_rl.config", "ResponseDatasetConfig": "nemo_rl.config:DatasetConfig"},
-    "nemo_rl.data.packing": {
-        "BinPackingError": "nemo_rl.distributed.bin_packing",
-        "ConcatenativePacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitShufflePacker": "nemo_rl.distributed.bin_packing",
-        "ModifiedFirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "PackingAlgorithm": "nemo_rl.distributed.bin_packing",
-        "SequencePacker": "nemo_rl.distributed.bin_packing",
-        "get_packer": "nemo_rl.distributed.bin_packing",
-    },
-    "nemo_rl.data.packing.algorithms": {
-        "ConcatenativePacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "FirstFitShufflePacker": "nemo_rl.distributed.bin_packing",
-        "ModifiedFirstFitDecreasingPacker": "nemo_rl.distributed.bin_packing",
-        "PackingAlgorithm": "nemo_rl.distributed.bin_packing",
-        "SequencePacker": "nemo_rl.distributed.bin_packing",
-        "get_packer": "nemo_rl.distributed.bin_packing",
-    },
-    "nemo_rl.data.utils": {"setup_response_data": "nemo_rl.environments.setup"},
+    "nemo_rl.data.packing": _PACKERS,
+    "nemo_rl.data.packing.algorithms": _PACKERS,
+    "nemo_rl.data.utils": {"setup_response_data": "nemo_rl.environments.registry"},
     "nemo_rl.distributed.ray_actor_environment_registry": {
         "ACTOR_ENVIRONMENT_REGISTRY": "nemo_rl.compat.interpreters",
         "get_actor_python_env": "nemo_rl.compat.interpreters",
@@ -118,6 +96,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "nemo_rl.environments.math_environment": {"MathEnvConfig": "nemo_rl.config"},
     "nemo_rl.environments.utils": {
+        "chunk_list_to_workers": "nemo_rl.compat.rollouts",
         "create_env": "nemo_rl.environments.registry",
         "register_env": "nemo_rl.environments.registry",
     },
@@ -134,13 +113,14 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "nemo_rl.models.generation": {
         "GenerationConfig": "nemo_rl.config",
-        "configure_generation_config": "nemo_rl.compat.generation",
+        "configure_generation_config": "nemo_rl.compat.rollouts",
     },
+    "nemo_rl.models.generation.errors": {"ShardPreemptedError": "nemo_rl.models.generation.interfaces"},
     "nemo_rl.models.generation.interfaces": {
         "GenerationConfig": "nemo_rl.config",
-        "GenerationDatumSpec": "nemo_rl.compat.generation",
-        "GenerationOutputSpec": "nemo_rl.compat.generation",
-        "should_use_async_rollouts": "nemo_rl.compat.generation",
+        "GenerationDatumSpec": "nemo_rl.compat.rollouts",
+        "GenerationOutputSpec": "nemo_rl.compat.rollouts",
+        "should_use_async_rollouts": "nemo_rl.compat.rollouts",
     },
     "nemo_rl.models.generation.vllm": {
         "VllmConfig": "nemo_rl.config",
@@ -187,8 +167,6 @@ AT_HOME: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.code_environment": ("CodeEnvironment",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
-    "nemo_rl.environments.utils": ("chunk_list_to_workers",),
-    "nemo_rl.models.generation.errors": ("ShardPreemptedError",),
     "nemo_rl.models.generation.interfaces": (
         "GenerationInterface",
         "GenerationSamplingParams",

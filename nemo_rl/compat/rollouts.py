@@ -1,25 +1,69 @@
-"""NeMo-RL's calls for rolling out and judging a batch.
+"""NeMo-RL's types and calls for generating, rolling out and judging a batch.
 
 The work is `RolloutRunner`'s and `step_environment`'s. Invariant: row i of what comes back is row i of what went in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 
 import torch
 
-from nemo_rl.config import EnvironmentConfig
+from nemo_rl.config import EnvironmentConfig, GenerationConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollout_metrics import rollout_metrics
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Config = TypeVar("Config", GenerationConfig, dict[str, object])
+Item = TypeVar("Item")
+
+
+class GenerationDatumSpec(TypedDict):
+    """What `generate` takes: `input_ids` int64 [B, S] padded on the right, `input_lengths` int64 [B]."""
+
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
+    stop_strings: NotRequired[list[list[str] | None]]
+
+
+class GenerationOutputSpec(TypedDict):
+    """What `generate` gives: `output_ids` int64 [B, S] prompt and response padded on the right, `logprobs` float32
+    [B, S] (0 on prompt and padding), `generation_lengths`, `unpadded_sequence_lengths` int64 [B], `truncated` bool [B].
+    """
+
+    output_ids: torch.Tensor
+    generation_lengths: torch.Tensor
+    unpadded_sequence_lengths: torch.Tensor
+    logprobs: torch.Tensor
+    truncated: NotRequired[torch.Tensor]
+
+
+def configure_generation_config(config: Config, tokenizer: PreTrainedTokenizerBase, is_eval: bool = False) -> Config:
+    """Fills in what follows from the tokenizer, in place, and returns the configuration.
+
+    Args:
+        config: `policy.generation`, as a section or a plain mapping.
+        tokenizer: a Hugging Face tokenizer.
+        is_eval: load real weights; otherwise training sends them.
+    """
+    if config.get("stop_token_ids") is None if isinstance(config, dict) else config.stop_token_ids is None:
+        config["stop_token_ids"] = [tokenizer.eos_token_id]
+    vllm = config.setdefault("vllm_cfg", {}) if isinstance(config, dict) else config.vllm_cfg
+    vllm["load_format"] = "auto" if is_eval else "dummy"
+    if isinstance(config, dict):
+        config["_pad_token_id"] = tokenizer.pad_token_id
+    return config
+
+
+def should_use_async_rollouts(generation_config: GenerationConfig | Mapping[str, object] | None) -> bool:
+    """Whether each sample goes through its turns by itself: always, because every engine streams."""
+    return generation_config is not None
 
 
 def run_multi_turn_rollout(
@@ -105,3 +149,16 @@ def _joined(picked: list[tuple[Any, int]]) -> torch.Tensor | dict[str, torch.Ten
     ]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: torch.tensor([row.get(name, 0.0) for row in rows]) for name in names}
+
+
+def chunk_list_to_workers(to_chunk: Sequence[Item], num_workers: int) -> list[list[Item]]:
+    """Cuts a list into at most `num_workers` runs of nearly equal length, without empty ones."""
+    whole, rest = divmod(len(to_chunk), num_workers)
+    chunks: list[list[Item]] = []
+    start = 0
+    for worker in range(num_workers):
+        end = start + whole + (1 if worker < rest else 0)
+        if end > start:
+            chunks.append(list(to_chunk[start:end]))
+        start = end
+    return chunks

@@ -22,7 +22,6 @@ from nemo_rl.config.async_rl import (
     SamplerConfig,
     StallWatchdogConfig,
 )
-from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.defaults import register_omegaconf_resolvers
 from nemo_rl.config.env import (
@@ -46,6 +45,7 @@ from nemo_rl.config.generation import (
     VllmConfig,
 )
 from nemo_rl.config.infrastructure import (
+    CheckpointingConfig,
     ClusterConfig,
     DataPlaneConfig,
     GpuMonitoringConfig,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from nemo_rl.config.dotted import ABSENT, at, put, take
 from nemo_rl.config.section import Section, field_of, section_within
-from nemo_rl.config.tree import ABSENT, at, put, take
 
 Key = tuple[str, ...]
 

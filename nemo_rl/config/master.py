@@ -14,11 +14,11 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from nemo_rl.config.algorithms import ClippedPGLossConfig, GRPOConfig, RewardPenaltiesConfig, SFTConfig
 from nemo_rl.config.async_rl import AsyncRLConfig, OnPolicyDistillationConfig
-from nemo_rl.config.checkpointing import CheckpointingConfig
 from nemo_rl.config.data import DataConfig
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.infrastructure import (
+    CheckpointingConfig,
     ClusterConfig,
     DataPlaneConfig,
     LoggerConfig,

@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from nemo_rl.config.dotted import at
 from nemo_rl.config.errors import OverridesError, did_you_mean
 from nemo_rl.config.layers import merge_mappings, read_yaml
-from nemo_rl.config.tree import at
 
 Key = tuple[str, ...]
 _PATTERN = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=\s~+]+)(?P<assigned>=(?P<text>.*))?", re.DOTALL)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 
 from nemo_rl.config.async_rl import AsyncRLConfig
-from nemo_rl.config.backend_rules import DTENSOR_RULES, MEGATRON_RULES
 from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
@@ -28,7 +27,7 @@ from nemo_rl.config.placement import (
 from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, asked_profile
 from nemo_rl.config.profiling import WORKERS as PROFILED_WORKERS
 from nemo_rl.config.section import not_built
-from nemo_rl.config.training_rules import BATCH_RULES, LOSS_RULES, SFT_BATCH_RULES
+from nemo_rl.config.training_rules import BATCH_RULES, DTENSOR_RULES, LOSS_RULES, MEGATRON_RULES, SFT_BATCH_RULES
 
 
 def broken_rules(config: CompleteConfig) -> list[Problem]:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
+from nemo_rl.config.dotted import ABSENT, at, take
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, nearest
 from nemo_rl.config.foreign import Foreign, adapt, find, switched_off
 from nemo_rl.config.layers import MANDATORY
@@ -24,7 +25,6 @@ from nemo_rl.config.master import COMPLETE, CompleteConfig
 from nemo_rl.config.rules import broken_rules
 from nemo_rl.config.schema import keys_of, names_in
 from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals
-from nemo_rl.config.tree import ABSENT, at, take
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,19 @@
 """What travels from a dataset to the rollout: messages, one prompt (`DatumSpec`), and how a task is prompted
-(`TaskDataSpec`).
+(`TaskDataSpec`), with the prompt files it reads; `DataError` is what is told to the user.
 
-Types only; processors fill them, collation batches them. Invariant: `length` is the number of prompt tokens over all
+Processors fill these types, collation batches them. Invariant: `length` is the number of prompt tokens over all
 messages.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from nemo_rl.data.prompts import load_prompt, load_text
+from nemo_rl.config.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
 # `generation_logprobs`, and losses need `token_loss_mask`. A plain dict because environments and processors of users
 # add keys of their own.
 LLMMessageLogType = list[dict[str, Any]]
-# The same before tokenization: `role` and `content` only.
-FlatMessagesType = dict[str, object]
+_ROOT = Path(__file__).parents[2]
+
+
+class DataError(UserError, ValueError):
+    """A dataset, column, prompt file, tokenizer or processor cannot be used as configured."""
 
 
 class DatumSpec(TypedDict):
@@ -64,3 +69,47 @@ class TaskDataSpec:
 TaskDataProcessFnCallable = Callable[
     [Mapping[str, object], TaskDataSpec, "PreTrainedTokenizerBase", int, int], DatumSpec
 ]
+
+
+def load_prompt(path: str | None) -> str | None:
+    """The prompt text of a file; None for None.
+
+    Raises:
+        DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal braces
+            are written twice.
+    """
+    text = load_text(path, "prompt_file")
+    if text is None:
+        return None
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        raise DataError(f"prompt_file {path}: {error}; literal braces are written twice, as {{{{ and }}}}") from error
+    if fields not in ([""], ["0"]):
+        found = "none" if not fields else ", ".join(f"{{{name}}}" for name in fields)
+        raise DataError(
+            f"prompt_file {path}: needs exactly one {{}} where the problem goes, and has {found}; literal "
+            "braces are written twice"
+        )
+    return text
+
+
+def load_text(path: str | None, key: str) -> str | None:
+    """The text of a file, looked for from the working directory and then from the package's checkout; None for None.
+
+    Raises:
+        DataError: there is no such file, or it is not text.
+    """
+    if path is None:
+        return None
+    candidates = [Path(path).expanduser(), _ROOT / path]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        raise DataError(
+            f"{key} {path}: there is no such file (looked for "
+            f"{' and '.join(str(candidate.absolute()) for candidate in candidates)})"
+        )
+    try:
+        return found.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key} {found}: not UTF-8 text ({error})") from error

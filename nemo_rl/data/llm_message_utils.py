@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.interfaces import LLMMessageLogType, TaskDataSpec
+from nemo_rl.data.interfaces import DataError, LLMMessageLogType, TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:

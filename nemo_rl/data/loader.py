@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 Batch = BatchedDataDict
@@ -158,8 +158,8 @@ class MultipleLoaders:
     Args:
         loaders: loader per task.
         loaders_per_batch: how many loaders, in turn, make up one batch.
-        custom: `data.custom_dataloader`; called with the iterators, the loaders and what `set_records` was given, it
-            returns a batch and the iterators, and starts exhausted ones anew itself.
+        custom: `data.custom_dataloader`; called with the iterators and the loaders, it returns a batch and the
+            iterators, and starts exhausted ones anew itself.
     """
 
     def __init__(
@@ -173,13 +173,8 @@ class MultipleLoaders:
         self.loaders = dict(loaders)
         self._loaders_per_batch = loaders_per_batch
         self._custom = custom
-        self._records: dict[str, object] = {}
         self._turn = 0
         self._iterators: dict[str, Iterator[Batch]] | None = None
-
-    def set_records(self, records: Mapping[str, object]) -> None:
-        """What a custom function is to know at the next batch, as keyword arguments."""
-        self._records = dict(records)
 
     def __iter__(self) -> MultipleLoaders:
         return self
@@ -188,7 +183,7 @@ class MultipleLoaders:
         if self._iterators is None:
             self._iterators = {name: iter(loader) for name, loader in self.loaders.items()}
         if self._custom is not None:
-            batch, self._iterators = self._custom(self._iterators, self.loaders, **self._records)
+            batch, self._iterators = self._custom(self._iterators, self.loaders)
             return batch
         return BatchedDataDict.from_batches(
             [self._from_next_loader(self._iterators) for _ in range(self._loaders_per_batch)]

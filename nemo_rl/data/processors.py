@@ -1,135 +1,105 @@
-"""Processors: functions that turn one row of a dataset into one prompt, by name.
+"""Processors: functions that turn one row of a dataset into one prompt, by name; and the dataset that calls them when a
+loader asks for a prompt.
 
-Knows rows and chat templates, neither loaders nor environments. Invariant: a prompt longer than the limit is cut to at
-most 4 tokens and has loss multiplier 0, so that it costs nothing and trains nothing.
+Knows rows and chat templates, neither loaders nor environments. Invariants: a prompt longer than the limit is cut to at
+most 4 tokens and has loss multiplier 0, so that it costs nothing and trains nothing; prompt i is a function of row i.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, did_you_mean
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.interfaces import DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.interfaces import DataError, DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CUT_TO = 4
+Row = Mapping[str, object]
+# Messages, and what the environment is to know.
+Prompt = tuple[list[dict[str, object]], dict[str, Any]]
+TaskProcessors = Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 
 
-def math_hf_data_processor(
-    datum_dict: Mapping[str, object],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    idx: int,
-) -> DatumSpec:
+def _prompt_of(read: Callable[[Row, int], Prompt]) -> TaskDataProcessFnCallable:
+    """The processor that makes a prompt of the messages that `read` finds in a row, and of what the environment is to
+    know.
+    """
+
+    def processor(
+        datum_dict: Row,
+        task_data_spec: TaskDataSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_length: int,
+        idx: int,
+    ) -> DatumSpec:
+        messages, info = read(datum_dict, idx)
+        log = get_formatted_message_log(messages, tokenizer, task_data_spec, add_generation_prompt=True)
+        return _datum(log, info, datum_dict, max_seq_length, idx)
+
+    processor.__name__, processor.__qualname__, processor.__doc__ = read.__name__, read.__qualname__, read.__doc__
+    return processor
+
+
+@_prompt_of
+def math_hf_data_processor(row: Row, idx: int) -> Prompt:
     """A row with `messages` [user: problem, assistant: expected answer]; the answer goes to the environment as
     `ground_truth`.
     """
-    problem, answer = _question_and_answer(datum_dict)
-    return _prompt(
-        [{"role": "user", "content": problem}],
-        {"ground_truth": answer},
-        datum_dict,
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-    )
+    messages = _column(row, "messages")
+    if len(messages) < 2:
+        raise DataError(
+            f"a row of {row.get('task_name')}: `messages` needs a user and an assistant message, and has "
+            f"{len(messages)}"
+        )
+    return _user(messages[0]["content"]), {"ground_truth": str(messages[1]["content"])}
 
 
-def math_data_processor(
-    datum_dict: Mapping[str, object],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    idx: int,
-) -> DatumSpec:
+@_prompt_of
+def math_data_processor(row: Row, idx: int) -> Prompt:
     """A row with `problem` and `expected_answer`."""
-    problem, answer = _column(datum_dict, "problem"), _column(datum_dict, "expected_answer")
-    return _prompt(
-        [{"role": "user", "content": str(problem)}],
-        {"ground_truth": str(answer)},
-        datum_dict,
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-    )
+    return _user(_column(row, "problem")), {"ground_truth": str(_column(row, "expected_answer"))}
 
 
-def multichoice_qa_processor(
-    datum_dict: Mapping[str, object],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    idx: int,
-) -> DatumSpec:
+@_prompt_of
+def multichoice_qa_processor(row: Row, idx: int) -> Prompt:
     """A row with `question`, `options` (letter to text) and `answer` (a letter)."""
-    options = _column(datum_dict, "options")
+    options = _column(row, "options")
     lines = [
-        str(_column(datum_dict, "question")),
+        str(_column(row, "question")),
         *(f"{letter}) {text}" for letter, text in options.items() if text is not None),
     ]
-    info = {"ground_truth": str(_column(datum_dict, "answer"))}
-    if "subject" in datum_dict:
-        info["subject"] = str(datum_dict["subject"])
-    return _prompt(
-        [{"role": "user", "content": "\n".join(lines)}],
-        info,
-        datum_dict,
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-    )
+    info = {"ground_truth": str(_column(row, "answer"))}
+    if "subject" in row:
+        info["subject"] = str(row["subject"])
+    return _user("\n".join(lines)), info
 
 
-def helpsteer3_data_processor(
-    datum_dict: Mapping[str, object],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    idx: int,
-) -> DatumSpec:
+@_prompt_of
+def helpsteer3_data_processor(row: Row, idx: int) -> Prompt:
     """A row with `messages` whose last one is the wanted response; the conversation before it is the prompt."""
-    messages = _column(datum_dict, "messages")
+    messages = _column(row, "messages")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise DataError(
-            f"row {idx} of {datum_dict.get('task_name')}: needs a conversation that ends with an assistant message"
+            f"row {idx} of {row.get('task_name')}: needs a conversation that ends with an assistant message"
         )
     context = [{"role": message["role"], "content": message["content"]} for message in messages[:-1]]
-    return _prompt(
-        context,
-        {"ground_truth": str(messages[-1]["content"])},
-        datum_dict,
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-    )
+    return context, {"ground_truth": str(messages[-1]["content"])}
 
 
-def state_processor(
-    datum_dict: Mapping[str, object],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    idx: int,
-) -> DatumSpec:
+@_prompt_of
+def state_processor(row: Row, idx: int) -> Prompt:
     """A row with `messages` that begins with the prompt, and `state`: JSON that its environment is given back as
     metadata.
     """
-    prompt, state = _column(datum_dict, "messages")[0], json.loads(_column(datum_dict, "state"))
-    messages = [{"role": prompt["role"], "content": prompt["content"]}]
-    return _prompt(messages, state, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    prompt, state = _column(row, "messages")[0], json.loads(_column(row, "state"))
+    return [{"role": prompt["role"], "content": prompt["content"]}], state
 
 
 def sft_processor(
@@ -203,17 +173,8 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
     return _PROCESSORS[name]
 
 
-def _prompt(
-    messages: Sequence[Mapping[str, object]],
-    info: dict[str, Any],
-    row: Mapping[str, object],
-    spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int,
-    idx: int,
-) -> DatumSpec:
-    log = get_formatted_message_log(messages, tokenizer, spec, add_generation_prompt=True)
-    return _datum(log, info, row, max_seq_length, idx)
+def _user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": str(content)}]
 
 
 def _datum(
@@ -236,16 +197,6 @@ def _datum(
     )
 
 
-def _question_and_answer(row: Mapping[str, object]) -> tuple[str, str]:
-    messages = _column(row, "messages")
-    if len(messages) < 2:
-        raise DataError(
-            f"a row of {row.get('task_name')}: `messages` needs a user and an assistant message, and has "
-            f"{len(messages)}"
-        )
-    return str(messages[0]["content"]), str(messages[1]["content"])
-
-
 def _column(row: Mapping[str, object], name: str) -> Any:
     if name not in row:
         raise DataError(
@@ -253,3 +204,53 @@ def _column(row: Mapping[str, object], name: str) -> Any:
             f"{', '.join(row)}"
         )
     return row[name]
+
+
+class AllTaskProcessedDataset:
+    """Prompts by index.
+
+    Args:
+        dataset: rows with `task_name`; has a length and gives row i at `[i]`.
+        tokenizer: a Hugging Face tokenizer.
+        default_task_data_spec: how a task is prompted when there is one processor for all.
+        task_data_processors: prompt and processor per task, or one processor.
+        max_seq_length: longest prompt, in tokens.
+        task_data_preprocessors: applied to a row of a task before its processor.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        default_task_data_spec: TaskDataSpec,
+        task_data_processors: TaskProcessors | TaskDataProcessFnCallable,
+        max_seq_length: int,
+        task_data_preprocessors: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.default_task_data_spec = default_task_data_spec
+        self.task_data_processors = task_data_processors
+        self.max_seq_length = max_seq_length
+        self.task_data_preprocessors = dict(task_data_preprocessors or {})
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int) -> DatumSpec:
+        row = self.dataset[idx]
+        task = str(row.get("task_name"))
+        preprocessor = self.task_data_preprocessors.get(task)
+        if preprocessor is not None:
+            row = preprocessor(row)
+        spec, processor = self._processor_of(task)
+        datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        datum.setdefault("task_name", task)
+        return datum
+
+    def _processor_of(self, task: str) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
+        if callable(self.task_data_processors):
+            return self.default_task_data_spec, self.task_data_processors
+        if task not in self.task_data_processors:
+            raise DataError(f"a row has task_name {task!r}, but the tasks are {', '.join(self.task_data_processors)}")
+        return self.task_data_processors[task]

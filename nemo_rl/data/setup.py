@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset
 
 from nemo_rl.config import DataConfig, DatasetConfig
-from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.raw import RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.processors import AllTaskProcessedDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import TokenizerConfig
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.prompts import load_text
+from nemo_rl.data.interfaces import DataError, load_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,13 +19,15 @@ import torch
 
 from nemo_rl.data_plane.blocks import Column, Jagged, Padded, decode_jagged, decode_padded, encode
 from nemo_rl.data_plane.codec import object_array
-from nemo_rl.data_plane.errors import (
+from nemo_rl.data_plane.interfaces import (
     DataPlaneCapacityError,
+    DataPlaneClient,
     DataPlaneClosedError,
+    Located,
     MissingColumnsError,
     MissingRowsError,
+    Storage,
 )
-from nemo_rl.data_plane.interfaces import DataPlaneClient, Located, Storage
 from nemo_rl.data_plane.layout import Layout, holders, newest_blocks, next_generation
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import SCHEMA, is_token_column
@@ -114,7 +116,6 @@ class StoredClient(DataPlaneClient):
         fields: Any | None = None,
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient`."""
         names = list(fields.keys()) if fields is not None else []
         return self._put(
             sample_ids,
@@ -197,7 +198,6 @@ class StoredClient(DataPlaneClient):
             time.sleep(self._poll_s)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """See `DataPlaneClient`."""
         names = select_fields if select_fields is not None else meta.fields
         if names is None:
             raise ValueError(
@@ -207,7 +207,6 @@ class StoredClient(DataPlaneClient):
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
-        """See `DataPlaneClient`."""
         from tensordict import TensorDict
 
         found: dict[str, Any] = {}
@@ -246,7 +245,6 @@ class StoredClient(DataPlaneClient):
             yield Layout.parse(name), buffers[name], wanted
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """See `DataPlaneClient`."""
         ids = list(self.storage.list(partition_id)) if sample_ids is None else list(sample_ids)
         if ids:
             self.storage.clear(partition_id, ids)
@@ -254,11 +252,9 @@ class StoredClient(DataPlaneClient):
             warnings.warn(f"partition {partition_id!r} has no rows to clear", RuntimeWarning, stacklevel=2)
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
-        """See `DataPlaneClient`."""
         return {identity: _users_tags(tags) for identity, tags in self.storage.list(partition_id).items()}
 
     def close(self) -> None:
-        """See `DataPlaneClient`."""
         with self._lock:
             storage, self._storage, self._closed = self._storage, None, True
             on_close, self._on_close = self._on_close, None
@@ -337,7 +333,6 @@ class StoredClient(DataPlaneClient):
         ]
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """See `DataPlaneClient`."""
         for task in task_names:
             self._check_task(partition_id, task)
         return all(_CLAIMED + task in tags for tags in self.storage.list(partition_id).values() for task in task_names)

@@ -100,29 +100,6 @@ def object_array(values: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def stack_or_nest(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of one shape as a rectangular tensor, others as a jagged one; an empty tensor for no rows."""
-    if not rows:
-        return torch.empty(0)
-    if all(row.shape == rows[0].shape for row in rows):
-        return torch.stack(list(rows))
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
-def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Per row the values that belong to the response's tokens, shifted left by one: position i of `full` scores token i
-    + 1.
-
-    Args:
-        full: Jagged, one value per token.
-        response_mask: Jagged, the response's own mask; its lengths are the responses'.
-    """
-    pairs = zip(full.unbind(), response_mask.unbind(), strict=True)
-    return torch.nested.as_nested_tensor(
-        [row[len(row) - len(mask) - 1 : len(row) - 1] for row, mask in pairs], layout=torch.jagged
-    )
-
-
 def materialize(
     td: Any,
     layout: Literal["padded", "jagged"] = "padded",

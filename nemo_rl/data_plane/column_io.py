@@ -13,7 +13,6 @@ import torch
 
 from nemo_rl.data_plane.codec import materialize, round_up
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.data_plane.message_log import attach_message_log_view
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -47,11 +46,9 @@ def read_columns(
     if layout == "jagged":
         return materialize(client.get_samples(meta.sample_ids, meta.partition_id, select_fields), layout="jagged")
     wanted = batch_width(meta) if width is None else width
-    batch = client.get_padded(
+    return client.get_padded(
         meta.sample_ids, meta.partition_id, select_fields, width=wanted, pad_value_dict=pad_value_dict
     )
-    attach_message_log_view(batch)
-    return batch
 
 
 def write_columns(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, object]) -> None:

@@ -1,8 +1,8 @@
 """What the data plane is to the rest: rows by id in partitions, columns added as they are made.
 
-The client's eight operations, two shorter ways for padded batches, and the storage that an adapter brings. Writing a
-column is what tells others that its stage is done. Invariants: what is read is what was written last, bit for bit; a
-row that was cleared is never read again.
+The client's eight operations, two shorter ways for padded batches, the storage that an adapter brings, and what can go
+wrong. Writing a column is what tells others that its stage is done. Invariants: what is read is what was written last,
+bit for bit; a row that was cleared is never read again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.data_plane.meta import KVBatchMeta
 
 if TYPE_CHECKING:
@@ -232,3 +233,37 @@ class Storage(Protocol):
     def close(self) -> None:
         """Lets go of the connection. Safe to call twice."""
         ...
+
+
+class DataPlaneError(UserError, RuntimeError):
+    """The data plane cannot serve; the message says what and where."""
+
+
+class DataPlaneTimeout(DataPlaneError):
+    """No answer within the deadline."""
+
+
+class DataPlaneCapacityError(DataPlaneError):
+    """The storage stayed full until the deadline; what it holds is untouched."""
+
+
+class DataPlaneClosedError(DataPlaneError):
+    """The client was closed."""
+
+
+class MissingRowsError(KeyError):
+    """Rows were never written or are cleared already."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingColumnsError(KeyError):
+    """Columns were not written for all of the rows."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class MooncakeUnavailableError(DataPlaneError):
+    """Mooncake cannot be loaded on this machine; the message says what is missing and how to get it."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from nemo_rl.data_plane.errors import MissingColumnsError
+from nemo_rl.data_plane.interfaces import MissingColumnsError
 
 # Every row starts with the number of its tokens (or of its object bytes); eight bytes keep what follows aligned.
 HEADER_BYTES = 8

@@ -133,7 +133,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """See `DataPlaneClient`."""
         work = partial(
             self.inner.register_partition, partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
         )
@@ -149,19 +148,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient`."""
         work = partial(
             self.inner.claim_meta, partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
         )
         return self._observed("claim_meta", partition_id, 0, work, lambda meta: (meta.size, 0))
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """See `DataPlaneClient`."""
         work = partial(self.inner.get_data, meta, select_fields)
         return self._observed("get_data", meta.partition_id, meta.size, work, lambda td: (meta.size, nbytes(td)))
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """See `DataPlaneClient`."""
         return self._observed(
             "check_consumption_status",
             partition_id,
@@ -176,7 +172,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         fields: object | None = None,
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient`."""
         size = nbytes(fields) if fields is not None else 0
         work = partial(self.inner.put_samples, sample_ids, partition_id, fields, tags)
         meta = self._observed("put", partition_id, len(sample_ids), work, lambda _: (len(sample_ids), size))
@@ -191,7 +186,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         lengths: Sequence[int],
         tags: Sequence[Mapping[str, object]] | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient`."""
         size = nbytes(columns)
         work = partial(self.inner.put_padded, sample_ids, partition_id, columns, lengths, tags)
         meta = self._observed("put", partition_id, len(sample_ids), work, lambda _: (len(sample_ids), size))
@@ -199,7 +193,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         return meta
 
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> TensorDict:
-        """See `DataPlaneClient`."""
         work = partial(self.inner.get_samples, sample_ids, partition_id, select_fields)
         return self._observed("get", partition_id, len(sample_ids), work, lambda td: (len(sample_ids), nbytes(td)))
 
@@ -212,7 +205,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         width: int = 0,
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> BatchedDataDict:
-        """See `DataPlaneClient`."""
         work = partial(
             self.inner.get_padded, sample_ids, partition_id, select_fields, width=width, pad_value_dict=pad_value_dict
         )
@@ -221,18 +213,15 @@ class MetricsDataPlaneClient(DataPlaneClient):
         )
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """See `DataPlaneClient`."""
         self._observed(
             "clear", partition_id, len(sample_ids or ()), lambda: self.inner.clear_samples(sample_ids, partition_id)
         )
         self._counts.clear(partition_id, sample_ids)
 
     def list_samples(self, partition_id: str) -> dict[str, dict[str, object]]:
-        """See `DataPlaneClient`."""
         return self.inner.list_samples(partition_id)
 
     def close(self) -> None:
-        """See `DataPlaneClient`."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()

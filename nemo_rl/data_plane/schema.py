@@ -7,7 +7,7 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,7 +25,6 @@ class Consumer(Enum):
 
     LOGPROB = "logprob"
     TRAIN = "train"
-    CALIBRATION = "calibration"
     # The model's forward, beyond token ids: what images, video and audio were turned into.
     MODEL = "model"
 
@@ -61,8 +60,8 @@ _MEDIA = frozenset({Consumer.MODEL})
 SCHEMA: dict[str, FieldSchema] = {
     field.name: field
     for field in (
-        FieldSchema("input_ids", Axis.TOKEN, "int64", pad_with_token=True, consumers=_ALL | {Consumer.CALIBRATION}),
-        FieldSchema("input_lengths", Axis.ROW, "int64", consumers=_ALL | {Consumer.CALIBRATION}),
+        FieldSchema("input_ids", Axis.TOKEN, "int64", pad_with_token=True, consumers=_ALL),
+        FieldSchema("input_lengths", Axis.ROW, "int64", consumers=_ALL),
         FieldSchema("generation_logprobs", Axis.TOKEN, "float32", consumers=_TRAIN),
         FieldSchema("prev_logprobs", Axis.TOKEN, "float32", producer="prev_lp", consumers=_TRAIN),
         FieldSchema("reference_policy_logprobs", Axis.TOKEN, "float32", producer="ref_lp", consumers=_TRAIN),
@@ -80,11 +79,8 @@ SCHEMA: dict[str, FieldSchema] = {
         FieldSchema("total_reward", Axis.ROW, "float32"),
         # As wide as the longest prompt, so not aligned with the row's tokens.
         FieldSchema("prompt_ids_for_adv", Axis.ROW, "int64", pad_with_token=True),
-        FieldSchema("turn_lengths", Axis.ROW, "int64"),
-        FieldSchema("turn_roles", Axis.OBJECT),
-        FieldSchema("turn_contents", Axis.OBJECT),
         FieldSchema("content", Axis.OBJECT),
-        FieldSchema("multi_modal_inputs", Axis.OBJECT, consumers=_MEDIA | {Consumer.CALIBRATION}),
+        FieldSchema("multi_modal_inputs", Axis.OBJECT, consumers=_MEDIA),
         FieldSchema("pixel_values", Axis.ROW, consumers=_MEDIA),
         FieldSchema("pixel_values_videos", Axis.ROW, consumers=_MEDIA),
         FieldSchema("pixel_attention_mask", Axis.ROW, consumers=_MEDIA),
@@ -97,9 +93,7 @@ SCHEMA: dict[str, FieldSchema] = {
     )
 }
 
-ROUTED_EXPERTS_FIELD = "routed_experts"
 TOKEN_ALIGNED_FIELDS = frozenset(name for name, field in SCHEMA.items() if field.axis is Axis.TOKEN)
-MESSAGE_LOG_BULK_FIELDS = ("turn_lengths", "turn_roles", "turn_contents")
 
 
 def default_fields(consumer: Consumer) -> list[str]:
@@ -121,13 +115,6 @@ def columns_of_others(names: Iterable[str]) -> list[str]:
 
 DP_TRAIN_FIELDS = default_fields(Consumer.TRAIN)
 LP_SEED_FIELDS = default_fields(Consumer.LOGPROB)
-DP_CALIB_INPUT_FIELDS = default_fields(Consumer.CALIBRATION)
-
-
-def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
-    """`fields`, with the router's choices once at the end where they are replayed."""
-    kept = [name for name in fields if name != ROUTED_EXPERTS_FIELD]
-    return [*kept, ROUTED_EXPERTS_FIELD] if enabled else list(fields)
 
 
 def pad_values(pad_token_id: int) -> dict[str, int]:

@@ -2,29 +2,25 @@
 
 Mixed into a backend's worker class; it knows rows and plans, the backend knows models. Workers lay rows out as the
 driver planned and never plan again. Invariants: of the ranks that share rows one writes, at coordinate 0 of every axis
-that is not data parallel; results stay with the rows and never travel through Ray.
+that is not data parallel; a fetch that ranks share fails on all of them at once, instead of leaving the others in a
+collective; results stay with the rows and never travel through Ray.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.data_plane.column_io import read_columns, write_columns
-from nemo_rl.data_plane.message_log import attach_message_log_view
+from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
-from nemo_rl.data_plane.replica import broadcast_batch
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.data_plane.sharding import BatchPlan
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from nemo_rl.data_plane.interfaces import DataPlaneClient
 
 REPLICATED_AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
@@ -129,8 +125,6 @@ class TQWorkerMixin:
             return read_columns(client, meta, names, pad_value_dict=self._dp_pad_values, width=plan.width)
 
         batch = broadcast_batch(read, group) if group is not None and fetch_policy != "independent" else read()
-        # After the broadcast: messages are views into this rank's own tensors.
-        attach_message_log_view(batch)
         return plan.apply_to(SlicedDataDict(batch.get_dict()))
 
     def _write_back(self, meta: KVBatchMeta, columns: Mapping[str, object]) -> None:
@@ -186,3 +180,63 @@ class TQWorkerMixin:
         """`get_policy_and_reference_logprobs` of this rank's rows, fetched and written once, into columns."""
         result = self.get_policy_and_reference_logprobs(self._fetch(meta), micro_batch_size)
         self._write_back_result(meta, result, columns)
+
+
+def broadcast_batch(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup) -> BatchedDataDict:
+    """What `fetch` gives on the group's first rank, on all of its ranks.
+
+    Args:
+        fetch: Called on the group's first rank only.
+        group: A host-side group (gloo).
+
+    Raises:
+        DataPlaneError: The leader's fetch failed; on the leader its own error.
+    """
+    leader = dist.get_process_group_ranks(group)[0]
+    if dist.get_rank() == leader:
+        return _lead(fetch, group, leader)
+    (said,) = _receive_header(group, leader)
+    if isinstance(said, str):
+        raise DataPlaneError(f"rank {leader} could not fetch the rows that this rank shares: {said}")
+    batch: BatchedDataDict = BatchedDataDict()
+    for name, value in said:
+        if isinstance(value, _TensorForm):
+            tensor = torch.empty(value.shape, dtype=value.dtype)
+            _send(tensor, group, leader)
+            batch[name] = tensor
+        else:
+            batch[name] = value
+    return batch
+
+
+class _TensorForm:
+    """Shape and dtype of a tensor that follows."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _lead(fetch: Callable[[], BatchedDataDict], group: dist.ProcessGroup, leader: int) -> BatchedDataDict:
+    try:
+        batch = fetch()
+    except Exception as error:
+        dist.broadcast_object_list([f"{type(error).__name__}: {error}"], src=leader, group=group)
+        raise
+    header = [(name, _TensorForm(value) if isinstance(value, torch.Tensor) else value) for name, value in batch.items()]
+    dist.broadcast_object_list([header], src=leader, group=group)
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            _send(value.contiguous(), group, leader)
+    return batch
+
+
+def _receive_header(group: dist.ProcessGroup, leader: int) -> list[Any]:
+    said: list[object] = [None]
+    dist.broadcast_object_list(said, src=leader, group=group)
+    return said
+
+
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup, leader: int) -> None:
+    if tensor.numel():
+        # As bytes: every dtype travels, also those that the collective does not know.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=leader, group=group)

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import psutil
@@ -187,9 +186,7 @@ class NodeMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(timeout=2 * _QUERY_DEADLINE_S)
         if self._samplers is not None:

@@ -27,9 +27,8 @@ from ray._raylet import GcsClient  # pyrefly: ignore[missing-module-attribute]  
 from ray.exceptions import RayError
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed import worker_start
 from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
-from nemo_rl.distributed.processes import kill_and_wait
+from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, kill_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +93,8 @@ def init_ray(
     for key in [k for k in os.environ if k.startswith(_LAUNCHER_PREFIXES)]:
         worker_env[key] = ""
     runtime_env = {
-        "env_vars": worker_env | {worker_start.WORKING_DIRECTORY: str(Path.cwd())},
-        "worker_process_setup_hook": worker_start.HOOK,
+        "env_vars": worker_env | {WORKING_DIRECTORY: str(Path.cwd())},
+        "worker_process_setup_hook": HOOK,
     }
     if ray.is_initialized():
         return _accelerator_of_cluster(device)

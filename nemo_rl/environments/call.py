@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.errors import EnvironmentFailure
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn
 
 
 def step_environment(

@@ -1,4 +1,5 @@
-"""Runs the Python that a response contains and answers with what it printed.
+"""Judges code: by running the Python that a response contains and answering with what it printed, or by its overlap
+with a reference (the Jaccard index of their words: equal texts earn 1, disjoint ones 0).
 
 Code is what stands between `<code>` and `</code>`, or in fenced blocks. It runs in a fresh interpreter in an empty
 directory with limits on time, memory, output and the size of a file; that keeps accidents small, but it is no sandbox:
@@ -25,10 +26,10 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from nemo_rl.config import CodeEnvConfig
+from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.errors import EnvironmentFailure
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.math_environment import response_of
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
 FILE_LIMIT_BYTES = 64 * 1024**2
@@ -38,6 +39,8 @@ _KEPT_BYTES = 4 * OUTPUT_LIMIT_CHARS
 _CHUNK_BYTES = 64 * 1024
 _TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
+_FENCED_TEXT = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
+_WORD = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True)
@@ -200,3 +203,47 @@ def _reward(run: Run | None, metadata: Mapping[str, object]) -> float:
     return (
         float(run.output == str(metadata["ground_truth"]).strip()) if metadata.get("ground_truth") is not None else 0.0
     )
+
+
+class CodeJaccardEnvironment(EnvironmentInterface[dict[str, object]]):
+    """`env.code_jaccard`.
+
+    Args:
+        cfg: the keys of `env.code_jaccard`.
+    """
+
+    def __init__(self, cfg: Mapping[str, object]) -> None:
+        self.cfg = CodeJaccardEnvConfig.model_validate(dict(cfg))
+
+    @override
+    def step(
+        self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
+    ) -> EnvironmentReturn[dict[str, object]]:
+        """Compares B responses with their references."""
+        answers = [code_of(response_of(log)) for log in message_log_batch]
+        rewards = [
+            jaccard(answer, code_of(str(item["ground_truth"]))) for answer, item in zip(answers, metadata, strict=True)
+        ]
+        return EnvironmentReturn(
+            observations=[
+                {"role": "environment", "content": f"Environment: overlap {reward:.3f}"} for reward in rewards
+            ],
+            metadata=list(metadata),
+            next_stop_strings=[self.cfg.stop_strings] * len(rewards),
+            rewards=torch.tensor(rewards),
+            terminateds=torch.ones(len(rewards), dtype=torch.bool),
+            answers=answers,
+        )
+
+
+def jaccard(left: str, right: str) -> float:
+    """Words in common over words in either; two texts without words are equal."""
+    left_words, right_words = set(_WORD.findall(left)), set(_WORD.findall(right))
+    either = left_words | right_words
+    return len(left_words & right_words) / len(either) if either else 1.0
+
+
+def code_of(text: str) -> str:
+    """The fenced code blocks of a text, joined; the text itself without any."""
+    blocks = _FENCED_TEXT.findall(text)
+    return "\n".join(blocks) if blocks else text

@@ -16,11 +16,20 @@ from typing import Any, Generic, NamedTuple
 import torch
 from typing_extensions import TypeVar
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 MetadataT = TypeVar("MetadataT", default=object)
 Observation = dict[str, str]
+
+
+class EnvironmentFailure(UserError, RuntimeError):
+    """An environment raised, took too long, or returned something of the wrong shape."""
+
+
+class UnknownEnvironment(UserError, ValueError):
+    """A name that no environment has."""
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):

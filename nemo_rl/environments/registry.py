@@ -1,22 +1,28 @@
-"""Environments by name, and their actors.
+"""Environments by name, their actors, and the data and environments of a run together.
 
 `env.<name>.class` in YAML is all that a user's environment needs; `register_env` gives a class a name from Python.
-Knows no environment's inner life. Invariant: an environment gets exactly the keys of its mapping, without those that
-are read here.
+Knows no environment's inner life. Invariants: an environment gets exactly the keys of its mapping, without those that
+are read here; every task has an environment, one actor per environment name however many tasks use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config import ConfigError, EnvConfig, EnvironmentConfig
+import ray
+from ray.actor import ActorHandle
+
+from nemo_rl.config import ConfigError, DataConfig, EnvConfig, EnvironmentConfig
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.environments.errors import UnknownEnvironment
+from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.processors import AllTaskProcessedDataset
+from nemo_rl.data.setup import TaskDatasets, load_datasets
+from nemo_rl.environments.interfaces import UnknownEnvironment, ray_actor
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
+    from transformers import PreTrainedTokenizerBase
 
 _CLASSES: dict[str, str] = {
     "math": "nemo_rl.environments.math_environment.MathEnvironment",
@@ -24,12 +30,18 @@ _CLASSES: dict[str, str] = {
     "dapo": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_multi_reward": "nemo_rl.environments.math_environment.MathMultiRewardEnvironment",
     "code": "nemo_rl.environments.code_environment.CodeEnvironment",
-    "reasoning_gym": "nemo_rl.environments.reasoning_gym_environment.ReasoningGymEnvironment",
+    "reasoning_gym": "nemo_rl.environments.math_environment.ReasoningGymEnvironment",
     "sliding_puzzle": "nemo_rl.environments.sliding_puzzle_environment.SlidingPuzzleEnvironment",
-    "code_jaccard": "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment",
+    "code_jaccard": "nemo_rl.environments.code_environment.CodeJaccardEnvironment",
 }
 _NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
 _READ_HERE = ("class", "step_timeout_s")
+ResponseData = tuple[
+    AllTaskProcessedDataset,
+    AllTaskProcessedDataset | None,
+    dict[str, ActorHandle[object]],
+    dict[str, ActorHandle[object]],
+]
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
@@ -88,10 +100,6 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
     Raises:
         UnknownEnvironment, ConfigError: see `environment_class`.
     """
-    import ray
-
-    from nemo_rl.environments.interfaces import ray_actor
-
     env_configs = _whole(name, env_configs)
     found = environment_class(name, section_of(name, env_configs))
     actor: Any = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
@@ -119,3 +127,50 @@ def section_of(name: str, env_configs: EnvConfig) -> EnvironmentConfig | None:
 
 def _plain_class(found: object) -> object:
     return getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
+
+
+def setup_response_data(
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig | Mapping[str, object],
+    env_configs: EnvConfig | Mapping[str, object],
+    is_vlm: bool = False,
+) -> ResponseData:
+    """Loads datasets and starts environments.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        data_config: `data`, as a section or a plain mapping.
+        env_configs: `env`, the same.
+        is_vlm: not built yet.
+
+    Returns:
+        Training prompts, validation prompts (None without), environment actor per training task and per validation
+        task.
+
+    Raises:
+        DataError: see `nemo_rl.data.setup.load_datasets`.
+        UnknownEnvironment, ConfigError: see `environment_class`.
+    """
+    if is_vlm:
+        raise DataError("datasets of images (is_vlm) are not built yet")
+    data_config, env_configs = DataConfig.read(data_config), EnvConfig.read(env_configs)
+    datasets = load_datasets(tokenizer, data_config)
+    actors = start_environments(
+        [*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()], env_configs
+    )
+    return datasets.train, datasets.validation, *_by_task(datasets, actors)
+
+
+def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str, ActorHandle[object]]:
+    """One actor per name; every class is looked up before the first actor starts."""
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        environment_class(name, section_of(name, env_configs))
+    return {name: create_env(name, env_configs) for name in wanted}
+
+
+def _by_task(
+    datasets: TaskDatasets, actors: dict[str, ActorHandle[object]]
+) -> tuple[dict[str, ActorHandle[object]], dict[str, ActorHandle[object]]]:
+    train = {task: actors[env] for task, env in datasets.env_of_task.items()}
+    return train, {task: actors[env] for task, env in datasets.env_of_validation_task.items()}

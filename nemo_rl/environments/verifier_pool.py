@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from nemo_rl.distributed.processes import LastWords
-from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.environments.verifiers import Verdict
 
 logger = logging.getLogger(__name__)

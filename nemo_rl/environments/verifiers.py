@@ -134,7 +134,7 @@ def reasoning_gym(response: str, expected: str) -> Verdict:
 
     from reasoning_gym.utils import extract_answer
 
-    from nemo_rl.data.datasets.reasoning_gym_tasks import ProblemReference
+    from nemo_rl.data.datasets.generated import ProblemReference
 
     wanted = json.loads(expected)
     tag = wanted.pop("tag")

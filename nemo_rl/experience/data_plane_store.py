@@ -15,8 +15,7 @@ import torch
 from ray.actor import ActorHandle
 
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
-from nemo_rl.data_plane.errors import DataPlaneError
-from nemo_rl.data_plane.interfaces import DataPlaneClient
+from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneError
 from nemo_rl.data_plane.meta import KVBatchMeta
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -32,8 +31,7 @@ from nemo_rl.experience.rollout_actor import (
     write_rollout,
 )
 from nemo_rl.experience.rollout_source import RolloutSource
-from nemo_rl.experience.stage import TokenStage
-from nemo_rl.experience.store import Applied, SpentHandles
+from nemo_rl.experience.store import Applied, SpentHandles, TokenStage
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
 

@@ -17,8 +17,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, in_process, rollout_columns
-from nemo_rl.experience.rollout_metrics import rollout_metrics
-from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutRunner, Trajectory, rollout_metrics
 from nemo_rl.utils.record import Entry
 
 
@@ -47,7 +46,7 @@ class RolloutSource(Protocol):
 
 
 class LiveRollouts:
-    """Generates.
+    """A `RolloutSource` that generates.
 
     Args:
         runner: Rolls out batches.
@@ -61,7 +60,6 @@ class LiveRollouts:
         self._multiple = multiple
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
-        """See `RolloutSource`."""
         return self._finished(batch, self._runner.run(batch, plan), plan)
 
     async def roll_out_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> Rollout:
@@ -85,7 +83,7 @@ class LiveRollouts:
 
 
 class RecordedRollouts:
-    """Generates through another source and writes every batch to a directory."""
+    """A `RolloutSource` that generates through another one and writes every batch to a directory."""
 
     def __init__(self, source: RolloutSource, directory: str) -> None:
         self._source = source
@@ -93,7 +91,6 @@ class RecordedRollouts:
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
-        """See `RolloutSource`."""
         rollout = self._source.roll_out(batch, plan, attempt)
         columns = rollout.columns
         plain = {

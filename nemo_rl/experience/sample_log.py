@@ -16,8 +16,8 @@ import torch
 
 from nemo_rl.config.errors import disk_is_full
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.utils.sample_files import write_rows
+from nemo_rl.experience.store import StageOutput, TokenStage
+from nemo_rl.utils.logger import write_rows
 
 logger = logging.getLogger(__name__)
 

@@ -201,61 +201,6 @@ def _fallen(slots: Sequence[Slot], version: int, window: int) -> list[Slot]:
     return [slot for slot in slots if slot.started is not None and slot.lag(version) > window]
 
 
-def select_one_group(slots: Sequence[Slot], version: int, max_lag: int, *, strict: bool = False) -> Slot | None:
-    """The one ready group to take next: at most `max_lag` versions old, or none old at all when `strict`; the freshest,
-    and of those the one drawn first.
-    """
-    bound = 0 if strict else max_lag
-    found = [slot for slot in slots if slot.ready and 0 <= slot.lag(version) <= bound]
-    return min(found, key=lambda slot: (slot.lag(version), slot.place), default=None)
-
-
-@dataclass(frozen=True)
-class StalenessSampler:
-    """Chooses among finished groups by their age alone, for controllers with a loop of their own.
-
-    Attributes:
-        target_prompt_groups_per_step: Groups that make a step.
-        min_prompt_groups_per_batch: Groups that are worth a pass.
-        max_staleness_versions: How many versions old a group may be.
-        strict_on_policy: Whether only groups of the current version may be taken.
-
-    Raises:
-        SamplerError: A pass would need more groups than a step has.
-    """
-
-    target_prompt_groups_per_step: int
-    min_prompt_groups_per_batch: int = 1
-    max_staleness_versions: int = 1
-    strict_on_policy: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_prompt_groups_per_batch <= self.target_prompt_groups_per_step:
-            raise SamplerError(
-                f"min_prompt_groups_per_batch={self.min_prompt_groups_per_batch} must be between 1 and "
-                f"target_prompt_groups_per_step={self.target_prompt_groups_per_step}"
-            )
-
-    def select_indices(self, slots: Sequence[Slot], version: int, taken: int = 0) -> list[int]:
-        """Positions in `slots` of what the next pass takes, the freshest first, then by place; none while they are too
-        few for a pass, unless the step lacks no more.
-
-        Args:
-            slots: Groups, ready or not.
-            version: Of the weights.
-            taken: Groups that the step has already.
-        """
-        bound = 0 if self.strict_on_policy else self.max_staleness_versions
-        found = [at for at, slot in enumerate(slots) if slot.ready and 0 <= slot.lag(version) <= bound]
-        found.sort(key=lambda at: (slots[at].lag(version), slots[at].place))
-        left = self.target_prompt_groups_per_step - taken
-        return found[:left] if len(found) >= min(self.min_prompt_groups_per_batch, left) else []
-
-    def select_one_group(self, slots: Sequence[Slot], version: int) -> Slot | None:
-        """See the function of this name."""
-        return select_one_group(slots, version, self.max_staleness_versions, strict=self.strict_on_policy)
-
-
 BUILT_IN: Mapping[str, type] = {
     "in_order": InOrder,
     "weight_fifo": WeightFifo,

@@ -1,17 +1,20 @@
-"""Where the columns of a step live, behind data verbs only.
+"""Where the columns of a step live, behind data verbs only, and the token stages that run where they are.
 
 Drivers write rollouts, read columns, run token stages and clear rows through an `ExperienceStore`; whether rows lie in
 this process or on a data plane is the store's business. Here is the interface and the in-process store, whose handle is
-the batch itself. Knows no stage by name. Invariants: a handle never changes, and every verb that changes rows gives a
-new one and refuses the old one from then on; after `clear` a handle's rows are gone; token columns are as wide as the
+the batch itself. A stage sees some rows of a batch, writes per-token columns for them and sends back scalars per row;
+it never sees other rows, so it gives the same bits wherever it runs. A statistic over all rows is two stages with a
+reduction by the driver between them. Invariants: a handle never changes, and every verb that changes rows gives a new
+one and refuses the old one from then on; after `clear` a handle's rows are gone; token columns are as wide as the
 longest row needs, rounded up to one multiple, so that a batch's width follows from its rows alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -19,13 +22,58 @@ import torch
 from nemo_rl.data_plane.schema import pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, in_process
-from nemo_rl.experience.stage import TokenStage
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle, Scores
 
-
 _TAG = "tag/"
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a stage made of its rows.
+
+    Attributes:
+        columns: new per-token columns [B, S], which stay with the rows.
+        rows: scalars per row [B], which travel to the driver.
+    """
+
+    columns: dict[str, torch.Tensor]
+    rows: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenStage:
+    """A stage with the columns it declares. Can be pickled: `run` is a module-level function, `params` are plain
+    values.
+
+    Attributes:
+        run: called with the columns it reads and `params`.
+        reads: columns it needs.
+        writes: columns it makes.
+        params: keyword arguments of `run`.
+    """
+
+    run: Callable[..., StageOutput]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    params: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For logs and timers."""
+        return self.run.__name__
+
+    def __call__(self, columns: BatchedDataDict) -> StageOutput:
+        """Run on some rows.
+
+        Raises:
+            KeyError: a declared column is missing.
+        """
+        missing = [name for name in self.reads if name not in columns]
+        if missing:
+            raise KeyError(f"stage {self.name} reads {missing}, which the batch lacks; it has {sorted(columns)}")
+        return self.run(columns, **self.params)
 
 
 class SpentHandleError(RuntimeError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.collector import (
     Collector,
     CollectorError,

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config import ClippedPGLossConfig
-from nemo_rl.loss.importance import Truncation, importance_weights
 from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
-from nemo_rl.loss.kl import calculate_kl, jensen_shannon
 from nemo_rl.loss.normalization import EPSILON, masked_mean, sequence_mean
+from nemo_rl.loss.policy_ratios import Truncation, calculate_kl, importance_weights, jensen_shannon
 
 logger = logging.getLogger(__name__)
 

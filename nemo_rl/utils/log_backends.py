@@ -1,7 +1,8 @@
 """Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, SwanLab.
 
-Each backend is one small class; its package is imported when the backend is switched on and not before. Knows nothing
-of training. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures, parameters).
+Each backend is one small class, a `LoggerInterface`; its package is imported when the backend is switched on and not
+before. Knows nothing of training. Invariant: a backend gets only what it can show (numbers, lists of numbers, figures,
+parameters).
 """
 
 import importlib
@@ -169,14 +170,12 @@ class TensorboardLogger:
         self._writer.add_text("config", lines)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         if len(histogram):
             import numpy as np
 
             self._writer.add_histogram(name, np.asarray(histogram, dtype=np.float64), step)
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._writer.add_figure(name, figure, step)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
@@ -184,11 +183,9 @@ class TensorboardLogger:
         self._writer.add_text(name, markdown_table(table), step)
 
     def close(self) -> None:
-        """See `LoggerInterface`."""
         self._writer.close()
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """See `LoggerInterface`."""
         return (OSError,)
 
 
@@ -228,7 +225,6 @@ class WandbLogger:
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """See `LoggerInterface`."""
         scalars, lists = split_scalars(metrics)
         payload: dict[str, Any] = {full_name(prefix, name): value for name, value in scalars.items()}
         payload |= {full_name(prefix, name): self._wandb.Histogram(values) for name, values in lists.items() if values}
@@ -240,30 +236,24 @@ class WandbLogger:
         self._run.log({**payload, step_metric: metrics.get(step_metric, step)}, commit=step_finished)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        """See `LoggerInterface`."""
         self._run.config.update(dict(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._run.log({name: self._wandb.Histogram(list(histogram))}, step=step, commit=False)
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._run.log({name: self._wandb.Image(figure)}, step=step, commit=False)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         rows = [list(row) for row in zip(*table.values(), strict=True)]
         self._run.log({name: self._wandb.Table(columns=list(table), data=rows)}, step=step, commit=False)
 
     def close(self) -> None:
-        """See `LoggerInterface`."""
         self._run.finish()
         # Its service process would stay for further runs of this process.
         self._wandb.teardown()
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """See `LoggerInterface`."""
         return (OSError, self._wandb.Error)
 
 
@@ -282,7 +272,6 @@ class SummarisingLogger(ABC):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """See `LoggerInterface`."""
         scalars, lists = split_scalars(metrics)
         scalars |= {
             f"{key}/{kind}": value for key, values in lists.items() for kind, value in summarize(values).items()
@@ -290,7 +279,6 @@ class SummarisingLogger(ABC):
         self.log_scalars({full_name(prefix, key): value for key, value in scalars.items()}, step)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self.log_metrics({name: list(histogram)}, step)
 
 
@@ -313,15 +301,12 @@ class SwanlabLogger(SummarisingLogger):
             self._run = self._swanlab.init(**{**arguments, "mode": "offline"})
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
-        """See `SummarisingLogger`."""
         self._run.log(scalars, step=step)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
-        """See `LoggerInterface`."""
         self._run.config.update(dict(params))
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._run.log({name: self._swanlab.Image(figure)}, step=step)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
@@ -329,11 +314,9 @@ class SwanlabLogger(SummarisingLogger):
         self._run.log({name: self._swanlab.Text(markdown_table(table))}, step=step)
 
     def close(self) -> None:
-        """See `LoggerInterface`."""
         self._run.finish()
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """See `LoggerInterface`."""
         return (OSError, RuntimeError)
 
 
@@ -358,7 +341,6 @@ class MlflowLogger(SummarisingLogger):
             raise TrackerUnreachable(first_line(error)) from error
 
     def log_scalars(self, scalars: dict[str, float], step: int) -> None:
-        """See `SummarisingLogger`."""
         self._mlflow.log_metrics(scalars, step=step)
 
     def log_hyperparams(self, params: Mapping[str, object]) -> None:
@@ -366,18 +348,14 @@ class MlflowLogger(SummarisingLogger):
         self._mlflow.log_params({name: str(value)[:500] for name, value in params.items()})
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         self._mlflow.log_figure(figure, f"plots/{name.replace('/', '.')}_{step}.png")
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
-        """See `LoggerInterface`."""
         columns = {column: list(values) for column, values in table.items()}
         self._mlflow.log_table(columns, f"tables/{name.replace('/', '.')}_{step}.json")
 
     def close(self) -> None:
-        """See `LoggerInterface`."""
         self._mlflow.end_run()
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """See `LoggerInterface`."""
         return (OSError, self._mlflow.exceptions.MlflowException)

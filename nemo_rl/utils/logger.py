@@ -1,8 +1,12 @@
-"""The run's logger: every metric goes to `metrics.jsonl` and to each backend that is switched on.
+"""The run's logger: every metric goes to `metrics.jsonl` and to each backend that is switched on; samples go to files
+of one JSON object per row.
 
-Turns tensors and numbers into plain floats once, for all of them; decides nothing about what is logged.
-Invariant: what a backend shows for a step is what the file holds for it.
+Turns tensors and numbers into plain floats once, for all of them; decides nothing about what is logged. The first
+failure of a tracker's own kind switches that tracker off with one line. Invariants: what a backend shows for a step is
+what the file holds for it; no call raises what its tracker declares as a failure, and none is made after the first.
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -10,18 +14,17 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import orjson
 import yaml
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.lazy import names_of
 from nemo_rl.utils import log_backends
-from nemo_rl.utils.log_backends import LoggerInterface, MetricValue
-from nemo_rl.utils.log_reach import ReachableTracker
-from nemo_rl.utils.metrics_file import MetricsFile
-from nemo_rl.utils.sample_files import write_rows
+from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable, first_line
+from nemo_rl.utils.metrics_file import METRICS_FILE, MetricsFile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = ["Logger", "LoggerInterface", "flatten_dict", "get_next_experiment_dir", "print_message_log_samples"]
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
 
 
 class Logger:
@@ -107,7 +111,7 @@ class Logger:
         for backend in self.backends:
             backend.log_histogram(histogram, step, name)
 
-    def log_plot(self, figure: "Figure", step: int, name: str) -> None:
+    def log_plot(self, figure: Figure, step: int, name: str) -> None:
         """A matplotlib figure, for backends that show figures."""
         for backend in self.backends:
             backend.log_plot(figure, step, name)
@@ -140,9 +144,7 @@ class Logger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _plain(self, metrics: Mapping[str, object], prefix: str) -> dict[str, MetricValue]:
@@ -213,7 +215,7 @@ def print_message_log_samples(
     rewards: Sequence[float],
     num_samples: int = 5,
     step: int = 0,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> None:
     """Show conversations with their rewards on the terminal: the best, the worst and some between.
 
@@ -253,6 +255,105 @@ def print_message_log_samples(
             Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels
         )
     )
+
+
+class ReachableTracker:
+    """A `LoggerInterface`: a tracker while it can be reached, and nothing afterwards.
+
+    Args:
+        name: the tracker's name.
+        make: starts it.
+        log_dir: where the metrics are kept anyway, for the message.
+
+    Raises:
+        BackendMissing: its package is not installed.
+    """
+
+    def __init__(self, name: str, make: Callable[[], LoggerInterface], log_dir: Path) -> None:
+        self._name = name
+        self._log_dir = log_dir
+        self._tracker: LoggerInterface | None = None
+        try:
+            self._tracker = make()
+        except (TrackerUnreachable, OSError) as error:
+            self._switch_off(error)
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        self._call(lambda tracker: tracker.log_metrics(metrics, step, prefix, step_metric, step_finished))
+
+    def log_hyperparams(self, params: Mapping[str, object]) -> None:
+        self._call(lambda tracker: tracker.log_hyperparams(params))
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        self._call(lambda tracker: tracker.log_histogram(histogram, step, name))
+
+    def log_plot(self, figure: Figure, step: int, name: str) -> None:
+        self._call(lambda tracker: tracker.log_plot(figure, step, name))
+
+    def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
+        self._call(lambda tracker: tracker.log_table(table, step, name))
+
+    def close(self) -> None:
+        self._call(lambda tracker: tracker.close())
+        self._tracker = None
+
+    def _call(self, work: Callable[[LoggerInterface], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            work(self._tracker)
+        except self._tracker.failures() as error:
+            self._switch_off(error)
+
+    def _switch_off(self, error: Exception) -> None:
+        self._tracker = None
+        logger.warning(
+            "tracker=%s event=switched_off: %s; the run goes on, its metrics are in %s",
+            self._name,
+            first_line(error),
+            self._log_dir / METRICS_FILE,
+        )
+
+
+def write_rows(path: Path, columns: Mapping[str, Any], *, append: bool = False) -> None:
+    """Writes a batch.
+
+    Args:
+        path: the file; its directory exists.
+        columns: tensors, or sequences of anything JSON can say, arrays and tensors, with one item per row.
+        append: add to the file instead of replacing it.
+
+    Raises:
+        ValueError: the columns differ in length.
+        OSError: the file cannot be written.
+    """
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"columns of {path.name} differ in length: {sizes}")
+    plain = {name: _rows(column) for name, column in columns.items()}
+    with path.open("ab" if append else "wb") as file:
+        for row in zip(*plain.values(), strict=True):
+            file.write(orjson.dumps(dict(zip(plain, row, strict=True)), default=_plain, option=_OPTIONS))
+
+
+def _rows(column: Any) -> Sequence[object]:
+    if hasattr(column, "detach"):
+        array = column.detach().cpu().numpy()
+        return array.tolist() if array.ndim == 1 else [np.ascontiguousarray(row) for row in array]
+    return column
+
+
+def _plain(value: object) -> Any:
+    if hasattr(value, "detach"):
+        return np.ascontiguousarray(value.detach().cpu().numpy())
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 # NeMo-RL's names besides.

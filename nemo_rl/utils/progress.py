@@ -1,27 +1,107 @@
-"""A run's progress on the terminal: step, reward, accuracy, tokens per second, time left.
+"""What a run shows on the terminal: the phases of its start with their seconds, then step, reward, accuracy, tokens per
+second and time left.
 
-On a terminal a live display with the last steps below a bar; elsewhere (a file, a Slurm log) a plain line per step, or
-for quick steps one every few seconds.
-Shows what it is told; measures nothing but the time between steps. Invariant: the terminal is left as it was found,
-also after an error.
+On a terminal both are live; elsewhere (a file, a Slurm log) a phase is a line when it ends, and one each half minute
+while it lasts, and a step is a line, or for quick steps one every few seconds. Shows what it is told and measures
+nothing but time. Invariant: the terminal is left as it was found, also after an error.
 """
 
+from __future__ import annotations
+
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+_STILL_S = 30.0
 _RECENT_STEPS = 8
 _QUIET_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+class StartPhases:
+    """The phases of a start, one at a time.
+
+    Args:
+        console: Where to show; standard error by default.
+        clock: Monotonic seconds.
+        failed: Is given an error that ends a phase at once, before what was begun beside it is ended.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        failed: Callable[[Exception], object] | None = None,
+    ) -> None:
+        self.console = console or Console(stderr=True)
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._failed = failed
+        self._began = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows the block as a phase and keeps its seconds under its name; one that raises is not shown as done."""
+        began = self._clock()
+        try:
+            with self._watched(name, began):
+                yield
+        except Exception as error:
+            if self._failed is not None:
+                self._failed(error)
+            raise
+        self.seconds[name] = self._clock() - began
+        self._line(f"{name} {self.seconds[name]:.1f} s")
+
+    def say(self, line: str) -> None:
+        """A line for the person."""
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def done(self) -> float:
+        """The start is over; its seconds."""
+        total = self._clock() - self._began
+        self._line(f"ready after {total:.1f} s")
+        return total
+
+    def _line(self, text: str) -> None:
+        self.console.print(f"start: {text}", highlight=False, soft_wrap=True, markup=False, style="dim")
+
+    @contextmanager
+    def _watched(self, name: str, began: float) -> Iterator[None]:
+        over = threading.Event()
+        status = Status(f"{name} ...", console=self.console) if self.console.is_terminal else None
+        period = 1.0 if status is not None else _STILL_S
+
+        def watch() -> None:
+            while not over.wait(period):
+                seconds = self._clock() - began
+                if status is not None:
+                    status.update(f"{name} ... {seconds:.0f} s")
+                else:
+                    self._line(f"{name}, {seconds:.0f} s so far")
+
+        thread = threading.Thread(target=watch, name="start-phase", daemon=True)
+        if status is not None:
+            status.start()
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            if status is not None:
+                status.stop()
 
 
 class RunProgress:
@@ -70,9 +150,7 @@ class RunProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self.console.print(self._render())

@@ -20,8 +20,16 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.accelerators import CPU
 from nemo_rl.distributed.devices import device_uuid, free_memory, host_memory_of, in_host_memory
-from nemo_rl.weight_sync.checksum import checksum
-from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, TensorMeta, align, pack_tensor, plan_buckets, unpack
+from nemo_rl.weight_sync.layout import (
+    BucketLayout,
+    LayoutError,
+    TensorMeta,
+    align,
+    checksum,
+    pack_tensor,
+    plan_buckets,
+    unpack,
+)
 from nemo_rl.weight_sync.sender import SendSpec, window_bytes
 from nemo_rl.weight_sync.transports.base import TransportError
 from nemo_rl.weight_sync.transports.host import HostStaging, map_segment

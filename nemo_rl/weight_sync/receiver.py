@@ -15,11 +15,9 @@ import torch
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, synchronize
-from nemo_rl.weight_sync.checksum import checksum
-from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, unpack
+from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, checksum, unpack
 from nemo_rl.weight_sync.routes import place_of
-from nemo_rl.weight_sync.transports.base import Opener
-from nemo_rl.weight_sync.transports.factory import make_opener
+from nemo_rl.weight_sync.transports.base import Opener, make_opener
 from nemo_rl.weight_sync.transports.nccl import NcclOpener, nccl_group
 
 

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 
-from nemo_rl.weight_sync.checksum import checksum
-from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, pack_tensor
-from nemo_rl.weight_sync.transports.base import Staging, TransportError, TransportName
-from nemo_rl.weight_sync.transports.broadcast_group import BroadcastGroup
-from nemo_rl.weight_sync.transports.factory import make_staging
-from nemo_rl.weight_sync.transports.nccl import nccl_group
+from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
+from nemo_rl.weight_sync.transports.base import Staging, TransportError, TransportName, make_staging
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, nccl_group
 
 
 @dataclass(frozen=True)

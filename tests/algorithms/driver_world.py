@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.control_plane import OwnAccelerators
-from nemo_rl.algorithms.grpo.reward_watch import RewardWatch
+from nemo_rl.algorithms.grpo.rewards import RewardWatch
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.config import load_master_config
 from nemo_rl.data_plane.client import StoredClient
@@ -298,4 +298,4 @@ def save_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         run.policy.happened.append(f"save {run.state.step}")
         run.policy.saved[run.state.step] = (loader.state_dict(), dict(also))
 
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.save_checkpoint", save)
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.step.save_checkpoint", save)

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.advantage_estimator import (
+from nemo_rl.algorithms.grpo.advantages import compute_advantages, row_advantages
+from nemo_rl.compat.advantage_estimator import (
     ADVANTAGE_ESTIMATORS,
     GDPOAdvantageEstimator,
     GRPOAdvantageEstimator,
     OPDAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
-from nemo_rl.algorithms.grpo.advantages import compute_advantages, row_advantages
 from nemo_rl.config import AdvEstimatorConfig, ClippedPGLossConfig, GRPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.experience.store import StageOutput, TokenStage
 from tests.experience.plane_in_process import ApplyInProcess
 
 LOSS = ClippedPGLossConfig()
@@ -207,7 +207,7 @@ def test_a_stage_names_the_columns_it_lacks() -> None:
 
 
 def test_the_baseline_of_an_empty_batch_is_empty() -> None:
-    from nemo_rl.algorithms.utils import calculate_baseline_and_std_per_prompt
+    from nemo_rl.algorithms.grpo.advantages import calculate_baseline_and_std_per_prompt
 
     nothing = torch.zeros(0)
     baseline, std = calculate_baseline_and_std_per_prompt(torch.zeros(0, 4, dtype=torch.long), nothing, nothing)

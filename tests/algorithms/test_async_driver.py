@@ -21,7 +21,7 @@ from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_calls import WorkerDiedError
 from nemo_rl.experience.hooks import HooksError
-from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
 from tests.algorithms.driver_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World, save_in_memory
@@ -151,7 +151,7 @@ def test_without_hooks_every_prompt_is_trained_once_in_order_and_within_the_boun
 def test_the_synchronous_driver_trains_the_same_prompts_on_the_same_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemo_rl.algorithms.grpo.step_end.save_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr("nemo_rl.algorithms.grpo.step.save_checkpoint", lambda *_, **__: None)
     world, other = World(tmp_path), World(tmp_path)
     grpo_train(world.run)
     async_grpo_train(other.run)
@@ -242,7 +242,7 @@ def test_when_prompts_end_below_dynamic_sampling_the_newest_step_is_validated_an
         "nemo_rl.algorithms.grpo.loop.validate", lambda run, step: validated.append(step) or {"accuracy": 0.5}
     )
     monkeypatch.setattr(
-        "nemo_rl.algorithms.grpo.step_end.save_checkpoint",
+        "nemo_rl.algorithms.grpo.step.save_checkpoint",
         lambda run, _, val, **__: saved.append((run.state.step, val)),
     )
     world.rewards = lambda prompt, sample: float(sample) if prompt % 3 else 1.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
+from nemo_rl.algorithms.evaluation import consensus_at_k, pass_at_k
 
 drawn = st.lists(st.sampled_from(["4", "5", "7", "11", None]), min_size=1, max_size=7)
 

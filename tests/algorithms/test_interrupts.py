@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.interrupts import Interrupts, what_is_saved
+from nemo_rl.algorithms.launch import Interrupts, what_is_saved
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.directory_lock import DirectoryInUse, locked

@@ -11,8 +11,7 @@ from nemo_rl.algorithms.grpo import refit
 from nemo_rl.algorithms.grpo.refit import Refitter
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError
-from nemo_rl.models.generation.errors import ShardStateError
-from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import MemoryRecord

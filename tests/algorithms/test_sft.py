@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.resume import NothingToDo
 from nemo_rl.algorithms.sft.assembly import setup
-from nemo_rl.algorithms.sft.driver import sft_train
-from nemo_rl.algorithms.sft.run import SFTRun, SFTState
+from nemo_rl.algorithms.sft.driver import SFTRun, SFTState, sft_train
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.config.errors import UserError
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.utils.checkpoint import INFO_FILE
 from nemo_rl.utils.convert import from_hugging_face

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.streaming import check_streaming
 from nemo_rl.config import ConfigError, load_master_config
-from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.collector import CollectorError
 from nemo_rl.experience.stream_collector import StreamCollector
 from nemo_rl.models.generation.interfaces import GenerationError

@@ -16,9 +16,9 @@ import pytest
 
 from nemo_rl.algorithms.grpo.validation import batch_size, batches_to_run
 from nemo_rl.config import MasterConfig
+from nemo_rl.config.dotted import put
 from nemo_rl.config.errors import NotBuilt
 from nemo_rl.config.layers import Layer, merge
-from nemo_rl.config.tree import put
 from nemo_rl.config.validate import examine, validate
 
 

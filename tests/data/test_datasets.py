@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import ConfigError, DataConfig, DatasetConfig
 from nemo_rl.data.datasets import RawDataset, load_response_dataset
-from nemo_rl.data.datasets.arithmetic import arithmetic_problems
+from nemo_rl.data.datasets.generated import arithmetic_problems
 from nemo_rl.data.datasets.raw import conversation
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.prompts import load_prompt
+from nemo_rl.data.interfaces import DataError, TaskDataSpec, load_prompt
 from nemo_rl.data.setup import load_datasets
 
 PLAIN: dict[str, Any] = {"prompt_file": None}

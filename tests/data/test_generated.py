@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.registry import load_response_dataset
 from nemo_rl.data.datasets.sliding_puzzle import DIRECTIONS, moved, shown, solved_board
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 
 
 def entry(**keys: Any) -> DatasetConfig:

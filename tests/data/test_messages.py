@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.collate_fn import rl_collate_fn, sft_collate
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.interfaces import DataError, TaskDataSpec
 from nemo_rl.data.llm_message_utils import (
     add_loss_mask_to_message_log,
     batched_message_log_to_flat_message,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.data.datasets.raw import conversation
-from nemo_rl.data.errors import DataError
-from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.interfaces import DataError, TaskDataSpec
 from nemo_rl.data.processors import get_processor, register_processor
 
 SPEC = TaskDataSpec("task")

@@ -13,10 +13,10 @@ import pytest
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import DataPlaneClient, build_data_plane_client
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.adapters.mooncake import load_mooncake
 from nemo_rl.data_plane.client import StoredClient
-from nemo_rl.data_plane.errors import MooncakeUnavailableError
+from nemo_rl.data_plane.interfaces import MooncakeUnavailableError
+from tests.data_plane.memory_storage import MemoryStorage
 
 SMALL_MOONCAKE = {"global_segment_size": 256 << 20, "local_buffer_size": 64 << 20}
 

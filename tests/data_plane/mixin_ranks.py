@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.data_plane import KVBatchMeta
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from tests.data_plane.memory_storage import MemoryStorage
 
 LENGTHS = [3, 5]
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_rl.data_plane import KVBatchMeta
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.models.policy.batches import microbatch_arguments
+from tests.data_plane.memory_storage import MemoryStorage
 from tests.models.policy_ranks import ROWS, WIDTH, make_worker, run_config, shard_of, training_batch
 
 

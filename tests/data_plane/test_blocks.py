@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data_plane.blocks import Jagged, Padded, decode_jagged, decode_padded, encode
-from nemo_rl.data_plane.errors import MissingColumnsError
+from nemo_rl.data_plane.interfaces import MissingColumnsError
 from nemo_rl.data_plane.layout import Layout, Slot, holders, next_generation
 
 DTYPES = [

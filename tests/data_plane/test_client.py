@@ -19,16 +19,16 @@ import torch
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane import DataPlaneClient, KVBatchMeta, MetricsDataPlaneClient, build_data_plane_client
 from nemo_rl.data_plane.adapters import mooncake
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.adapters.mooncake import announced_address, segment_sizes
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
-from nemo_rl.data_plane.errors import (
+from nemo_rl.data_plane.interfaces import (
     DataPlaneCapacityError,
     DataPlaneClosedError,
     MissingRowsError,
     MooncakeUnavailableError,
 )
+from tests.data_plane.memory_storage import MemoryStorage
 
 OPENED: list[MemoryStorage] = []
 

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.data_plane import DataPlaneClient, KVBatchMeta
-from nemo_rl.data_plane.errors import MissingColumnsError, MissingRowsError
+from nemo_rl.data_plane.interfaces import MissingColumnsError, MissingRowsError
 
 IDS = ["a_g0", "a_g1", "b_g0", "b_g1"]
 LENGTHS = [3, 5, 1, 4]

@@ -24,10 +24,10 @@ import torch
 
 from nemo_rl.data_plane import DataPlaneClient, MetricsDataPlaneClient
 from nemo_rl.data_plane.adapters.mooncake import start_master
-from nemo_rl.data_plane.errors import DataPlaneCapacityError, DataPlaneClosedError, DataPlaneError
+from nemo_rl.data_plane.interfaces import DataPlaneCapacityError, DataPlaneClosedError, DataPlaneError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.data_plane_store import DataPlaneStore
-from nemo_rl.experience.stage import StageOutput, TokenStage
+from nemo_rl.experience.store import StageOutput, TokenStage
 from tests.data_plane.conftest import plane_config, require_mooncake, start
 from tests.models.engines import wait_until_gone
 

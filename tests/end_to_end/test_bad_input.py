@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms import commands, launch, startup
-from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.algorithms.run_checkpoint import RunState
 from nemo_rl.config import CheckpointingConfig, ConfigError
 from nemo_rl.data_plane.adapters import mooncake
-from nemo_rl.data_plane.errors import MooncakeUnavailableError
+from nemo_rl.data_plane.interfaces import MooncakeUnavailableError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.distributed.ray_runtime import RayStartError
 from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.environment_batcher import EnvironmentBatcher, EnvironmentHandle
 from nemo_rl.utils.checkpoint import CheckpointError
 from nemo_rl.utils.timer import TimeoutChecker

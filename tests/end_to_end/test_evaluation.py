@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from nemo_rl.algorithms.commands import evaluate as main
-from nemo_rl.algorithms.evaluation.estimators import consensus_at_k
+from nemo_rl.algorithms.evaluation import consensus_at_k
 from nemo_rl.utils.convert import from_hugging_face
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import MasterConfig
-from nemo_rl.data.utils import setup_response_data
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment
-from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
-from nemo_rl.environments.utils import create_env
+from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
+from nemo_rl.environments.registry import create_env, setup_response_data
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nemo_rl.environments.call import step_environment
-from nemo_rl.environments.errors import EnvironmentFailure
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn
 
 LOGS = [[{"role": "user", "content": str(n)}] for n in range(3)]
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.compat.rollouts import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.environments.call import step_environment
-from nemo_rl.environments.code_jaccard_environment import CodeJaccardEnvironment
-from nemo_rl.environments.errors import EnvironmentFailure, UnknownEnvironment
+from nemo_rl.environments.code_environment import CodeJaccardEnvironment
+from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
 from nemo_rl.environments.registry import environment_class, environment_settings, register_env, section_of
-from nemo_rl.environments.utils import chunk_list_to_workers
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import (
     dapo_math_verify,
@@ -202,7 +202,7 @@ def test_unknown_environments_are_named_with_the_nearest() -> None:
 
 
 def test_registered_names_need_no_mapping() -> None:
-    register_env("mine_for_this_test", "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment")
+    register_env("mine_for_this_test", "nemo_rl.environments.code_environment.CodeJaccardEnvironment")
     assert environment_class("mine_for_this_test", None) is CodeJaccardEnvironment
     with pytest.raises(UnknownEnvironment, match="there is an environment 'math' already"):
         register_env("math", "a.B")

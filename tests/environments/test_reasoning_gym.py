@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.registry import load_response_dataset
-from nemo_rl.environments.reasoning_gym_environment import ReasoningGymEnvironment
+from nemo_rl.environments.math_environment import ReasoningGymEnvironment
 
 pytestmark = pytest.mark.slow
 

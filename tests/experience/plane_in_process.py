@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.data_plane.adapters.memory import MemoryStorage
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience import data_plane_store
-from nemo_rl.experience.stage import TokenStage
+from nemo_rl.experience.store import TokenStage
+from tests.data_plane.memory_storage import MemoryStorage
 
 
 class Direct:

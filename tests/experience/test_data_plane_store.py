@@ -22,8 +22,7 @@ from nemo_rl.experience.data_plane_store import DataPlaneStore, StageRunner
 from nemo_rl.experience.rollout_actor import ActorSources, RolloutActor
 from nemo_rl.experience.rollout_source import Rollout
 from nemo_rl.experience.sample_log import SampleFiles, sample_log_stage
-from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import InProcessStore, SpentHandleError
+from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
 from nemo_rl.models.policy.tq_policy import StoredColumns
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import StepBegun

@@ -15,15 +15,13 @@ import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.errors import EnvironmentFailure
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn
 from nemo_rl.experience.collector import is_infrastructure
 from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
-from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import InProcessStore, SpentHandleError
+from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
     GenerationRequest,

@@ -1,4 +1,6 @@
-"""Ten thousand random schedules of a streaming run, each checked."""
+"""Ten thousand random schedules of a streaming run, each checked; and what the schedule alone makes of long-tailed and
+of equal lengths, on a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,15 @@ from collections import Counter
 
 import pytest
 
-from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, QueueProtocolError
+from benchmarks.streaming_schedule import measure, workload
+from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, QueueProtocolError, Step, worth_a_pass
 from nemo_rl.experience.replay_buffer import GroupKey
 from nemo_rl.experience.samplers import (
     InOrder,
-    SamplerError,
     Slot,
     SlotStatus,
-    StalenessSampler,
     WeightFifo,
     Windowed,
-    select_one_group,
 )
 from tests.experience.stream_simulation import StreamSimulation, prompts_of
 
@@ -70,36 +70,6 @@ def test_samplers_choose_as_they_say() -> None:
     assert numbers(Windowed(1).stale(slots, 4)) == [2] and InOrder(1).stale(slots, 4) == ()
 
 
-def test_one_group_is_selected_by_lag_and_then_by_its_place() -> None:
-    slots = [
-        slot(0, 3, place=5),
-        slot(1, 4, place=4),
-        slot(2, 4, place=3),
-        slot(3, 5),
-        slot(4, 4, ready=False, place=0),
-    ]
-    chosen = select_one_group(slots, 4, 1)
-    assert chosen is not None and chosen.key.number == 2
-    only_old = select_one_group(slots[:1], 4, 1)
-    assert only_old is not None and only_old.key.number == 0
-    assert select_one_group(slots[:1], 4, 1, strict=True) is None, "strictly on-policy"
-    assert select_one_group([], 4, 1) is None
-
-
-def test_a_pass_takes_the_freshest_groups_once_they_are_enough() -> None:
-    slots = [slot(0, 3, place=5), slot(1, 4, place=4), slot(2, 4, place=3), slot(3, 4, ready=False, place=0)]
-    assert StalenessSampler(4, 2).select_indices(slots, 4) == [2, 1, 0]
-    assert StalenessSampler(4, 2, strict_on_policy=True).select_indices(slots, 4) == [2, 1]
-    assert StalenessSampler(4, 3, strict_on_policy=True).select_indices(slots, 4) == []
-    assert StalenessSampler(4, 3, strict_on_policy=True).select_indices(slots, 4, taken=3) == [2], (
-        "the last of the step"
-    )
-    chosen = StalenessSampler(4).select_one_group(slots, 4)
-    assert chosen is not None and chosen.key.number == 2
-    with pytest.raises(SamplerError, match="must be between 1 and target_prompt_groups_per_step=2"):
-        StalenessSampler(2, 3)
-
-
 def test_the_queue_refuses_what_cannot_be() -> None:
     queue = PromptQueue(InOrder(0), QueueLimits(wanted=2, last_step=2, capacity=2))
     first, second = queue.draw(2)
@@ -131,3 +101,29 @@ def test_a_prompt_that_was_given_up_makes_its_own_step_smaller_and_no_other() ->
     assert queue.select(lambda keys: True) == [first[3]]
     queue.finish_step()
     assert queue.step.dropped == [] and queue.step.missing == 2
+
+
+@pytest.mark.parametrize(("lookahead", "share"), [(0, 0.25), (0, 0.5), (1, 0.25), (1, 0.5), (1, 1.0)])
+def test_training_hides_under_a_long_tail_of_generation(lookahead: int, share: float) -> None:
+    for seed in range(3):
+        row = measure(workload(10, share, even=False, seed=seed), lookahead)
+        assert row.hidden >= 0.9 and row.of_slower <= 1.1, (seed, row)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_equal_lengths_cost_a_streaming_run_nothing(share: float) -> None:
+    for lookahead in (0, 1):
+        assert measure(workload(10, share, even=True), lookahead).of_synchronous <= 1.03
+
+
+def test_the_end_of_a_step_is_trained_in_halves_and_everything_else_in_whole_passes() -> None:
+    step = Step(version=0, wanted=64)
+    assert [worth_a_pass(ready, step, 16) for ready in (15, 16, 20)] == [False, True, True]
+    # Whoever asks for the whole step at once gets it at once.
+    assert not worth_a_pass(63, step, 64)
+    step.taken = [GroupKey(0, 0, number) for number in range(40)]
+    assert [worth_a_pass(ready, step, 16) for ready in (15, 16)] == [False, True]
+    step.taken = [GroupKey(0, 0, number) for number in range(50)]
+    assert [worth_a_pass(ready, step, 16) for ready in (6, 7)] == [False, True]
+    step.taken = [GroupKey(0, 0, number) for number in range(63)]
+    assert worth_a_pass(1, step, 16)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.errors import EnvironmentFailure
+from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience import environment_batcher
 from nemo_rl.experience.collector import CollectorError, CollectorParts
 from nemo_rl.experience.columns import RolloutColumns

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
-from nemo_rl.weight_sync.transports.broadcast_group import BroadcastGroup
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 LIMIT_S = 120.0
 GROUP = "weights of a test"

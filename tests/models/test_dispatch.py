@@ -15,12 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
-from nemo_rl.models.generation.errors import ShardStateError
-from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.generation.interfaces import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResult,
+    ShardStateError,
+    VersionSpan,
+)
 from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher, wait_on_loop
-from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
+from nemo_rl.models.generation.vllm.request_state import RequestFailure
 from nemo_rl.utils.record import MemoryRecord
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import load_master_config
-from nemo_rl.models.generation.vllm.engine_args import engine_spec
+from nemo_rl.models.generation.vllm.engine_actors import engine_spec
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_cpu.yaml"
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config import DTensorConfig
-from nemo_rl.models.dtensor.kernels import KernelUnavailableError, apply_liger, check_device, check_packages
+from nemo_rl.config import DTensorConfig, PolicyConfig
+from nemo_rl.models.dtensor.checks import check_device, check_packages
+from nemo_rl.models.dtensor.load import apply_liger
 from nemo_rl.models.policy.attention import Kernel, Segments, packed_attention
-from nemo_rl.models.policy.model_config import UnsupportedModelError
+from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 
 
 def _liger() -> DTensorConfig:
@@ -114,7 +115,7 @@ def test_liger_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     "kwargs", [{"use_liger_kernel": True}, {"backend": {"attn": "flash_attention_2"}}, {"backend": {"attn": "flex"}}]
 )
 def test_kernels_of_gpus_are_refused_on_cpu_slots(kwargs: dict[str, Any]) -> None:
-    cfg = DTensorConfig.model_validate({"automodel_kwargs": kwargs})
+    cfg = PolicyConfig.model_validate({"dtensor_cfg": {"automodel_kwargs": kwargs}})
     check_device(cfg, cuda=True)
     with pytest.raises(KernelUnavailableError, match=r"policy.dtensor_cfg.automodel_kwargs.*CPU slots; set it to"):
         check_device(cfg, cuda=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.lora import AdaptedLinear, apply_adapters, base_model, chosen_layers, first_factors
-from nemo_rl.models.generation.vllm.adapted_files import AdapterMismatchError, ArrivedAdapters
+from nemo_rl.models.generation.vllm.extension import AdapterMismatchError, ArrivedAdapters
 from nemo_rl.models.policy.model_config import UnsupportedModelError
 from nemo_rl.utils.convert import to_hugging_face
 from tests.conftest import example

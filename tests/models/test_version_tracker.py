@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.models.generation.vllm.version_tracker import VersionTracker
+from nemo_rl.models.generation.vllm.request_state import VersionTracker
 
 
 class Engine:

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.interfaces import GenerationError
-from nemo_rl.models.policy.weight_cache import PolicyWeightCache
+from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.weight_sync.session import SyncOptions
 from tests.models.engines import Colocated, colocated, engine_pids, kill, wait_until_gone, without_place
 

@@ -22,8 +22,7 @@ import pytest
 import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.models.generation.errors import ShardStateError
-from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record_events import (
     GroupCommitted,

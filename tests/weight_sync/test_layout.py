@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.weight_sync.checksum import checksum
 from nemo_rl.weight_sync.layout import (
     ALIGNMENT,
     LayoutError,
     TensorMeta,
     align,
+    checksum,
     pack_tensor,
     plan_buckets,
     plan_windows,

@@ -29,8 +29,7 @@ from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
-from nemo_rl.environments.registry import environment_class, section_of
-from nemo_rl.environments.setup import start_environments
+from nemo_rl.environments.registry import environment_class, section_of, start_environments
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
@@ -45,9 +44,8 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.model_config import check_divisible
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.record import MemoryRecord, Record, RecordWriter
-from nemo_rl.utils.start_phases import StartPhases
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
@@ -248,7 +246,6 @@ def _build(
             clusters.training.world_size(),
             clusters.generation.world_size() if clusters.generation is not None else 0,
         ),
-        setup_seconds=ready.seconds,
         env_of_validation_task=ready.datasets.env_of_validation_task,
         # Groups that wait in a checkpoint are of its data.
         resumed_from=ready.resume.checkpoint if ready.resume is not None and ready.resume.same_data else None,

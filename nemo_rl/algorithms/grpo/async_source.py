@@ -25,7 +25,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.collector import CollectorParts
 from nemo_rl.experience.columns import RolloutColumns, joined_rows
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
-from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.stream_collector import StreamCollector
 from nemo_rl.experience.trajectory_collector import CollectorLimits, SavedDraw, TrajectoryCollector
 from nemo_rl.models.generation.interfaces import request_timeout_s

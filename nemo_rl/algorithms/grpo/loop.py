@@ -1,6 +1,6 @@
 """The step loop of GRPO, whatever its experience comes from and whoever owns its accelerators.
 
-`run_step` is one step from experience to checkpoint; what makes new weights is in `train_on_batch` and `streaming`.
+`run_step` is one step from experience to checkpoint; what makes new weights is in `step` and `streaming`.
 Decides only when things happen: the source says where a batch comes from, the control plane when accelerators change
 hands, the stages what is computed. Invariants: a step either completes (weights, counters and record agree) or raises
 with the weights of the step before; the version of the weights is the number of completed steps.
@@ -16,9 +16,16 @@ from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAcceler
 from nemo_rl.algorithms.grpo.metrics import report_step
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.sources import BatchSource, ExperienceSource, SynchronousSource
-from nemo_rl.algorithms.grpo.step_end import CompletedStep, complete_step, early_stop, save_step, validation_due
+from nemo_rl.algorithms.grpo.step import (
+    CompletedStep,
+    Trained,
+    complete_step,
+    early_stop,
+    save_step,
+    train_on_batch,
+    validation_due,
+)
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
-from nemo_rl.algorithms.grpo.train_on_batch import Trained, train_on_batch
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled

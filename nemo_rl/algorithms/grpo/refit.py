@@ -17,8 +17,7 @@ from typing import Any
 
 from nemo_rl.config import WeightSyncConfig
 from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.models.generation.errors import ShardStateError
-from nemo_rl.models.generation.interfaces import GenerationError
+from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
 from nemo_rl.models.generation.vllm.repair import ShardRepair
 from nemo_rl.utils.record import Record
 from nemo_rl.utils.record_events import SyncStarted, VersionPublished

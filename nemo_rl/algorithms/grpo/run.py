@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.algorithms.grpo.control_plane import ControlPlane
 from nemo_rl.algorithms.grpo.placement import Placement
-from nemo_rl.algorithms.grpo.reward_watch import RewardWatch
-from nemo_rl.algorithms.run_state import RunState
+from nemo_rl.algorithms.grpo.rewards import RewardWatch
+from nemo_rl.algorithms.run_checkpoint import RunState
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -118,7 +118,6 @@ class GRPORun:
     placement: Placement
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount
-    setup_seconds: dict[str, float] = field(default_factory=dict)
     resumed_from: Path | None = None
     reward_watch: RewardWatch = field(default_factory=RewardWatch)
     sample_files: SampleFiles = field(default_factory=SampleFiles)

@@ -28,8 +28,7 @@ from nemo_rl.algorithms.grpo.rewards import COMPONENT_PREFIX, process_rewards
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data_plane.schema import columns_of_others
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.stage import StageOutput, TokenStage
-from nemo_rl.experience.store import ExperienceStore
+from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import masked_mean
 from nemo_rl.models.policy.interfaces import BatchHandle, ScoringPolicy

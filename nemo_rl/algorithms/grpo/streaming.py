@@ -34,14 +34,14 @@ from nemo_rl.algorithms.grpo.stages import (
     score_rewards,
     whole_batch_stages,
 )
-from nemo_rl.algorithms.grpo.train_on_batch import Trained, recorded_span, score, weigh
+from nemo_rl.algorithms.grpo.step import Trained, recorded_span, score, weigh
 from nemo_rl.config import AsyncRLConfig, ConfigError, MasterConfig
 from nemo_rl.config.placement import data_parallel_size
 from nemo_rl.experience.collector import StallPolicy, group_name
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.prompt_queue import PromptQueue, QueueLimits, worth_a_pass
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
-from nemo_rl.experience.rollout_metrics import merged_rollout_metrics
+from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.samplers import BUILT_IN, Sampler, SamplerError, custom_sampler
 from nemo_rl.experience.stream_collector import FailurePolicy, SavedBatch, StreamCollector
 from nemo_rl.utils.step_timeline import TRAINING

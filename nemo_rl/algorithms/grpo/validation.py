@@ -26,7 +26,7 @@ from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
-from nemo_rl.experience.stage import TokenStage
+from nemo_rl.experience.store import TokenStage
 from nemo_rl.utils.logger import print_message_log_samples
 from nemo_rl.utils.record_events import Validated
 

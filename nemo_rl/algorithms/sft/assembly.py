@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.algorithms.placement import begin_policy, check_policy, start_policy
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.run_checkpoint import name_latest
-from nemo_rl.algorithms.sft.run import OwnPlacement, Placement, SFTRun, SFTState
+from nemo_rl.algorithms.sft.driver import OwnPlacement, Placement, SFTRun, SFTState
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, prepared
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, make_loader
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.distributed.accelerators import Accelerator
@@ -26,8 +26,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.loss import NLLLossFn
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.progress import RunProgress
-from nemo_rl.utils.start_phases import StartPhases
+from nemo_rl.utils.progress import RunProgress, StartPhases
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:

@@ -1,13 +1,19 @@
-"""What datasets that are generated, not read, have in common: two disjoint splits, their own processor, and settings
-that are checked.
+"""Datasets that are generated, not read: what they have in common, arithmetic problems, and the tasks of reasoning-gym
+(https://github.com/open-thought/reasoning-gym).
 
-Knows no task. Invariant: the same settings give the same rows in the same order, and no held-out problem is a training
-problem.
+They need no file and no network. A problem of reasoning-gym travels as a reference (task, settings, seed, index): the
+environment makes the very problem again and lets the task judge. Invariants: the same settings give the same rows in
+the same order; no held-out problem is a training problem, not even with its operands swapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import json
+import operator
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,15 +21,18 @@ from typing_extensions import override
 
 from nemo_rl.config import DatasetConfig, Section
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.datasets.raw import RawDataset
-from nemo_rl.data.errors import DataError
+from nemo_rl.data.datasets.raw import RawDataset, conversation
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import get_processor
 
 SPLITS = ("train", "validation")
 _PROCESSOR_OF_MATH = "math_hf_data_processor"
-
 Settings = TypeVar("Settings", bound=Section)
-Problem = TypeVar("Problem")
+Item = TypeVar("Item")
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_COMMUTES = ("+", "*")
+# Generators draw with replacement: so many draws per wanted problem before a task counts as exhausted.
+_DRAWS_PER_PROBLEM = 8
 
 
 class GeneratedDataset(RawDataset):
@@ -84,7 +93,7 @@ def checked_settings(kind: type[Settings], config: DatasetConfig, key: str) -> S
         raise DataError("\n".join(lines)) from error
 
 
-def distinct_split(problems: Iterable[tuple[Problem, str]], config: DatasetConfig, key: str) -> list[Problem]:
+def distinct_split(problems: Iterable[tuple[Item, str]], config: DatasetConfig, key: str) -> list[Item]:
     """The problems of the wanted split: the first `held_out` distinct ones are kept for validation, the next
     `num_problems` are for training.
 
@@ -97,7 +106,7 @@ def distinct_split(problems: Iterable[tuple[Problem, str]], config: DatasetConfi
         DataError: there are too few distinct problems, or the split is empty.
     """
     wanted = config.held_out + config.num_problems
-    seen: dict[str, Problem] = {}
+    seen: dict[str, Item] = {}
     for problem, text in problems:
         seen.setdefault(text, problem)
         if len(seen) == wanted:
@@ -113,3 +122,191 @@ def distinct_split(problems: Iterable[tuple[Problem, str]], config: DatasetConfi
     if not chosen:
         raise DataError(f"{key}: split validation of {config.dataset_name} is empty; held_out is {config.held_out}")
     return chosen
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem; the answer is a whole number, negative where the subtraction is."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def question(self) -> str:
+        """The text of the problem."""
+        return f"{self.left}{self.sign}{self.right}="
+
+    @property
+    def answer(self) -> str:
+        """The expected answer."""
+        return str(_OPERATORS[self.sign](self.left, self.right))
+
+    @property
+    def mirrored(self) -> Problem:
+        """The same sum or product with its operands swapped; itself where the order matters."""
+        return Problem(self.right, self.sign, self.left) if self.sign in _COMMUTES else self
+
+
+def arithmetic_problems(
+    num_problems: int, held_out: int, max_operand: int, operators: tuple[str, ...], seed: int
+) -> tuple[list[Problem], list[Problem]]:
+    """Distinct training problems and distinct held-out problems.
+
+    Args:
+        num_problems: training problems.
+        held_out: held-out problems.
+        max_operand: operands are 0 to this.
+        operators: among + - *.
+        seed: which problems, and their order.
+
+    Raises:
+        DataError: an operator is unknown, or there are not so many distinct problems.
+    """
+    for sign in operators:
+        if sign not in _OPERATORS:
+            raise DataError(f"operators: {sign!r} is not one of {', '.join(_OPERATORS)}")
+    universe = [
+        Problem(a, sign, b)
+        for sign in dict.fromkeys(operators)
+        for a in range(max_operand + 1)
+        for b in range(max_operand + 1)
+    ]
+    random.Random(seed).shuffle(universe)
+    kept = universe[:held_out]
+    taken = {*kept, *(problem.mirrored for problem in kept)}
+    train = [problem for problem in universe[held_out:] if problem not in taken][:num_problems]
+    if len(kept) < held_out or len(train) < num_problems:
+        raise DataError(
+            f"arithmetic: operands up to {max_operand} and operators {' '.join(operators)} give "
+            f"{len(universe)} distinct problems, "
+            f"too few for num_problems {num_problems} and held_out {held_out}; raise max_operand"
+        )
+    return train, kept
+
+
+class _Slips:
+    """Answers as a careless hand writes them: some with one more digit. A model that learns from them knows more than
+    it shows.
+    """
+
+    def __init__(self, fraction: float, seed: int) -> None:
+        self._fraction = fraction
+        self._random = random.Random(f"slips {seed}")
+
+    def written(self, answer: str) -> str:
+        return f"{answer}{self._random.randrange(10)}" if self._random.random() < self._fraction else answer
+
+
+class ArithmeticDataset(RawDataset):
+    """`dataset_name: arithmetic`; split `train`, or `validation` for the held-out problems of the same parameters.
+
+    With `slips`, that fraction of the training answers is wrong by a digit too many; held-out answers are always right.
+    """
+
+    def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
+        from datasets import Dataset
+
+        split = split_of(config, key)
+        train, held_out = arithmetic_problems(
+            config.num_problems, config.held_out, config.max_operand, tuple(config.operators), config.seed
+        )
+        problems = train if split == "train" else held_out
+        slips = _Slips(config.slips if split == "train" else 0.0, config.seed)
+        if not problems:
+            raise DataError(f"arithmetic: split {split} is empty; held_out is {config.held_out}")
+        self.task_name = task_name
+        self.dataset = Dataset.from_dict(
+            {
+                "messages": [conversation(problem.question, slips.written(problem.answer)) for problem in problems],
+                "task_name": [task_name] * len(problems),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class ProblemReference:
+    """One problem of one task.
+
+    Attributes:
+        task: reasoning-gym's name of the task.
+        settings: the task's settings, as JSON.
+        seed: the generator's seed.
+        size: the generator's number of problems, which some tasks make their problems from.
+        index: which problem.
+    """
+
+    task: str
+    settings: str
+    seed: int
+    size: int
+    index: int
+
+    def score(self, answer: str) -> float:
+        """What the task's verifier gives the answer, 0 to 1."""
+        dataset = _generator(self.task, self.settings, self.seed, self.size)
+        return dataset.score_answer(answer, entry=_entry(self))
+
+    def state(self) -> str:
+        """The reference as JSON."""
+        return json.dumps(asdict(self))
+
+
+class ReasoningGymDataset(GeneratedDataset):
+    """`dataset_name: reasoning_gym` with `task` and `task_config`.
+
+    Raises:
+        DataError: reasoning-gym is not installed, the task or a setting does not exist, or there are too few distinct
+            problems.
+    """
+
+    def __init__(self, config: DatasetConfig, task_name: str, key: str = "data.train") -> None:
+        judged_by("reasoning_gym", config, key)
+        task = _known_task(config.task, key)
+        references = distinct_split(_problems(task, config, key), config, key)
+        entries = [_entry(reference) for reference in references]
+        rows = [
+            {"messages": conversation(str(entry["question"]), str(entry["answer"])), "state": reference.state()}
+            for entry, reference in zip(entries, references, strict=True)
+        ]
+        super().__init__(rows, f"{task_name}_{task}" if task_name == config.dataset_name else task_name)
+
+
+def _known_task(task: str | None, key: str) -> str:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DataError(
+            f"{key}.dataset_name: reasoning_gym needs the package reasoning-gym ({error}); pip install 'nemo-rl[tasks]'"
+        ) from error
+    if task is None:
+        raise DataError(f"{key}.task: reasoning_gym needs the name of a task; there are {', '.join(sorted(DATASETS))}")
+    if task not in DATASETS:
+        raise DataError(
+            f"{key}.task: reasoning_gym has no task {task!r}.{did_you_mean(task, DATASETS)} There are "
+            f"{', '.join(sorted(DATASETS))}"
+        )
+    return task
+
+
+def _problems(task: str, config: DatasetConfig, key: str) -> Iterator[tuple[ProblemReference, str]]:
+    settings = json.dumps(config.task_config, sort_keys=True)
+    size = (config.num_problems + config.held_out) * _DRAWS_PER_PROBLEM
+    try:
+        dataset = _generator(task, settings, config.seed, size)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"{key}.task_config: task {task} refuses {settings}: {error}") from error
+    for index in range(size):
+        yield ProblemReference(task, settings, config.seed, size, index), str(dataset[index]["question"])
+
+
+@functools.lru_cache(maxsize=64)
+def _generator(task: str, settings: str, seed: int, size: int) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=seed, size=size, **json.loads(settings))
+
+
+@functools.lru_cache(maxsize=65536)
+def _entry(reference: ProblemReference) -> dict[str, object]:
+    return _generator(reference.task, reference.settings, reference.seed, reference.size)[reference.index]

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from nemo_rl.config import DataPlaneConfig
-from nemo_rl.data_plane.errors import DataPlaneError, MooncakeUnavailableError
+from nemo_rl.data_plane.interfaces import DataPlaneError, MooncakeUnavailableError
 from nemo_rl.distributed.processes import LastWords
 
 logger = logging.getLogger(__name__)

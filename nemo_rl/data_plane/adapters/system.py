@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, start_master
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
-from nemo_rl.data_plane.errors import DataPlaneError
+from nemo_rl.data_plane.interfaces import DataPlaneError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -35,12 +35,10 @@ class TransferQueueSystem:
     Attributes:
         address: How processes of the run attach.
         undo: Ends everything, in reverse order.
-        metrics_endpoint: `host:port` of the controller's own Prometheus metrics, empty where off.
     """
 
     address: TransferQueueAddress
     undo: ExitStack
-    metrics_endpoint: str = ""
 
     def close(self) -> None:
         """Ends every process of the system. Safe to call twice."""
@@ -92,7 +90,7 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
             raise DataPlaneError(f"data_plane: TransferQueue did not start: {error}") from error
         timeout_s = DEFAULT_TIMEOUT_S if cfg.ack_timeout_ms is None else cfg.ack_timeout_ms / 1000
         logger.info("data_plane=started backend=%s controller=%s metrics=%s", cfg.backend, name, endpoint or "off")
-        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake), undo.pop_all(), endpoint)
+        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake), undo.pop_all())
 
 
 def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> Any:

@@ -24,8 +24,13 @@ import torch
 
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, prepare_process
 from nemo_rl.data_plane.client import StorageFull
-from nemo_rl.data_plane.errors import DataPlaneClosedError, DataPlaneError, DataPlaneTimeout, MissingRowsError
-from nemo_rl.data_plane.interfaces import Located
+from nemo_rl.data_plane.interfaces import (
+    DataPlaneClosedError,
+    DataPlaneError,
+    DataPlaneTimeout,
+    Located,
+    MissingRowsError,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,7 +86,7 @@ class TransferQueueAddress:
 
 
 class TransferQueueStorage:
-    """This process's connection.
+    """A `Storage`: this process's connection.
 
     Args:
         address: Where.
@@ -109,7 +114,6 @@ class TransferQueueStorage:
         self._open = True
 
     def locate(self, partition_id: str, sample_ids: Sequence[str], *, create: bool) -> Located:
-        """See `Storage`."""
         ids = list(sample_ids)
         meta = self._run(
             f"looking up {len(ids)} rows of partition {partition_id!r}",
@@ -132,7 +136,6 @@ class TransferQueueStorage:
     def put(
         self, rows: Located, blocks: Mapping[str, Sequence[Any]], tags: Sequence[Mapping[str, object]] | None
     ) -> None:
-        """See `Storage`."""
         what = f"writing {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         try:
             if blocks:
@@ -158,7 +161,6 @@ class TransferQueueStorage:
             raise StorageFull(_last_clause(str(error))) from error
 
     def get(self, rows: Located, blocks: Sequence[str]) -> dict[str, list[Any]]:
-        """See `Storage`."""
         meta = rows.native.select_fields(list(blocks))
         what = f"reading {len(rows.sample_ids)} rows of partition {rows.partition_id!r}"
         if self._mooncake:
@@ -168,7 +170,6 @@ class TransferQueueStorage:
         return {name: _buffers(found[name]) for name in blocks}
 
     def clear(self, partition_id: str, sample_ids: Sequence[str]) -> None:
-        """See `Storage`."""
         ids = list(sample_ids)
         what = f"clearing {len(ids)} rows of partition {partition_id!r}"
         meta = self._run(what, lambda: self._client.async_kv_retrieve_meta(ids, partition_id, create=False))
@@ -190,12 +191,10 @@ class TransferQueueStorage:
             await self._client._clear_meta_in_controller(rows)
 
     def list(self, partition_id: str) -> dict[str, dict[str, Any]]:
-        """See `Storage`."""
         found = self._run(f"listing partition {partition_id!r}", lambda: self._client.async_kv_list(partition_id))
         return {identity: dict(tags or {}) for identity, tags in found.get(partition_id, {}).items()}
 
     def close(self) -> None:
-        """See `Storage`."""
         if not self._open:
             return
         self._open = False

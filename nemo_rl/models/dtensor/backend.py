@@ -30,17 +30,18 @@ from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, move_m
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
-from nemo_rl.models.policy.microbatch import (
+from nemo_rl.models.policy.model_config import compute_dtype
+from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.policy.packed import (
+    PackedBatch,
     idle_microbatch,
     largest_logits,
     logit_transform,
     logprob_rows,
     microbatch_loss,
+    pack,
     wants_logits,
 )
-from nemo_rl.models.policy.model_config import compute_dtype
-from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
-from nemo_rl.models.policy.packed import PackedBatch, pack
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import AdapterInfo
@@ -98,7 +99,7 @@ def _adapter_info(cfg: PolicyConfig, scorer: CausalLMScorer) -> AdapterInfo:
 
 
 class DTensorBackend:
-    """One rank.
+    """One rank: a `Backend` and a `StepBackend`.
 
     Args:
         scorer: The sharded model.
@@ -152,29 +153,23 @@ class DTensorBackend:
 
     @property
     def rank(self) -> int:
-        """See `Backend`."""
         return self.mesh.rank
 
     @property
     def sizes(self) -> ParallelSizes:
-        """See `Backend`."""
         return self.mesh.sizes
 
     @property
     def model_config(self) -> PretrainedConfig:
-        """See `Backend`."""
         return self.scorer.lm.config
 
     def coordinates(self) -> dict[str, int]:
-        """See `Backend`."""
         return self.mesh.coordinates()
 
     def make_replica_group(self) -> dist.ProcessGroup | None:
-        """See `Backend`."""
         return self.mesh.make_replica_group()
 
     def kernels(self) -> str:
-        """See `Backend`."""
         lm = self.scorer.lm
         attention = str(getattr(lm.config, "_attn_implementation", "")).removeprefix(f"{ATTENTION_NAME}_")
         kernel = kernel_in_use(self.device, self._dtype, attention)
@@ -183,14 +178,12 @@ class DTensorBackend:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def start_step(self) -> None:
-        """See `StepBackend`."""
         self.discard_gradients()
         self.scorer.synchronize_gradients(not self._defers)
 
     def forward_backward(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
-        """See `StepBackend`."""
         # Every time: log-probabilities may have been computed since the last chunk.
         self.scorer.train()
         results = []
@@ -220,11 +213,9 @@ class DTensorBackend:
         return pack(data, self.device, multiple=self.scorer.row_multiple())
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """See `StepBackend`."""
         return self.mesh.sum_over_data(values)
 
     def max_over_data(self, value: int) -> int:
-        """See `StepBackend`."""
         if self.mesh.data_mesh.size() == 1:
             return value
         tensor = torch.tensor([value], device=self.device)
@@ -232,7 +223,6 @@ class DTensorBackend:
         return int(tensor)
 
     def gather_over_data(self, numbers: list[int]) -> list[int]:
-        """See `StepBackend`."""
         group = self.mesh.data_mesh.get_group()
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, numbers, group=group)
@@ -296,7 +286,6 @@ class DTensorBackend:
     def evaluate(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
-        """See `Backend`."""
         self.scorer.eval()
         results = [self._loss(data, loss_fn)[1] for data in microbatches]
         self._idle_passes(idle)
@@ -306,7 +295,6 @@ class DTensorBackend:
     def logprobs(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], *, filtered: bool, idle: int
     ) -> list[torch.Tensor]:
-        """See `Backend`."""
         self.scorer.eval()
         transform = self.transform if filtered else self.transform.unfiltered()
         rows = []
@@ -320,7 +308,6 @@ class DTensorBackend:
     def topk_logits(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], k: int, *, idle: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Backend`."""
         self.scorer.eval()
         parts = []
         for data in microbatches:
@@ -335,7 +322,6 @@ class DTensorBackend:
         self.scorer.drop_gathered()
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """See `Backend`."""
         if self.reference is None:
             raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
         return self.reference.swapped_in(self.scorer)
@@ -343,35 +329,29 @@ class DTensorBackend:
     # -- weights, optimizer and schedule ------------------------------------------------------------------------------
 
     def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
-        """See `Backend`."""
         return adapter_metas(self.scorer) if self._sends_adapters else tensor_metas(self.scorer, dtype)
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend`."""
         if self._sends_adapters:
             return sent_adapters(self.scorer, self.device)
         return full_weights(self.scorer, dtype, self.device)
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend`."""
         return full_weights(self.scorer, dtype, self.device)
 
     def rates(self) -> dict[str, float]:
-        """See `Backend`."""
         if self.optimizer is None:
             return {}
         group = self.optimizer.param_groups[0]
         return {"lr": float(group["lr"]), "wd": float(group.get("weight_decay", 0.0))}
 
     def step_schedule(self) -> None:
-        """See `Backend`."""
         if self.scheduler is not None:
             self.scheduler.step()
 
     # -- residency ----------------------------------------------------------------------------------------------------
 
     def to_device(self, *, optimizer: bool) -> None:
-        """See `Backend`."""
         if not self._stays_on_host:
             move_model(self.scorer, self.device)
             if optimizer:
@@ -388,17 +368,14 @@ class DTensorBackend:
         release_cached_memory(self.device)
 
     def drop_communicators(self) -> None:
-        """See `Backend`."""
         self.mesh.communicators.drop()
 
     def rebuild_communicators(self) -> None:
-        """See `Backend`."""
         self.mesh.communicators.rebuild()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
-        """See `Backend`."""
         # Whoever asks for a new snapshot knows what became of the one before.
         self.writer.drop()
         if self._adapter is not None:
@@ -409,9 +386,7 @@ class DTensorBackend:
             self.writer.save_optimizer(self.scorer, self.optimizer, self.scheduler, optimizer_path)
 
     def poll_saved(self) -> bool:
-        """See `Backend`."""
         return self.writer.poll()
 
     def wait_saved(self) -> None:
-        """See `Backend`."""
         self.writer.wait()

@@ -7,7 +7,9 @@ configuration says so.
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +17,9 @@ from accelerate import init_empty_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from nemo_rl.config import DTensorConfig, LoraConfig, PolicyConfig
+from nemo_rl.models.dtensor.checks import LIGER, check_device
 from nemo_rl.models.dtensor.experts import apply_expert_parallel
 from nemo_rl.models.dtensor.export import PREFIX, remember_disk_names
-from nemo_rl.models.dtensor.kernels import apply_liger, check_device
 from nemo_rl.models.dtensor.lora import apply_adapters, first_factors
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import (
@@ -31,6 +33,7 @@ from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.model_config import (
     CheckpointMismatchError,
     ModelNotFoundError,
+    UnsupportedModelError,
     compute_dtype,
     model_config,
     number_of_experts,
@@ -56,7 +59,7 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
     """
     from transformers import AutoModelForCausalLM
 
-    check_device(cfg.dtensor_cfg, cuda=mesh.device.type == "cuda")
+    check_device(cfg, cuda=mesh.device.type == "cuda")
     config = model_config(cfg)
     source = weights_path or cfg.model_name
     lora = cfg.dtensor_cfg.lora_cfg
@@ -178,3 +181,32 @@ def _materialise(scorer: CausalLMScorer, mesh: ParallelMesh, *, offloaded: bool)
         # With offloaded parameters the buffers still belong on the device that computes.
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(mesh.device))
+
+
+def apply_liger(model: PreTrainedModel, *, keep_experts: bool) -> None:
+    """Replaces the model's norms, feed-forwards and rotary embeddings by Liger's, in place.
+
+    Args:
+        model: A transformers model, before it is cut.
+        keep_experts: Leave feed-forwards alone: Liger's experts compute with all experts of a layer at once.
+
+    Raises:
+        UnsupportedModelError: Liger has no layers for this kind of model.
+    """
+    kind = model.config.model_type
+    known = _liger_functions()
+    if kind not in known:
+        raise UnsupportedModelError(
+            f"{LIGER}=true, but the installed liger-kernel has no layers for {kind!r} models; set it to false"
+        )
+    wanted = {"rope": True, "rms_norm": True, "swiglu": not keep_experts, "geglu": not keep_experts}
+    # The loss must stay off in either of Liger's forms: it would replace the model's forward or torch's cross entropy.
+    wanted |= {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    parameters = inspect.signature(known[kind]).parameters
+    known[kind](model=model, **{name: value for name, value in wanted.items() if name in parameters})
+
+
+def _liger_functions() -> dict[str, Callable[..., None]]:
+    from liger_kernel.transformers import monkey_patch
+
+    return monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nemo_rl.distributed.worker_calls import WorkerError
-from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.interfaces import ShardStateError
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import SyncStarted, VersionPublished

@@ -198,7 +198,6 @@ class GenerationInterface(ABC):
 # NeMo-RL's names besides.
 __getattr__, __dir__ = names_of(__name__)
 
-
 VALIDATION_STEP_OFFSET = 1 << 40
 
 
@@ -214,3 +213,23 @@ def request_seed(run_seed: int, step: int, prompt: int, sample: int, turn: int =
     """
     text = f"{run_seed}/{step}/{prompt}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & 0x7FFFFFFF
+
+
+class ShardPreemptedError(GenerationError):
+    """The shard of a request was taken away before it answered; the request goes on elsewhere."""
+
+
+class ShardStateError(GenerationError):
+    """A shard was asked for what its state does not allow, such as a sync while it sleeps."""
+
+
+class MemoryNotFreedError(GenerationError):
+    """A shard slept, but its memory did not come back."""
+
+
+class WakeError(GenerationError):
+    """A shard could not make its memory resident again; it sleeps, and the others live on."""
+
+
+class StaleVersionError(GenerationError):
+    """Weights were offered that are older than what the shard has."""

@@ -30,15 +30,15 @@ from nemo_rl.models.megatron.residency import MovableStorages, ReferenceWeights,
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
-from nemo_rl.models.policy.microbatch import (
+from nemo_rl.models.policy.model_config import compute_dtype, model_config
+from nemo_rl.models.policy.packed import (
+    PackedBatch,
     largest_logits,
     logit_transform,
     logprob_rows,
     microbatch_loss,
     wants_logits,
 )
-from nemo_rl.models.policy.model_config import compute_dtype, model_config
-from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.scoring import LogitTransform
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.weight_sync.layout import TensorMeta
@@ -73,7 +73,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
 
 
 class MegatronBackend:
-    """One rank.
+    """One rank: a `Backend` and a `StepBackend`.
 
     Args:
         cfg: The policy section.
@@ -124,40 +124,31 @@ class MegatronBackend:
         self._gradient_memory = MovableStorages(buffer.grad_data for buffer in self._gradient_buffers())
         self._optimizer_memory: MovableStorages | None = None
         self._model_tensors = tensors
-        self._at_last_stage = groups.is_last_stage
 
     @property
     def rank(self) -> int:
-        """See `Backend`."""
         return self.groups.rank
 
     @property
     def sizes(self) -> ParallelSizes:
-        """See `Backend`."""
         return self.groups.sizes
 
     def coordinates(self) -> dict[str, int]:
-        """See `Backend`."""
         return self.groups.coordinates()
 
     def make_replica_group(self) -> dist.ProcessGroup | None:
-        """See `Backend`."""
         return self.groups.make_replica_group()
 
     def kernels(self) -> str:
-        """See `Backend`."""
         return f"{self._model.kernels}, packed attention ({kernel_in_use(self.device, self._dtype)})"
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """See `StepBackend`."""
         return self.groups.sum_over_data(values)
 
     def max_over_data(self, value: int) -> int:
-        """See `StepBackend`."""
         return self.groups.max_over_data(value)
 
     def gather_over_data(self, numbers: list[int]) -> list[int]:
-        """See `StepBackend`."""
         return self.groups.gather_over_data(numbers)
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -174,14 +165,12 @@ class MegatronBackend:
         return end
 
     def start_step(self) -> None:
-        """See `StepBackend`."""
         self._require_optimizer()
         self.discard_gradients()
 
     def forward_backward(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
-        """See `StepBackend`."""
         # Every time: log-probabilities may have been computed since the last chunk.
         self._set_training(True)
         logits = wants_logits(loss_fn)
@@ -206,7 +195,6 @@ class MegatronBackend:
     def evaluate(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], loss_fn: LossFunction, *, idle: int
     ) -> list[MicrobatchResult]:
-        """See `Backend`."""
         self._set_training(False)
         logits = wants_logits(loss_fn)
         return self._pipeline.run(
@@ -223,7 +211,6 @@ class MegatronBackend:
     def logprobs(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], *, filtered: bool, idle: int
     ) -> list[torch.Tensor]:
-        """See `Backend`."""
         self._set_training(False)
         transform = self.transform if filtered else self.transform.unfiltered()
 
@@ -236,7 +223,6 @@ class MegatronBackend:
     def topk_logits(
         self, microbatches: Sequence[Mapping[str, torch.Tensor]], k: int, *, idle: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Backend`."""
         self._set_training(False)
 
         def end(_: Mapping[str, torch.Tensor], batch: PackedBatch, output: Any) -> tuple[torch.Tensor, Any]:
@@ -245,7 +231,6 @@ class MegatronBackend:
         return self._pipeline.run(microbatches, idle, end, LogitTransform(), backward=False, logits=True)
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """See `Backend`."""
         if self.reference is None:
             raise RuntimeError("this policy keeps no reference weights (init_reference_model=False)")
         return self.reference.swapped_in()
@@ -266,7 +251,6 @@ class MegatronBackend:
 
     @torch.no_grad()
     def apply_gradients(self, factor: float) -> None:
-        """See `StepBackend`."""
         gradients = [
             parameter.grad
             for group in self.optimizer.param_groups
@@ -282,7 +266,6 @@ class MegatronBackend:
             release_cached_memory(self.device)
 
     def discard_gradients(self) -> None:
-        """See `StepBackend`."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -297,41 +280,34 @@ class MegatronBackend:
         return [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def rates(self) -> dict[str, float]:
-        """See `Backend`."""
         if self.optimizer is None:
             return {}
         group = self.optimizer.param_groups[0]
         return {"lr": float(group["lr"]), "wd": float(self.schedule.get_wd())}
 
     def step_schedule(self) -> None:
-        """See `Backend`."""
         self.schedule.step(increment=1)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def tensor_metas(self, dtype: torch.dtype) -> list[TensorMeta]:
-        """See `Backend`."""
         return self.weights.metas(dtype)
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend`."""
         return self.full_weights(dtype)
 
     def full_weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend`."""
         return self.weights.full(dtype, self.device)
 
     # -- residency ----------------------------------------------------------------------------------------------------
 
     def to_device(self, *, optimizer: bool) -> None:
-        """See `Backend`."""
         self._model_memory.to_device()
         self._gradient_memory.to_device()
         if optimizer and self._optimizer_memory is not None:
             self._optimizer_memory.to_device()
 
     def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
-        """See `Backend`."""
         if optimizer and self.optimizer is not None:
             if self._optimizer_memory is None:
                 inner = inner_optimizers(self.optimizer)
@@ -344,17 +320,14 @@ class MegatronBackend:
         release_cached_memory(self.device)
 
     def drop_communicators(self) -> None:
-        """See `Backend`."""
         self.groups.communicators.drop()
 
     def rebuild_communicators(self) -> None:
-        """See `Backend`."""
         self.groups.communicators.rebuild()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, weights_path: str, optimizer_path: str | None, save_format: str) -> None:
-        """See `Backend`."""
         # Whoever asks for a new snapshot knows what became of the one before.
         self.writer.drop()
         self.writer.save_weights(self.weights, weights_path, dtype=self._dtype, save_format=save_format)
@@ -365,11 +338,9 @@ class MegatronBackend:
         return OptimizerState(self.optimizer, self.weights, self.device)
 
     def poll_saved(self) -> bool:
-        """See `Backend`."""
         return self.writer.poll()
 
     def wait_saved(self) -> None:
-        """See `Backend`."""
         self.writer.wait()
 
 

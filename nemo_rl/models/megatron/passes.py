@@ -17,8 +17,7 @@ from torch import nn
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel
-from nemo_rl.models.policy.microbatch import idle_microbatch
-from nemo_rl.models.policy.packed import PackedBatch, pack
+from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
 from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
 from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
 

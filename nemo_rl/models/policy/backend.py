@@ -17,8 +17,8 @@ import torch
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.placement import ParallelSizes
+from nemo_rl.distributed.processes import importing
 from nemo_rl.distributed.worker_groups import resolve_fqn
-from nemo_rl.distributed.worker_start import importing
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.train_step import MicrobatchResult, StepBackend
 

@@ -17,11 +17,11 @@ from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_value
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_calls import PendingCall
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns, TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, submit_label
-from nemo_rl.models.policy.pending import PendingCall
 from nemo_rl.utils.timer import timed
 
 if TYPE_CHECKING:

@@ -145,7 +145,7 @@ class EvaluationPipeline(LentPipeline):
 
     def live(self) -> Outcome:
         """See `LentPipeline.live`; the score is the outcome's reason."""
-        from nemo_rl.algorithms.evaluation.evaluate import evaluate
+        from nemo_rl.algorithms.evaluation import evaluate
 
         job, config, engines = self._job, self._job.config, EngineSlot()
         if not isinstance(config, EvalMasterConfig):

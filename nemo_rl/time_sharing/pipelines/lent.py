@@ -22,7 +22,7 @@ from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.models.generation.elastic import ElasticGeneration
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.policy.weight_cache import PolicyWeightCache
+from nemo_rl.models.policy.weights import PolicyWeightCache
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime
 from nemo_rl.time_sharing.pipelines.residents import SlotMemory
 from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster

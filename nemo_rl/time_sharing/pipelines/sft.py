@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nemo_rl.algorithms.sft.run import SFTRun
+from nemo_rl.algorithms.sft.driver import SFTRun
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from nemo_rl.models.generation.errors import ShardPreemptedError, ShardStateError
 from nemo_rl.models.generation.interfaces import (
     REQUEST_TIMEOUT_VARIABLE,
     GenerationError,
     GenerationRequest,
     GenerationResult,
+    ShardPreemptedError,
+    ShardStateError,
 )
 from nemo_rl.models.generation.resumable_request import OnPreempt, ResumableRequest
 from nemo_rl.models.generation.router import NoActiveShardError, Router
-from nemo_rl.models.generation.vllm.result_buffer import RequestFailure
+from nemo_rl.models.generation.vllm.request_state import RequestFailure
 from nemo_rl.utils.record import NullRecord, Record
 from nemo_rl.utils.record_events import RequestFinished, RequestSubmitted, ShardRouted, ShardUnrouted
 

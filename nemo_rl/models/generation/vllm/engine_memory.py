@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from nemo_rl.models.generation.errors import MemoryNotFreedError, WakeError
+from nemo_rl.models.generation.interfaces import MemoryNotFreedError, WakeError
 
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0

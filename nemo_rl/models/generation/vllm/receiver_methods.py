@@ -14,8 +14,8 @@ import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, dtype_of, unpack
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, LoadTarget, SyncProtocolError
-from nemo_rl.weight_sync.transports.broadcast_group import BroadcastGroup
-from nemo_rl.weight_sync.transports.factory import make_opener
+from nemo_rl.weight_sync.transports.base import make_opener
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 
 def bucket_stats(weights: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float]]:

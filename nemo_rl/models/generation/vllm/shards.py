@@ -23,9 +23,9 @@ from nemo_rl.distributed.worker_calls import (
     WorkerTimeoutError,
     wait_for_workers,
 )
-from nemo_rl.models.generation.errors import ShardStateError, WakeError
+from nemo_rl.models.generation.interfaces import ShardStateError, WakeError
 from nemo_rl.models.generation.vllm.dispatch import Dispatcher
-from nemo_rl.models.generation.vllm.result_buffer import is_engine_death
+from nemo_rl.models.generation.vllm.request_state import is_engine_death
 from nemo_rl.utils.record_events import ShardSlept, ShardWoken, VersionPublished
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError, wait_for_workers, worker_failure
-from nemo_rl.models.generation.errors import ShardStateError
+from nemo_rl.models.generation.interfaces import ShardStateError
 from nemo_rl.models.generation.vllm.shards import ElasticShards, first_line, is_lost
 
 if TYPE_CHECKING:

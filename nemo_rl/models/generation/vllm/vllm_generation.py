@@ -32,9 +32,9 @@ from nemo_rl.models.generation.router import Router
 from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
 from nemo_rl.models.generation.vllm.dispatch import LOOP_TIMEOUT_S, Dispatcher, wait_on_loop
 from nemo_rl.models.generation.vllm.engine_actors import EngineActors
+from nemo_rl.models.generation.vllm.engine_processes import remove_abandoned
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, generation_metrics
 from nemo_rl.models.generation.vllm.shards import ElasticShards
-from nemo_rl.models.generation.vllm.socket_folder import remove_abandoned
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 from nemo_rl.utils.record import Record
 

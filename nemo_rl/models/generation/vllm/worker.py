@@ -14,17 +14,26 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from nemo_rl.models.generation.errors import ShardStateError, StaleVersionError
-from nemo_rl.models.generation.interfaces import GenerationError, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.interfaces import (
+    GenerationError,
+    GenerationRequest,
+    GenerationResult,
+    ShardStateError,
+    StaleVersionError,
+)
 from nemo_rl.models.generation.resumable_request import safe_cut
-from nemo_rl.models.generation.vllm.engine_args import EngineSpec
+from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
+from nemo_rl.models.generation.vllm.engine_processes import (
+    OWNER_VARIABLE,
+    forked_engine,
+    import_engine,
+    make_socket_folder,
+    remove_socket_folder,
+    temporary_files_in,
+)
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
-from nemo_rl.models.generation.vllm.forked import forked_engine, import_engine
-from nemo_rl.models.generation.vllm.parent_watchdog import OWNER_VARIABLE
-from nemo_rl.models.generation.vllm.result_buffer import RequestFailure, ResultBuffer, failure_of
-from nemo_rl.models.generation.vllm.socket_folder import make_socket_folder, remove_socket_folder, temporary_files_in
-from nemo_rl.models.generation.vllm.version_tracker import VersionTracker
+from nemo_rl.models.generation.vllm.request_state import RequestFailure, ResultBuffer, VersionTracker, failure_of
 
 T = TypeVar("T")
 
@@ -108,10 +117,8 @@ class VllmGenerationWorker:
         return await self._alive(self._engine.collective_rpc(method, timeout=timeout_s, args=args))
 
     async def _alive(self, call: Coroutine[object, object, T]) -> T:
-        """The answer of the engine's process. vLLM leaves calls that were under way when that died without one.
-
-        Raises:
-            Exception: vLLM's EngineDeadError: the process is gone.
+        """The answer of the engine's process, or vLLM's EngineDeadError: vLLM leaves calls that were under way when the
+        process died without one.
         """
         answer = asyncio.ensure_future(call)
         try:
@@ -157,19 +164,15 @@ class VllmGenerationWorker:
             return []
         # Results come in bursts, one engine step at a time: a short wait gathers the burst.
         await asyncio.sleep(0.002)
-        result_buffer.ready.clear()
-        results = result_buffer.results
-        result_buffer.results = []
-        return results
+        return result_buffer.take()
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         room = self._spec.max_model_len - len(request.prompt_ids)
         if request.max_new_tokens > room > 0 and not self._spec.cuts_to_room:
             raise ValueError(
                 f"{len(request.prompt_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} exceed "
-                "vllm_cfg.max_model_len="
-                f"{self._spec.max_model_len}; set policy.generation.vllm_cfg.cap_max_tokens_to_context=true "
-                "to cut responses"
+                f"vllm_cfg.max_model_len={self._spec.max_model_len}; set "
+                "policy.generation.vllm_cfg.cap_max_tokens_to_context=true to cut responses"
             )
         limit = min(request.max_new_tokens, room)
         if limit <= 0:

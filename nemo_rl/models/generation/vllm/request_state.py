@@ -1,8 +1,10 @@
-"""Which weights drew which tokens of the requests that run in one engine.
+"""What a generation worker keeps of its engine's requests: which weights drew which tokens, and results until they are
+fetched.
 
 Engines that label tokens themselves (vLLM 0.32 and later) are believed; for others the tokens drawn so far are counted
-while the engine is paused for new weights. Knows versions and request ids only. Invariant: the spans of a response
-cover all of its tokens, in order, and a span is marked where its tokens attended to keys and values of older weights.
+while the engine is paused for new weights. Knows versions, request ids and the name of the engine's fatal error.
+Invariants: the spans of a response cover all of its tokens, in order, and a span is marked where its tokens attended to
+keys and values of older weights; what is put into a buffer is fetched once.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.models.generation.interfaces import VersionSpan
+from nemo_rl.models.generation.interfaces import GenerationResult, VersionSpan
+from nemo_rl.models.generation.vllm.engine_processes import last_errors
 
 _SETTLE_S = 0.005
 
@@ -99,3 +102,51 @@ def _joined(spans: list[VersionSpan]) -> list[VersionSpan]:
         else:
             joined.append(span)
     return joined
+
+
+@dataclass(frozen=True)
+class RequestFailure:
+    """A request that ended without a result; `engine_dead` when no other request can be served either."""
+
+    request_id: str
+    message: str
+    engine_dead: bool = False
+
+
+def is_engine_death(error: BaseException | None) -> bool:
+    """Whether an error of a request or call says that the engine's own process is gone."""
+    return error is not None and (type(error).__name__ == "EngineDeadError" or "root cause" in str(error))
+
+
+def failure_of(request_id: str, error: BaseException) -> RequestFailure:
+    """The error as text; where it only says that the engine is gone, also what the engine itself said."""
+    text = f"{type(error).__name__}: {error}"
+    if not is_engine_death(error):
+        return RequestFailure(request_id, text)
+    said = last_errors()
+    more = (
+        f"\nThe engine's own errors:\n{said}"
+        if said
+        else " The engine's processes left no message: they were killed from outside."
+    )
+    return RequestFailure(request_id, text + more, engine_dead=True)
+
+
+@dataclass
+class ResultBuffer:
+    """Finished results of one client, and the signal that there are some."""
+
+    results: list[GenerationResult | RequestFailure] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, result: GenerationResult | RequestFailure) -> None:
+        """Adds a result, and says so."""
+        self.results.append(result)
+        self.ready.set()
+
+    def take(self) -> list[GenerationResult | RequestFailure]:
+        """Gives up all results."""
+        self.ready.clear()
+        results = self.results
+        self.results = []
+        return results

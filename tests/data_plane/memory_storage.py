@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl.data_plane.client import StorageFull
-from nemo_rl.data_plane.errors import MissingRowsError
-from nemo_rl.data_plane.interfaces import Located
+from nemo_rl.data_plane.interfaces import Located, MissingRowsError
 
 
 class MemoryStorage:

@@ -1,10 +1,10 @@
 """One evaluation: engines answer every problem several times, environments judge, estimators turn verdicts into one
 number.
 
-Uses the rollouts of training with a model that nobody trains. Knows no policy. A scheduler that lends accelerators
-brings a placement of its own. Invariants: a mistake in the
-configuration raises before Ray starts; problem i is answered with the same seeds whatever else is evaluated; every
-process is ended on every way out.
+Uses the rollouts of training with a model that nobody trains. Estimators are exact over the answers drawn. Knows no
+policy. A scheduler that lends accelerators brings a placement of its own. Invariants: a mistake in the configuration
+raises before Ray starts; problem i is answered with the same seeds whatever else is evaluated; every process is ended
+on every way out.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl.algorithms.evaluation.estimators import consensus_at_k, pass_at_k
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.seeds import set_seed
+from nemo_rl.algorithms.startup import set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
+from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import environment_class, section_of
-from nemo_rl.environments.setup import start_environments
+from nemo_rl.environments.registry import environment_class, section_of, start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
 from nemo_rl.models.generation.interfaces import request_timeout_s
@@ -316,3 +315,82 @@ def _save(directory: Path, config: EvalMasterConfig, score: Score, trajectories:
                     "truncated": trajectory.truncated,
                 }
                 file.write(json.dumps(row | {"messages": messages}) + "\n")
+
+
+def pass_at_k(right: int, drawn: int, k: int) -> float:
+    """Chance that at least one of k answers is right (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
+
+    Args:
+        right: right answers among those drawn.
+        drawn: answers drawn, n.
+        k: answers looked at.
+
+    Raises:
+        ValueError: k exceeds n, or more answers are right than were drawn.
+
+    >>> pass_at_k(1, 4, 2)
+    0.5
+    """
+    if not 0 < k <= drawn or not 0 <= right <= drawn:
+        raise ValueError(
+            f"pass@{k} needs at least {k} answers of which at most all are right; there are {drawn} with {right} right"
+        )
+    return 1.0 - comb(drawn - right, k) / comb(drawn, k)
+
+
+def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
+    """Chance that the commonest of k answers is right (self-consistency, https://arxiv.org/abs/2203.11171).
+
+    Answers that could not be read (None) count as one wrong answer. A tie counts by the share of right answers among
+    the commonest. Two texts are the same vote when they are equal; an answer is right when every answer with its text
+    was judged right.
+
+    Args:
+        answers: what was read from each of n responses.
+        right: whether each response was judged right.
+        k: answers that vote.
+
+    Raises:
+        ValueError: k exceeds n, or the lengths differ.
+
+    >>> consensus_at_k(["4", "4", "5"], [True, True, False], 3)
+    1.0
+    """
+    if len(answers) != len(right) or not 0 < k <= len(answers):
+        raise ValueError(
+            f"cons@{k} needs at least {k} answers, each judged; there are {len(answers)} with {len(right)} verdicts"
+        )
+    counts = Counter(answers)
+    judged_wrong = {answer for answer, is_right in zip(answers, right, strict=True) if not is_right}
+    winners = [answer for answer in counts if answer is not None and answer not in judged_wrong]
+    favourable = sum(_wins(counts, winner, k) for winner in winners)
+    return favourable / comb(len(answers), k)
+
+
+def _wins(counts: Counter[str | None], winner: str, k: int) -> float:
+    """Choices of k answers in which `winner` is the commonest; one in which it shares that place with t others counts 1
+    / (t + 1).
+    """
+    others = [count for answer, count in counts.items() if answer != winner]
+    total = 0.0
+    for votes in range(1, min(counts[winner], k) + 1):
+        ways = _ways_to_stay_behind(others, k - votes, votes)
+        total += comb(counts[winner], votes) * sum(number / (ties + 1) for ties, number in enumerate(ways))
+    return total
+
+
+def _ways_to_stay_behind(others: Sequence[int], left: int, most: int) -> list[int]:
+    """Ways to take `left` answers of the others with at most `most` of each, by how many of them reach `most`."""
+    # ways[taken][ties]
+    ways = [[0] * (len(others) + 1) for _ in range(left + 1)]
+    ways[0][0] = 1
+    for count in others:
+        following = [[0] * (len(others) + 1) for _ in range(left + 1)]
+        for taken, by_ties in enumerate(ways):
+            for ties, number in enumerate(by_ties):
+                if not number:
+                    continue
+                for more in range(min(count, most, left - taken) + 1):
+                    following[taken + more][ties + (more == most)] += number * comb(count, more)
+        ways = following
+    return ways[left]

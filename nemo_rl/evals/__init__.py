@@ -1,1 +1,0 @@
-"""NeMo-RL's import path for evaluation, which is `nemo_rl.algorithms.evaluation`."""

@@ -1,0 +1,220 @@
+"""The processes of an engine: how they start, where they meet, how they end with their owner, and what they said last.
+
+vLLM spawns an engine's process inside Ray actors, and a spawned process imports everything once more, a third of an
+engine's start on CPUs; here it is a fork of its actor, which has imported vLLM already, where the actor has left the
+GPUs' driver alone. Sockets and files of a rendezvous go to a folder of their own, which vLLM would leave behind when it
+is killed. An actor that is killed cannot end its children; they watch it and end themselves. Knows processes, folders
+and log lines, no engine. Invariants: a fork keeps none of the actor's connections, so that Ray sees the actor's end;
+the folder of a living process is never touched; within seconds of the owner's end no engine process is left, also when
+the owner ended while they started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import getpass
+import multiprocessing
+import os
+import re
+import select
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+
+from nemo_rl.distributed.processes import importing
+from nemo_rl.utils.directory_lock import abandoned
+
+_TITLE = "VLLM::EngineCore"
+_DRIVER = "libcuda.so.1"
+_NOT_INITIALIZED = 3
+_forking = False
+_PREFIX = "nemo_rl-sockets-"
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+# One that was made a moment ago may not be locked yet.
+_STALE_AFTER_S = 5.0
+_held: dict[Path, int] = {}
+OWNER_VARIABLE = "NRL_ENGINE_OWNER_PID"
+_TAIL_BYTES = 64 << 10
+_TAIL_LINES = 25
+# `(EngineCore pid=7) ERROR 01-31 12:00:00 [core.py:1]   File ...`; this process's own lines only repeat that the engine
+# is gone.
+_ENGINE_ERROR = re.compile(
+    r"\W*(?:\x1b\[[0-9;]*m)*\((?:EngineCore|Worker)[^)]*\)(?:\x1b\[[0-9;]*m)* ERROR \S+ \S+ \[[^]]*\] ?(.*)"
+)
+
+
+def import_engine(engine_kwargs: dict[str, Any]) -> None:
+    """Imports what an engine needs and has vLLM look the model up, which takes seconds the first time; touches no GPU.
+
+    Args:
+        engine_kwargs: Keyword arguments of `AsyncEngineArgs`. What is wrong with them is said when the engine starts.
+    """
+    with importing():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        with suppress(Exception):
+            AsyncEngineArgs(**engine_kwargs).create_engine_config()
+        import_module("vllm.v1.engine.async_llm")
+
+
+def may_fork() -> bool:
+    """Whether a fork of this process can use GPUs: the CUDA driver is not there, or has not been touched here."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return True
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _NOT_INITIALIZED
+
+
+@contextmanager
+def forked_engine() -> Iterator[None]:
+    """Inside the block vLLM forks the engine's process, where that `may_fork`; the processes of that one, and it itself
+    elsewhere, start by vLLM's own rules.
+    """
+    if not may_fork():
+        yield
+        return
+    global _forking  # noqa: PLW0603 - what is registered at fork cannot be taken back
+    from vllm.v1.engine import utils
+
+    _forking = True
+    try:
+        with patch.object(utils, "get_mp_context", lambda: multiprocessing.get_context("fork")):
+            yield
+    finally:
+        _forking = False
+
+
+def _become_an_engine() -> None:
+    """A connection ends only when nobody holds it; the title that Ray gave the actor can be changed by Ray alone."""
+    if not _forking:
+        return
+    if (ray := sys.modules.get("ray")) is not None:
+        ray._raylet.setproctitle(_TITLE)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
+        except OSError:
+            continue
+
+
+os.register_at_fork(after_in_child=_become_an_engine)
+
+
+def make_socket_folder() -> Path:
+    """The folder of this process, made if it is not there."""
+    for folder in _held:
+        return folder
+    remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    _held[folder] = os.open(folder, os.O_RDONLY)
+    fcntl.flock(_held[folder], fcntl.LOCK_EX)
+    return folder
+
+
+@contextmanager
+def temporary_files_in(folder: Path | str) -> Iterator[None]:
+    """Processes that are started inside the block, forked or not, put temporary files into `folder`; what torch
+    compiles stays where later processes look for it.
+    """
+    known = {name: os.environ.get(name) for name in ("TMPDIR", _COMPILED)}
+    before = tempfile.gettempdir()
+    os.environ.setdefault(_COMPILED, f"{before}/torchinductor_{getpass.getuser()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        for name, value in known.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
+
+
+def remove_socket_folder() -> None:
+    """Removes the folder of this process. Safe to call twice."""
+    while _held:
+        folder, descriptor = _held.popitem()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_abandoned() -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with abandoned(folder, stale_after_s=_STALE_AFTER_S) as left:
+            if left:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def follow_owner() -> None:
+    """Ends this process, and those between it and the owner, when the process named by NRL_ENGINE_OWNER_PID is gone."""
+    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
+    if not owner or owner == os.getpid():
+        return
+    between: list[int] = []
+    for ancestor in psutil.Process().parents():
+        if ancestor.pid == owner:
+            break
+        between.append(ancestor.pid)
+    else:
+        # Without the owner among the ancestors it has ended already, and these are somebody else's.
+        between = []
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_end_with, args=(descriptor, between), name="engine-parent watchdog", daemon=True).start()
+
+
+def end_without_last_collection() -> None:
+    """Spares this process the search for cycles at its end: two seconds among an engine's objects, whose memory the
+    system takes back anyway.
+    """
+    atexit.register(_leave_objects)
+
+
+def _leave_objects() -> None:
+    gc.freeze()
+    # Bindings whose objects are still there would report each as a leak, the last thing that the engine's log says.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
+
+
+def _end_with(descriptor: int, between: list[int]) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll()
+    for pid in between:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(1)
+
+
+def last_errors() -> str:
+    """The last errors of the engine's processes, from the logs that they share with this process; empty if there are
+    none.
+    """
+    lines: list[str] = []
+    for descriptor in (1, 2):
+        path = os.path.realpath(f"/proc/self/fd/{descriptor}")
+        if os.path.isfile(path):
+            with open(path, "rb") as log:
+                log.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
+                lines += log.read().decode(errors="replace").splitlines()
+    errors = (_ENGINE_ERROR.match(line) for line in lines)
+    return "\n".join([error[1] for error in errors if error is not None][-_TAIL_LINES:])

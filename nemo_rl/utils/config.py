@@ -1,5 +1,0 @@
-"""NeMo-RL's import path for loading configurations; see `nemo_rl.compat.names`."""
-
-from nemo_rl.lazy import names_of
-
-__getattr__, __dir__ = names_of(__name__)
