@@ -1,20 +1,18 @@
-"""Calls of Ray actors: waiting for many workers, calls under way meanwhile, and single actors on the driver's node.
+"""Calls of Ray actors: waiting for many workers, and single actors on the driver's node.
 
 A collective in which one worker died never returns on the others, so waiting in rank order could hang on a healthy
 worker. `wait_for_workers` watches all of them and raises on the first failure, with who failed and where. Invariants:
-every wait has a deadline; what is to happen after a failure happens once, before the caller learns of it; what a single
-actor raised is raised here as it was, with its own type.
+every wait has a deadline; what a single actor raised is raised here as it was, with its own type.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -26,10 +24,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
-
 Actor = TypeVar("Actor")
-Result = TypeVar("Result")
 
 TIMEOUT_VARIABLE = "NRL_WORKER_TIMEOUT_SECONDS"
 _ROOT_CAUSE_WAIT_S = 5.0
@@ -201,55 +196,3 @@ def stop_actor(actor: ActorHandle[Actor] | None) -> None:
         return
     ray.wait([actor.close.remote()], timeout=_CLOSE_TIMEOUT_S)
     ray.kill(actor)
-
-
-class PendingCall(Generic[Result]):
-    """One call.
-
-    Args:
-        group: The workers.
-        future: Their calls.
-        combine: Makes the result of the kept answers, in rank order.
-        on_error: Called once when a worker failed.
-    """
-
-    def __init__(
-        self,
-        group: RayWorkerGroup,
-        future: MultiWorkerFuture,
-        combine: Callable[[list[object]], Result],
-        *,
-        on_error: Callable[[], None],
-    ) -> None:
-        self._group = group
-        self._future = future
-        self._combine = combine
-        self._on_error: Callable[[], None] | None = on_error
-
-    def done(self) -> bool:
-        """Whether every worker has answered, with or without an error."""
-        refs = self._future.futures
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        return len(ready) == len(refs)
-
-    def result(self, timeout_s: float | None = None) -> Result:
-        """Waits for the answer.
-
-        Args:
-            timeout_s: Deadline in seconds; that of the workers by default.
-
-        Raises:
-            WorkerError: A worker failed.
-            WorkerTimeoutError: No answer within the deadline.
-        """
-        try:
-            return self._combine(self._group.get_all_worker_results(self._future, timeout_s=timeout_s))
-        except WorkerError:
-            on_error, self._on_error = self._on_error, None
-            if on_error is not None:
-                on_error()
-            raise
-
-    def __await__(self) -> Generator[object, None, Result]:
-        """The result, awaited by an event loop, which goes on meanwhile."""
-        return asyncio.to_thread(self.result).__await__()

@@ -2,18 +2,20 @@
 
 `RayWorkerGroup` places one actor per slot (or one leader per tied group of slots), gives each its rank environment, and
 dispatches calls: the same data to all, different data to each, or sharded along named axes. It does not know what the
-workers compute. Invariant: a failing worker surfaces as a `WorkerError` within seconds, whatever the others do.
+workers compute. Invariants: a failing worker surfaces as a `WorkerError` within seconds, whatever the others do; what
+is to happen after a failure happens once, before the caller learns of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 
@@ -24,6 +26,8 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_p
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _NAME_FREE_S = 30.0
 
@@ -349,3 +353,55 @@ def _import_path() -> list[str]:
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     existing = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return [package_root, *[entry for entry in existing if entry != package_root]]
+
+
+class PendingCall(Generic[Result]):
+    """One call.
+
+    Args:
+        group: The workers.
+        future: Their calls.
+        combine: Makes the result of the kept answers, in rank order.
+        on_error: Called once when a worker failed.
+    """
+
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        future: MultiWorkerFuture,
+        combine: Callable[[list[object]], Result],
+        *,
+        on_error: Callable[[], None],
+    ) -> None:
+        self._group = group
+        self._future = future
+        self._combine = combine
+        self._on_error: Callable[[], None] | None = on_error
+
+    def done(self) -> bool:
+        """Whether every worker has answered, with or without an error."""
+        refs = self._future.futures
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return len(ready) == len(refs)
+
+    def result(self, timeout_s: float | None = None) -> Result:
+        """Waits for the answer.
+
+        Args:
+            timeout_s: Deadline in seconds; that of the workers by default.
+
+        Raises:
+            WorkerError: A worker failed.
+            WorkerTimeoutError: No answer within the deadline.
+        """
+        try:
+            return self._combine(self._group.get_all_worker_results(self._future, timeout_s=timeout_s))
+        except WorkerError:
+            on_error, self._on_error = self._on_error, None
+            if on_error is not None:
+                on_error()
+            raise
+
+    def __await__(self) -> Generator[object, None, Result]:
+        """The result, awaited by an event loop, which goes on meanwhile."""
+        return asyncio.to_thread(self.result).__await__()

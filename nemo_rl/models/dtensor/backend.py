@@ -30,19 +30,19 @@ from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, move_m
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.packed import (
     PackedBatch,
     idle_microbatch,
     largest_logits,
-    logit_transform,
     logprob_rows,
     microbatch_loss,
     pack,
     wants_logits,
 )
-from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import AdapterInfo
 from nemo_rl.weight_sync.layout import TensorMeta

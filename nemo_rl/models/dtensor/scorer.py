@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import local_tensor
+from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
-from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.scoring import TokenScores
 
 if TYPE_CHECKING:
     pass

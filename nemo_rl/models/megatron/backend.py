@@ -30,16 +30,15 @@ from nemo_rl.models.megatron.residency import MovableStorages, ReferenceWeights,
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype, model_config
 from nemo_rl.models.policy.packed import (
     PackedBatch,
     largest_logits,
-    logit_transform,
     logprob_rows,
     microbatch_loss,
     wants_logits,
 )
-from nemo_rl.models.policy.scoring import LogitTransform
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.weight_sync.layout import TensorMeta
 

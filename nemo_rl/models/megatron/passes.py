@@ -17,9 +17,10 @@ from torch import nn
 from nemo_rl.models.megatron import cpu
 from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel
+from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch, idle_microbatch, pack
 from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
-from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.scoring import TokenScores
 
 # What becomes of the row's output on the last stage: the loss to differentiate, and the result to hand back.
 Ending = Callable[[Mapping[str, torch.Tensor], PackedBatch, TokenScores | torch.Tensor], tuple[torch.Tensor, Any]]

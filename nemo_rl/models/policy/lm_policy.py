@@ -21,8 +21,8 @@ from nemo_rl.config.profiling import POLICY_WORKERS, Profile
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import PendingCall, WorkerTimeoutError, wait_for_workers
-from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
+from nemo_rl.distributed.worker_groups import MultiWorkerFuture, PendingCall, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shard_chunk
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface, Scores, TrainResult

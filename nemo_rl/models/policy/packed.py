@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
-from nemo_rl.models.policy.scoring import LogitTransform, TokenScores
+from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -167,24 +163,3 @@ def largest_logits(batch: PackedBatch, logits_TV: torch.Tensor, k: int) -> tuple
     """Values and token ids [B, S, k] of the k largest logits after each position, on the host."""
     values_Tk, indices_Tk = logits_TV.topk(k, dim=-1)
     return batch.unpack(values_Tk).cpu(), batch.unpack(indices_Tk).cpu()
-
-
-def logit_transform(
-    temperature: float | None, top_p: float, top_k: int | None, model: PretrainedConfig
-) -> LogitTransform:
-    """What generation does to logits, and what the model itself does before.
-
-    Args:
-        temperature: Of generation; None or 0 is 1.
-        top_p: Of generation.
-        top_k: Of generation.
-        model: The model's Hugging Face configuration.
-    """
-    scaling = getattr(model, "logits_scaling", None)
-    return LogitTransform(
-        temperature or 1.0,
-        top_p,
-        top_k,
-        getattr(model, "final_logit_softcapping", None),
-        getattr(model, "logit_scale", None) or (1.0 / scaling if scaling else 1.0),
-    )

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.models.policy.attention import Segments
+from nemo_rl.models.policy.logits import LogitTransform
 from nemo_rl.models.policy.packed import PackedBatch
 from nemo_rl.models.policy.scoring import (
-    LogitTransform,
     TokenScores,
     copy_to_ranks,
     gather_logits,

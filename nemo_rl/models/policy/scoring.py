@@ -1,16 +1,19 @@
 """Log-probabilities of given tokens from hidden states, without ever holding the logits of the whole row.
 
-The output projection, the softmax and the pick of the target run chunk by chunk, recomputed in the backward pass, on
-one GPU by `fused_scores`; with tensor parallelism each rank holds a slice of the vocabulary. Temperature and the
-filters of generation are applied to the logits exactly as generation applied them. Knows no model family. Invariant:
-the numbers do not depend on the chunk size.
+The output projection, the softmax and the pick of the target run chunk by chunk, recomputed in the backward pass; with
+tensor parallelism each rank holds a slice of the vocabulary. On one GPU the backward pass is written out: forward keeps
+one number per token, the logarithm of its sum over the vocabulary, and backward turns the logits, made again, into
+their gradient in one pass. Temperature and the filters of generation are applied to the logits exactly as generation
+applied them. Knows no model family. Invariant: values and gradients are those of a log-softmax, whatever the chunk.
 
 Shapes: T tokens, C tokens of a chunk, D hidden size, V vocabulary, W this rank's slice of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,71 +21,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nemo_rl.models.policy.fused_scores import fused_logprobs
+from nemo_rl.models.policy.logits import LogitTransform, filter_logits
 
 _AUTOMATIC_CHUNK_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What turns raw logits into the distribution that generation drew from.
-
-    Attributes:
-        temperature: Divides the logits.
-        top_p: Nucleus mass; 1 keeps all.
-        top_k: Keeps the k largest; None keeps all.
-        softcap: The model's own tanh cap on final logits, or None.
-        scale: The model's own factor on final logits.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-
-    @property
-    def filters(self) -> bool:
-        """Whether some tokens are excluded."""
-        return self.top_p < 1.0 or self.top_k is not None
-
-    def unfiltered(self) -> LogitTransform:
-        """The same without the filters."""
-        return LogitTransform(self.temperature, softcap=self.softcap, scale=self.scale)
-
-    def model_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Float32 logits as the model defines them, divided by the temperature."""
-        logits = logits.float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits if self.temperature == 1.0 else logits / self.temperature
-
-    def raw_gradient(self, raw: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient of the raw logits from the one of `model_logits(raw)`."""
-        if self.temperature != 1.0:
-            gradient = gradient / self.temperature
-        if self.softcap is not None:
-            gradient = gradient * (1 - torch.tanh(raw.float() * self.scale / self.softcap).square())
-        return gradient * self.scale if self.scale != 1.0 else gradient
-
-
-def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -> torch.Tensor:
-    """Sets the logits of excluded tokens to -inf: first top-k, then top-p on what is left, as vLLM does.
-
-    The most likely token is always kept.
-    """
-    ordered, indices = logits_CV.sort(dim=-1, descending=False)
-    if top_k is not None and top_k < logits_CV.shape[-1]:
-        threshold = ordered[:, logits_CV.shape[-1] - top_k].unsqueeze(-1)
-        ordered = ordered.masked_fill(ordered < threshold, float("-inf"))
-    if top_p < 1.0:
-        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-        excluded = mass <= 1.0 - top_p
-        excluded[:, -1] = False
-        ordered = ordered.masked_fill(excluded, float("-inf"))
-    return torch.empty_like(logits_CV).scatter(-1, indices, ordered)
+_FUSED_CHUNK_BYTES = 2 << 30
+"""Of float32 logits; in half precision two such chunks are a chunk's logits and their gradient."""
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -201,7 +144,7 @@ def score_tokens(
         bias_W: Its bias, or None.
         target_T: Token ids.
         transform: Temperature, filters and the model's own logit scaling.
-        chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB, or 2 GiB in `fused_scores`.
+        chunk: Tokens at a time; None chooses so that a chunk's logits stay under 256 MiB, or 2 GiB on one GPU.
         group: Ranks that share the vocabulary, or None.
     """
     if hidden_TD.is_cuda and group is None and not transform.filters:
@@ -232,3 +175,114 @@ def score_tokens(
         unfiltered.append(other)
     logprobs_T = torch.cat(filtered)
     return TokenScores(logprobs_T, torch.cat(unfiltered) if transform.filters else logprobs_T)
+
+
+# -- on one GPU -------------------------------------------------------------------------------------------------------
+
+
+def fused_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_T: torch.Tensor,
+    transform: LogitTransform,
+    *,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Log-probability [T] of `target_T` after each token, in float32.
+
+    Args:
+        hidden_TD: Final hidden states.
+        weight_VD: Output projection.
+        bias_V: Its bias, or None.
+        target_T: Token ids.
+        transform: Temperature and the model's own logit scaling; its filters are not applied.
+        chunk: Tokens whose logits exist at a time; None chooses so that they stay under 2 GiB in float32.
+    """
+    size = chunk or max(1, _FUSED_CHUNK_BYTES // (4 * weight_VD.shape[0]))
+    return _Logprobs.apply(hidden_TD, weight_VD, bias_V, target_T, transform, size)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        target_T: torch.Tensor,
+        transform: LogitTransform,
+        size: int,
+    ) -> torch.Tensor:
+        score = _fused(_scores, hidden_TD.device.type)
+        logprobs_T, total_T = (hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32) for _ in range(2))
+        for start in range(0, len(hidden_TD), size):
+            part = slice(start, start + size)
+            raw_CV = F.linear(hidden_TD[part], weight_VD, bias_V)
+            logprobs_T[part], total_T[part] = score(raw_CV, target_T[part], transform)
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, total_T)
+        ctx.transform, ctx.size = transform, size
+        return logprobs_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TD, weight_VD, bias_V, target_T, total_T = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        gradient = _fused(_raw_gradient, hidden_TD.device.type)
+        hidden_grad_TD = torch.empty_like(hidden_TD) if to_hidden else None
+        weight_grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if to_weight else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if to_bias else None
+        for start in range(0, len(hidden_TD), ctx.size):
+            part = slice(start, start + ctx.size)
+            raw_CV = F.linear(hidden_TD[part], weight_VD, bias_V)
+            raw_CV = gradient(raw_CV, target_T[part], total_T[part], grads[0][part], ctx.transform)
+            if hidden_grad_TD is not None:
+                torch.mm(raw_CV, weight_VD, out=hidden_grad_TD[part])
+            if weight_grad_VD is not None:
+                _add_product(weight_grad_VD, raw_CV.t(), hidden_TD[part])
+            if bias_grad_V is not None:
+                bias_grad_V += raw_CV.sum(0, dtype=torch.float32)
+        return (
+            hidden_grad_TD,
+            None if weight_grad_VD is None else weight_grad_VD.to(weight_VD.dtype),
+            None if bias_grad_V is None or bias_V is None else bias_grad_V.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _scores(
+    raw_CV: torch.Tensor, target_C: torch.Tensor, transform: LogitTransform
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_CV = transform.model_logits(raw_CV)
+    total_C = logits_CV.logsumexp(dim=-1)
+    return logits_CV.gather(-1, target_C[:, None]).squeeze(-1) - total_C, total_C
+
+
+def _raw_gradient(
+    raw_CV: torch.Tensor,
+    target_C: torch.Tensor,
+    total_C: torch.Tensor,
+    gradient_C: torch.Tensor,
+    transform: LogitTransform,
+) -> torch.Tensor:
+    """Gradient of the raw logits, in their precision."""
+    probability_CV = (transform.model_logits(raw_CV) - total_C[:, None]).exp()
+    chosen_CV = torch.arange(raw_CV.shape[-1], device=raw_CV.device)[None] == target_C[:, None]
+    logits_grad_CV = (chosen_CV.float() - probability_CV) * gradient_C[:, None]
+    return transform.raw_gradient(raw_CV, logits_grad_CV).to(raw_CV.dtype)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds `a @ b` to a float32 matrix, which half-precision products on a GPU never leave."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+@cache
+def _fused(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The arithmetic on a chunk's logits as one kernel on GPUs; on a host compiling it costs more than it saves."""
+    return torch.compile(function, dynamic=True) if device == "cuda" else function

@@ -17,7 +17,7 @@ from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, pad_value
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_calls import PendingCall
+from nemo_rl.distributed.worker_groups import PendingCall
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns, TrainResult

@@ -7,7 +7,7 @@ Invariants: every verb reaches every rank, or none; the cache has one owner, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
@@ -21,9 +21,21 @@ from nemo_rl.weight_sync.sender import SendSpec
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from nemo_rl.models.policy.lm_policy import Policy
-
 _OWNER = 0
+
+
+class CachedPolicy(Protocol):
+    """A policy whose weights can be cached."""
+
+    worker_group: RayWorkerGroup
+
+    def devices(self) -> list[str]:
+        """Device identity of every rank."""
+        ...
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address of the first rank and a free port there."""
+        ...
 
 
 class PolicyWeights:
@@ -133,7 +145,7 @@ class PolicyWeightCache:
         timeout_s: Deadline of a build, and of waiting for a session to end.
     """
 
-    def __init__(self, policy: Policy, *, bucket_bytes: int, timeout_s: float = 150.0) -> None:
+    def __init__(self, policy: CachedPolicy, *, bucket_bytes: int, timeout_s: float = 150.0) -> None:
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s

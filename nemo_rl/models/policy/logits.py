@@ -1,0 +1,100 @@
+"""What happens to logits before a token is drawn: the model's own scaling, the temperature, and generation's filters.
+
+Training does to its logits exactly what generation did. Knows no projection and no tokens. Invariant: the most likely
+token is never excluded.
+
+Shapes: C tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What turns raw logits into the distribution that generation drew from.
+
+    Attributes:
+        temperature: Divides the logits.
+        top_p: Nucleus mass; 1 keeps all.
+        top_k: Keeps the k largest; None keeps all.
+        softcap: The model's own tanh cap on final logits, or None.
+        scale: The model's own factor on final logits.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are excluded."""
+        return self.top_p < 1.0 or self.top_k is not None
+
+    def unfiltered(self) -> LogitTransform:
+        """The same without the filters."""
+        return LogitTransform(self.temperature, softcap=self.softcap, scale=self.scale)
+
+    def model_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Float32 logits as the model defines them, divided by the temperature."""
+        logits = logits.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def raw_gradient(self, raw: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient of the raw logits from the one of `model_logits(raw)`."""
+        if self.temperature != 1.0:
+            gradient = gradient / self.temperature
+        if self.softcap is not None:
+            gradient = gradient * (1 - torch.tanh(raw.float() * self.scale / self.softcap).square())
+        return gradient * self.scale if self.scale != 1.0 else gradient
+
+
+def filter_logits(logits_CV: torch.Tensor, *, top_p: float, top_k: int | None) -> torch.Tensor:
+    """Sets the logits of excluded tokens to -inf: first top-k, then top-p on what is left, as vLLM does.
+
+    The most likely token is always kept.
+    """
+    ordered, indices = logits_CV.sort(dim=-1, descending=False)
+    if top_k is not None and top_k < logits_CV.shape[-1]:
+        threshold = ordered[:, logits_CV.shape[-1] - top_k].unsqueeze(-1)
+        ordered = ordered.masked_fill(ordered < threshold, float("-inf"))
+    if top_p < 1.0:
+        mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+        excluded = mass <= 1.0 - top_p
+        excluded[:, -1] = False
+        ordered = ordered.masked_fill(excluded, float("-inf"))
+    return torch.empty_like(logits_CV).scatter(-1, indices, ordered)
+
+
+def logit_transform(
+    temperature: float | None, top_p: float, top_k: int | None, model: PretrainedConfig
+) -> LogitTransform:
+    """What generation does to logits, and what the model itself does before.
+
+    Args:
+        temperature: Of generation; None or 0 is 1.
+        top_p: Of generation.
+        top_k: Of generation.
+        model: The model's Hugging Face configuration.
+    """
+    scaling = getattr(model, "logits_scaling", None)
+    return LogitTransform(
+        temperature or 1.0,
+        top_p,
+        top_k,
+        getattr(model, "final_logit_softcapping", None),
+        getattr(model, "logit_scale", None) or (1.0 / scaling if scaling else 1.0),
+    )
