@@ -29,6 +29,8 @@ class GpuChecks:
         self._live: set[str] = set()
         """Pipelines that are registered and not fenced, so that they say themselves what they hold."""
         self._unsure: set[int] = set()
+        self._perhaps: set[_Quarantine] = set()
+        """Quarantines from before the log lost its end, which the scheduler may have forgotten."""
         self._clusters: dict[str, dict[str, ClusterSpec]] = {}
         self._leases: dict[int, str] = {}
         self._memory: dict[int, str] = {}
@@ -55,6 +57,7 @@ class GpuChecks:
     def tail_lost(self, entry: Entry) -> None:
         self._gap = True
         self._unsure = self._leases.keys() | self._quarantined.keys()
+        self._perhaps = set().union(*self._quarantined.values())
         self._newest_epoch = 0
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
@@ -107,10 +110,9 @@ class GpuChecks:
         for gpu in gpus:
             if gpu in self._unsure:
                 self._unsure.remove(gpu)
-                self._quarantined.pop(gpu, None)
             elif gpu in self._leases:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while {self._leases[gpu]} holds it")
-            if gpu in self._quarantined:
+            if not self._quarantined.pop(gpu, set()) <= self._perhaps:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while it is in quarantine")
             self._leases[gpu] = holder
 
@@ -153,12 +155,15 @@ class GpuChecks:
             if holder.startswith(f"{name}/"):
                 self._unlease([gpu], holder)
         for gpu, holder in self._memory.items():
-            if holder.startswith(f"{name}/") and gpu not in self._quarantined:
+            # A later incarnation, whose registration was lost, may occupy what this one had.
+            if holder.startswith(f"{name}/") and gpu not in self._quarantined and not self._gap:
                 self._bad(10, f"{name} is unregistered while {holder} occupies memory of GPU {gpu}")
 
     def _quarantine(self, entry: Entry, event: ev.GpusQuarantined) -> None:
+        made = (event.gpus, event.pipeline, event.incarnation, event.rank)
+        self._perhaps.discard(made)
         for gpu in event.gpus:
-            self._quarantined.setdefault(gpu, set()).add((event.gpus, event.pipeline, event.incarnation, event.rank))
+            self._quarantined.setdefault(gpu, set()).add(made)
 
     def _cleared(self, entry: Entry, event: ev.GpusCleared) -> None:
         over = (event.gpus, event.pipeline, event.incarnation, event.rank)
@@ -166,7 +171,7 @@ class GpuChecks:
             left = {q for q in self._quarantined.pop(gpu, ()) if q != over and (event.pipeline or q[0] != event.gpus)}
             if left:
                 self._quarantined[gpu] = left
-            elif gpu in self._memory:
+            elif gpu in self._memory and not self._gap:
                 self._bad(10, f"GPU {gpu} leaves quarantine while {self._memory[gpu]} occupies its memory")
 
     def _taken(self, entry: Entry, event: ev.MemoryTaken) -> None:

@@ -16,6 +16,7 @@ from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job
 from nemo_rl.utils import record_events as rec
@@ -43,6 +44,7 @@ class Life:
 
     incarnation: int
     agent: Agent
+    watch: AgentWatch
     generation: Generation
     record: Record
     groups: dict[str, Group] = field(default_factory=dict)
@@ -143,7 +145,7 @@ class SimulatedJob:
         record = world.record_of(f"{self.job.name}/driver")
         agent = Agent(topology, self.incarnations, self, record, version=self.trained_steps)
         generation = Generation(world.loop, self.job.engine, len(topology.ranks), record, self._sample_done)
-        self.life = life = Life(self.incarnations, agent, generation, record)
+        self.life = life = Life(self.incarnations, agent, AgentWatch(agent), generation, record)
         for name in self._unended:
             record.emit(rec.GroupDropped(name, "lost_in_restart"))
         self._unended = []
@@ -165,6 +167,7 @@ class SimulatedJob:
             if now - self._stalls.setdefault(rank, now) > self.world.limits.lease_s:
                 life.agent.rank_broken(rank)
                 self._stalls.pop(rank, None)
+        life.watch.look()
         life.agent.send_status()
         self.world.loop.after(self.world.limits.heartbeat_s, self._heartbeat, life)
 
@@ -328,6 +331,7 @@ class SimulatedJob:
         self._trainer_later(life, self.costs.offload_s, "_offloaded")
 
     def _offloaded(self, life: Life) -> None:
+        life.watch.refreshes()
         life.agent.refresh()
 
     # What the agent tells its host.
@@ -366,6 +370,8 @@ class SimulatedJob:
         life.agent.performed(operation, ok)
 
     def answer(self, answer: Answer) -> None:
+        if self.life is not None:
+            self.life.watch.answered(answer)
         self.world.to_scheduler_answer(self.job.name, answer)
 
     def status(self, status: Status) -> None:
@@ -422,8 +428,9 @@ class SimulatedJob:
 
     def hear(self, reply: Reply) -> None:
         if self.life is not None:
+            self.life.watch.heard(reply)
             self.life.agent.heard(reply)
 
     def obey(self, command: Command) -> None:
         if self.life is not None:
-            self.life.agent.command(command)
+            self.life.watch.obeys(command, self.life.agent.command)

@@ -109,10 +109,14 @@ class Faults(_Section):
     agent_crashes: Rate = _key(
         0.0, "A job's processes die, per hour; they start again after restart_s and go on after the last trained step."
     )
-    scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log after 1 to 6 s.")
-    log_losses: Probability = _key(
-        0.0, "Chance that the scheduler's machine dies with it, and the last entries of its log (up to 40) are lost."
+    scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log soon after.")
+    scheduler_restart_s: Seconds = _key(
+        6.0, "Longest time until the next scheduler reads the log; the shortest is a sixth of it."
     )
+    log_losses: Probability = _key(
+        0.0, "Chance that the scheduler's machine dies with it, and the last entries of its log are lost."
+    )
+    lost_entries: Int = _key(40, "How many these are at most.", ge=0, le=1_000_000)
     cancels: Rate = _key(0.0, "A job is ended from outside and started again, per hour.")
     drains: Rate = _key(0.0, "A job is told to go once it has given back what it holds, per hour.")
     partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
