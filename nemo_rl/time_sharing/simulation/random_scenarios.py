@@ -65,7 +65,7 @@ def random_scenario(seed: int) -> Scenario:
         "faults": _faults(rng) | _more_faults(steer),
         "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
     }
-    return parse_scenario(harsher(drawn, random.Random(f"kind/{seed}")))
+    return parse_scenario(harsher(drawn, random.Random(f"peril/{seed}")))
 
 
 def _network(rng: random.Random) -> dict[str, Any]:
