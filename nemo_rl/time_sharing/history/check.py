@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.time_sharing.history.clocks import Clocks
 from nemo_rl.time_sharing.history.ends import EndChecks
+from nemo_rl.time_sharing.history.fairness import FairnessChecks
 from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
@@ -95,6 +96,7 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
         StarvationChecks(),
         RuleChecks(),
         EndChecks(),
+        FairnessChecks(),
     ]
     if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
         # One run by itself: its parts are one pipeline, and nobody lends it accelerators.

@@ -102,6 +102,23 @@ def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": {}}
 
 
+def _nested(drawn: _Drawn, rng: random.Random) -> _Drawn:
+    """Everybody asks for a second cluster while it holds the first, on GPUs that others train on."""
+    number = rng.choice((2, 3, 4))
+    jobs = []
+    for at in range(number):
+        job = drawn["jobs"][at % len(drawn["jobs"])]
+        train, reference = [at], [(at + 1) % number, *rng.sample(range(number, 8), rng.randint(0, 2))]
+        infer = sorted({at, *rng.sample(range(8), 4)})
+        mapped = {"name": f"job{at}", "train": train, "infer": infer, "reference": sorted(reference), "tp": 1}
+        work = {"steps": 6, "groups": 2, "train_s": rng.uniform(0.5, 8), "reference_s": rng.uniform(0.5, 3)}
+        jobs.append(job | mapped | work | {"arrive_s": 0.0, "log_probs_s": rng.choice((0.0, 1.0))})
+    limits = drawn["limits"] | {"max_hold_s": 60.0}
+    faults = rng.choice(({}, {"drains": 60.0}, {"scheduler_crashes": 60.0, "agent_crashes": 30.0}))
+    pool = {"nodes": 1, "gpus_per_node": 8}
+    return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": faults | {"until_s": 600.0}}
+
+
 def _quick(jobs: list[_Drawn], rng: random.Random) -> list[_Drawn]:
     return [job | {"init_s": 0.2, "train_s": rng.uniform(0.1, 2.0)} for job in jobs]
 
@@ -113,4 +130,5 @@ _KINDS: tuple[Callable[[_Drawn, random.Random], _Drawn], ...] = (
     _tight,
     _leaving,
     _crowded,
+    _nested,
 )

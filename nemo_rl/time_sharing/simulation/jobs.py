@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_TRAIN,
+    REFERENCE,
+    Answer,
+    Command,
+    Priority,
+    Reply,
+    Status,
+    Verb,
+    Want,
+)
 from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job
@@ -317,6 +327,16 @@ class SimulatedJob:
         self.train_gpu_s += self.job.log_probs_s * len(self.job.train)
         life.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, step, self.world.loop.now)
 
+    def _referenced(self, life: Life, step: int) -> None:
+        self.train_gpu_s += self.job.reference_s * len(self.job.reference)
+        life.agent.release(REFERENCE)
+        self._train(life, step)
+
+    def _train(self, life: Life, step: int) -> None:
+        life.record.emit(rec.StepBegun(step))
+        resident = self.job.log_probs_s > 0
+        self._trainer_later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+
     def _trained(self, life: Life, step: int) -> None:
         self.train_gpu_s += self.job.train_s * len(self.job.train)
         for group in [g for g in life.groups.values() if g.step == step]:
@@ -385,10 +405,12 @@ class SimulatedJob:
             self._trainer_later(life, self.job.init_s, "_initialised")
         elif priority is Priority.OLD_LOG_PROBS:
             self._trainer_later(life, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
+        elif cluster == REFERENCE:
+            self._trainer_later(life, self.costs.load_s + self.job.reference_s, "_referenced", step)
+        elif self.job.reference:
+            life.agent.want(REFERENCE, Priority.REF_LOG_PROBS, step, self.world.loop.now)
         else:
-            life.record.emit(rec.StepBegun(step))
-            resident = self.job.log_probs_s > 0
-            self._trainer_later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+            self._train(life, step)
 
     def request_ended(self, want: Want, reason: str) -> None:
         life = self.life

@@ -18,8 +18,6 @@ from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
-    ACTOR_INFER,
-    ACTOR_TRAIN,
     Answer,
     Command,
     Outcome,
@@ -157,8 +155,8 @@ class World:
             topology = scheduler.register(
                 spec.name,
                 f"pipeline_{spec.name}_NS",
-                {ACTOR_TRAIN: 1, ACTOR_INFER: spec.tp},
-                {ACTOR_TRAIN: spec.train, ACTOR_INFER: spec.infer},
+                spec.rank_sizes,
+                spec.mappings,
                 self._reading(),
                 incarnation=incarnation,
                 weight=spec.weight,
