@@ -1,8 +1,8 @@
 """Invariant 11, of what is over: nothing ends before what belongs to it has, and what was put off is taken up again.
 
-A pipeline that is cut off keeps no claim, one that is gone has no command open; a rank or a pipeline that was ended, and
-GPUs that leave quarantine, follow from the end of just those processes; a quarantine is looked after when its time has
-come. A scheduler without the end of its log leaves room for the terms it cannot know, and waits for one lease; what it
+A pipeline that is cut off keeps no claim, one that is gone has no command open; a rank or a pipeline that was ended,
+and GPUs that leave quarantine, follow from the end of just those processes; a quarantine is looked after when its time
+has come. A scheduler without the end of its log leaves room for the terms it cannot know, and waits for one lease; what it
 saw end itself it does not take up again. What a lost end of the log says is not judged, but for the terms.
 """
 
@@ -88,7 +88,7 @@ class EndChecks:
         self._lease_s = event.limits.get("lease_s", 0.0)
 
     def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
-        if not event.complete and 0 < self._term and event.term <= self._term + 1:
+        if not event.complete and self._term > 0 and event.term <= self._term + 1:
             self._bad(f"a scheduler without the end of its log takes term {event.term}, which may be in what is lost")
         self._term = max(self._term, event.term)
         self._recovering, self._looked_away, self._isolated = event.term > 1, entry.time, False

@@ -263,7 +263,7 @@ class FairnessChecks:
             if not waiting.kept:
                 waiting.kept = None
                 self._bad(
-                    f"{name} has waited for a first rank since {since:.1f} s, and each of its ranks was given to others "
+                    f"{name} has waited for a first rank since {since:.1f} s, and each of its ranks went to others "
                     f"behind it, the last to {event.pipeline}"
                 )
 
