@@ -8,6 +8,7 @@ what a lost end of the log leaves in doubt, and what several moves of one plan m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -149,12 +150,12 @@ class FairnessChecks:
         if pipeline is None:
             return
         if not self._gap and not self._recovering:
-            self._check_kept(entry, event)
             if event.ahead:
                 self._check_build(event)
             elif event.rank >= 0:
                 self._check_guarantee(entry, event, pipeline)
         self._plan.claims.append(event)
+        self._plan.places.append((event, self._place_of(event, pipeline)))
         if event.rank >= 0:
             self._plan.was_hungry.update([event.pipeline] if pipeline.hungry_since is not None else [])
             pipeline.claims.add(event.rank)
@@ -242,43 +243,44 @@ class FairnessChecks:
                     f"time: it {what}"
                 )
 
-    def _check_kept(self, entry: Entry, event: ev.Claimed) -> None:
+    def _place_of(self, event: ev.Claimed, by: Served) -> float:
+        """Where in the queue it stands who gets this; last are ranks beyond the first."""
+        aging = self._limit("aging_s") * Priority.GENERATION
+        if event.rank >= 0:
+            return math.inf if event.ahead or by.hungry_since is None else by.hungry_since + aging
+        key, _ = by.requests.get(event.cluster, (0.0, None))
+        return key
+
+    def _check_kept(self, plan: PlanSeen) -> None:
         """One rank of whoever has waited too long for his first is left alone by those who are behind him."""
         pipelines, aging = self._pipelines, self._limit("aging_s") * Priority.GENERATION
         contended = self._partial or any(p.held and p.requests.keys() - p.held.keys() for p in pipelines.values())
         for name, waiting in pipelines.items():
             since = waiting.hungry_since
-            if since is None or name == event.pipeline or entry.time < since + aging + _EPS:
+            if since is None or plan.time < since + aging + _EPS:
                 continue
             judged = not contended and waiting.cools_until <= since and waiting.all_asleep and waiting.useful > 0
             trains = any(priority is Priority.ACTOR_TRAINING for _, priority in waiting.requests.values())
             if not judged or trains or not self._quarantined.isdisjoint(waiting.mapping):
                 waiting.kept = None
                 continue
-            if not self._is_behind(event, since, aging):
-                continue
-            if waiting.kept is None:
-                waiting.kept = set(range(waiting.ranks))
-            waiting.kept = {rank for rank in waiting.kept if event.gpus and not waiting.lies_on(rank, event.gpus)}
-            if not waiting.kept:
+            for claim, place in plan.places:
+                if claim.pipeline != name and place > since + aging + _EPS:
+                    left = set(range(waiting.ranks)) if waiting.kept is None else waiting.kept
+                    waiting.kept = {rank for rank in left if not waiting.lies_on(rank, claim.gpus)}
+            if waiting.kept is not None and not waiting.kept:
                 waiting.kept = None
                 self._bad(
                     f"{name} has waited for a first rank since {since:.1f} s, and each of its ranks went to others "
-                    f"behind it, the last to {event.pipeline}"
+                    f"behind it, the last to {plan.claims[-1].pipeline}"
                 )
-
-    def _is_behind(self, event: ev.Claimed, since: float, aging: float) -> bool:
-        by = self._pipelines[event.pipeline]
-        if event.rank >= 0:
-            return event.ahead or by.hungry_since is None or by.hungry_since > since
-        key, _ = by.requests.get(event.cluster, (0.0, None))
-        return key > since + aging + _EPS
 
     def _end_plan(self) -> None:
         plan = self._plan
         if self._gap or self._recovering or not plan.claims:
             return
         moves = list(plan.moves())
+        self._check_kept(plan)
         self._check_slices(plan, moves)
         if len(moves) == 1:
             self._check_better_served(plan, *moves[0])

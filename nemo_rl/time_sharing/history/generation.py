@@ -31,12 +31,13 @@ class Eviction(NamedTuple):
 
 @dataclass(slots=True)
 class PlanSeen:
-    """One plan as it is carried out."""
+    """One plan as it is carried out; `places` says of each claim where in the queue it stood."""
 
     number: int
     time: float
     evictions: list[Eviction] = field(default_factory=list)
     claims: list[ev.Claimed] = field(default_factory=list)
+    places: list[tuple[ev.Claimed, float]] = field(default_factory=list)
     was_hungry: set[str] = field(default_factory=set)
 
     def moves(self) -> Iterator[tuple[ev.Claimed, Eviction]]:

@@ -75,6 +75,8 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
         problems += _expand(snapshot, expand, freed, taken)
     problems += _priority_changes(snapshot, plan)
     problems += _cycles(snapshot, plan)
+    if (promised := sum(plan.in_ranks.values())) > (there := len(snapshot.owner) - len(snapshot.quarantined)):
+        problems.append(Problem(None, f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks"))
     unused = (
         freed
         - taken

@@ -95,9 +95,12 @@ def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
             infer = sorted({*train, *rng.sample(range(8), rng.randint(2, 4))})
         job = drawn["jobs"][number % len(drawn["jobs"])]
         mapped = {"name": f"job{number}", "train": train, "infer": infer, "tp": tp}
-        work = {"steps": 5, "groups": 2, "train_s": rng.uniform(0.5, 12), "log_probs_s": rng.choice((0.0, 2.0))}
-        jobs.append(job | mapped | work | {"arrive_s": 0.0})
+        train_s = rng.choice((rng.uniform(0.2, 1.0), rng.uniform(4, 15)))
+        work = {"steps": 8, "groups": 2, "train_s": train_s, "log_probs_s": rng.choice((0.0, 0.5))}
+        samples = {"samples_per_group": 4, "tokens": {"median": 60, "sigma": 0.8, "max": 1000}}
+        jobs.append(job | mapped | work | samples | {"arrive_s": 0.0, "init_s": rng.choice((0.3, 3.0))})
     limits = drawn["limits"] | {"aging_s": rng.choice((1.0, 5.0)), "max_backfills": rng.choice((0, 1, 3))}
+    limits["max_initialising"] = 0
     pool = {"nodes": 1, "gpus_per_node": 8}
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": {}}
 
