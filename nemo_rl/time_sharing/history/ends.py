@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from nemo_rl.time_sharing.history.clocks import SLACK_S, Clocks
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import Phase
+from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
 _RETRY_SLACK_S = 2 * SLACK_S
@@ -44,8 +45,13 @@ class EndChecks:
         """The processes whose ending was given up or done last, when, and how it went."""
         self._quarantines: dict[tuple[tuple[int, ...], _Whose], float] = {}
         """When each quarantine has to be looked after again."""
+        self._lingering: set[tuple[tuple[int, ...], _Whose]] = set()
+        """Quarantines that are not over, those included that may have been forgotten."""
         self._looked_away: float = 0.0
         self._isolated = False
+        self._live: set[str] = set()
+        self._idle: dict[tuple[str, str], float | None] = {}
+        """Ranks (`pipeline`, `rank N`) that occupy memory, and since when they take no requests; None while they do."""
         self._over: dict[tuple[str, int], int] = {}
         """The newest epoch in which this scheduler has seen a rank go to sleep."""
 
@@ -67,6 +73,10 @@ class EndChecks:
             ev.CommandEnded: self._ended,
             ev.GpusQuarantined: self._quarantined,
             ev.GpusCleared: self._cleared,
+            ev.MemoryTaken: self._occupied,
+            ev.MemoryFreed: self._freed,
+            rec.ShardRouted: self._routed,
+            rec.ShardUnrouted: self._routed,
         }
 
     def tail_lost(self, entry: Entry) -> None:
@@ -102,6 +112,12 @@ class EndChecks:
                 f"it has taken stock {self._grace - entry.time:.1f} s too early"
             )
         self._gap = self._recovering = False
+        busy = {(command.pipeline, f"rank {command.rank}") for command in self._commands.values()}
+        busy |= {(whose.pipeline, f"rank {whose.rank}") for _, whose in self._lingering}
+        for (name, rank), since in self._idle.items():
+            left = since is not None and since < self._looked_away
+            if left and name in self._live and (name, rank) not in busy:
+                self._bad(f"{rank} of {name} has taken no requests since {since} s, and nothing is done with it")
         self._looked_away = entry.time
 
     def _isolates(self, entry: Entry, event: ev.Isolated | ev.Reconnected) -> None:
@@ -111,8 +127,12 @@ class EndChecks:
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._incarnations[event.pipeline] = event.incarnation
+        self._live.add(event.pipeline)
+        # What earlier incarnations have left behind is not its own.
+        self._idle = {rank: since for rank, since in self._idle.items() if rank[0] != event.pipeline}
 
     def _fenced(self, entry: Entry, event: ev.Fenced) -> None:
+        self._live.discard(event.pipeline)
         for _, cluster, rank in sorted(claim for claim in self._claims if claim[0] == event.pipeline):
             where = cluster if rank < 0 else f"rank {rank}"
             self._bad(f"{event.pipeline} is fenced, and {where} is still to get GPUs")
@@ -161,6 +181,18 @@ class EndChecks:
                 self._bad(f"rank {event.rank} of {event.pipeline} is called asleep, its processes were not ended")
             self._failed.discard(key)
 
+    def _occupied(self, entry: Entry, event: ev.MemoryTaken) -> None:
+        if event.what.startswith("rank "):
+            self._idle[entry.source.partition("/")[0], event.what] = entry.time
+
+    def _freed(self, entry: Entry, event: ev.MemoryFreed) -> None:
+        self._idle.pop((entry.source.partition("/")[0], event.what), None)
+
+    def _routed(self, entry: Entry, event: rec.ShardRouted | rec.ShardUnrouted) -> None:
+        key = (entry.source.partition("/")[0], f"rank {event.shard}")
+        if key in self._idle:
+            self._idle[key] = None if isinstance(event, rec.ShardRouted) else entry.time
+
     # Commands and quarantines.
 
     def _sent(self, entry: Entry, event: ev.CommandSent) -> None:
@@ -182,10 +214,12 @@ class EndChecks:
             self._bad(f"a quarantine of no GPUs is begun for {event.pipeline} ({event.reason})")
         whose = _Whose(event.pipeline, event.incarnation, event.rank)
         self._quarantines[tuple(event.gpus), whose] = event.until
+        self._lingering.add((tuple(event.gpus), whose))
 
     def _cleared(self, entry: Entry, event: ev.GpusCleared) -> None:
         whose = _Whose(event.pipeline, event.incarnation, event.rank)
         self._quarantines.pop((tuple(event.gpus), whose), None)
+        self._lingering.discard((tuple(event.gpus), whose))
         if not event.pipeline or self._gap:
             return
         ended = self._was_ended(entry, whose, whose._replace(rank=-1))

@@ -129,7 +129,8 @@ class Served:
         elif event.phase is Phase.ACTIVE:
             self.serves_since[event.rank] = time
             rise = time - self._woken.get(event.rank, time)
-            self._fastest = rise if self._fastest is None else min(rise, self._fastest)
+            if rise > 0:
+                self._fastest = rise if self._fastest is None else min(rise, self._fastest)
 
     def feed(self, time: float) -> None:
         """Begins or ends the wait for a first rank."""

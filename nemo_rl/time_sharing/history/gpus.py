@@ -171,7 +171,7 @@ class GpuChecks:
             left = {q for q in self._quarantined.pop(gpu, ()) if q != over and (event.pipeline or q[0] != event.gpus)}
             if left:
                 self._quarantined[gpu] = left
-            elif gpu in self._memory and not self._gap:
+            elif gpu in self._memory and self._leases.get(gpu) != self._memory[gpu] and not self._gap:
                 self._bad(10, f"GPU {gpu} leaves quarantine while {self._memory[gpu]} occupies its memory")
 
     def _taken(self, entry: Entry, event: ev.MemoryTaken) -> None:

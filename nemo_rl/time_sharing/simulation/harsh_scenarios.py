@@ -22,7 +22,8 @@ def harsher(drawn: _Drawn, rng: random.Random) -> _Drawn:
 
 def _late(drawn: _Drawn, rng: random.Random) -> _Drawn:
     """Messages outlive the scheduler that sent them and the agent that they are for."""
-    network = {"delay_s": 0.05, "loss": 0.15, "duplicate": 0.3, "slow": 0.3, "slow_s": rng.choice((4.0, 12.0))}
+    network = {"delay_s": 0.05, "loss": rng.choice((0.1, 0.3)), "duplicate": 0.3, "slow": 0.3}
+    network["slow_s"] = rng.choice((4.0, 12.0))
     faults = {
         "scheduler_crashes": 150.0,
         "scheduler_restart_s": 1.2,
@@ -30,6 +31,7 @@ def _late(drawn: _Drawn, rng: random.Random) -> _Drawn:
         "restart_s": 0.5,
         "operation_fails": rng.choice((0.0, 0.1)),
         "log_losses": rng.choice((0.0, 0.8)),
+        "withdrawals": 200.0,
     }
     return drawn | {"network": network, "faults": drawn["faults"] | faults, "jobs": _quick(drawn["jobs"], rng)}
 
@@ -44,7 +46,8 @@ def _losing(drawn: _Drawn, rng: random.Random) -> _Drawn:
         "log_losses": 0.8,
         "lost_entries": rng.choice((40, 150)),
     }
-    return drawn | {"faults": drawn["faults"] | faults}
+    costs = drawn["costs"] | rng.choice(({"drain_s": 0.05}, {"drain_s": 1.5, "sleep_s": 1.0}))
+    return drawn | {"costs": costs, "faults": drawn["faults"] | faults}
 
 
 def _lingering(drawn: _Drawn, rng: random.Random) -> _Drawn:
@@ -52,20 +55,22 @@ def _lingering(drawn: _Drawn, rng: random.Random) -> _Drawn:
     faults = {
         "agent_crashes": 90.0,
         "cancels": 40.0,
-        "scheduler_crashes": 60.0,
+        "scheduler_crashes": 120.0,
+        "scheduler_restart_s": 1.2,
         "restart_s": 0.5,
-        "operation_fails": 0.15,
+        "operation_fails": rng.choice((0.1, 0.3)),
         "operation_hangs": rng.choice((0.0, 0.1)),
         "reap_fails": 0.5,
         "log_losses": rng.choice((0.0, 0.5)),
     }
-    limits = {"quarantine_s": rng.choice((4.0, 12.0))}
-    return drawn | {"faults": drawn["faults"] | faults, "limits": drawn["limits"] | limits}
+    limits, costs = drawn["limits"] | {"quarantine_s": rng.choice((4.0, 12.0))}, drawn["costs"] | {"reap_s": 1.0}
+    network = rng.choice((drawn["network"], {"delay_s": 0.05, "slow": 0.5, "slow_s": 4.0}))
+    return drawn | {"faults": drawn["faults"] | faults, "limits": limits, "costs": costs, "network": network}
 
 
 def _tight(drawn: _Drawn, rng: random.Random) -> _Drawn:
     """Holds, requests and isolation end by their bounds."""
-    limits = {"aging_s": 1.0, "max_hold_s": 14.0, "request_s": 8.0, "isolation_s": rng.choice((6.0, 60.0))}
+    limits = {"aging_s": 1.0, "max_hold_s": 14.0, "request_s": 8.0, "isolation_s": rng.choice((2.0, 60.0))}
     faults = {"outages": 60.0, "outage_s": 12.0}
     jobs = [job | {"train_s": rng.uniform(0.5, 6.0)} for job in drawn["jobs"]]
     return drawn | {"jobs": jobs, "faults": drawn["faults"] | faults, "limits": drawn["limits"] | limits}
@@ -80,7 +85,7 @@ def _leaving(drawn: _Drawn, rng: random.Random) -> _Drawn:
         for job in drawn["jobs"]
     ]
     costs = drawn["costs"] | {"start_s": 5.0, "drain_s": 1.0, "sleep_s": 1.0}
-    return drawn | {"jobs": jobs, "costs": costs, "faults": drawn["faults"] | {"drains": 60.0}}
+    return drawn | {"jobs": jobs, "costs": costs, "faults": drawn["faults"] | {"drains": 60.0, "withdrawals": 200.0}}
 
 
 def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
@@ -123,7 +128,9 @@ def _nested(drawn: _Drawn, rng: random.Random) -> _Drawn:
 
 
 def _quick(jobs: list[_Drawn], rng: random.Random) -> list[_Drawn]:
-    return [job | {"init_s": 0.2, "train_s": rng.uniform(0.1, 2.0)} for job in jobs]
+    work = {"init_s": 0.2, "steps": 12, "groups": 2, "samples_per_group": 4, "log_probs_s": 0.0}
+    tokens = {"median": 30, "sigma": 0.8, "max": 300}
+    return [job | work | {"train_s": rng.uniform(0.1, 1.0), "tokens": tokens} for job in jobs]
 
 
 _KINDS: tuple[Callable[[_Drawn, random.Random], _Drawn], ...] = (

@@ -417,6 +417,16 @@ class SimulatedJob:
         if life is not None:
             self._later(life, 0.0, "_ask_again", want)
 
+    def take_back(self) -> bool:
+        """The job asks for nothing more, and soon again; False if it asked for nothing."""
+        life = self.life
+        want = next(iter(life.agent.wants.values()), None) if life is not None else None
+        if life is None or want is None:
+            return False
+        life.agent.withdraw(want.cluster)
+        self._later(life, self._rng.random(), "_ask_again", want)
+        return True
+
     def _ask_again(self, life: Life, want: Want) -> None:
         if not life.agent.leaving and want.cluster not in life.agent.wants:
             life.agent.want(want.cluster, want.priority, want.step, self.world.loop.now)

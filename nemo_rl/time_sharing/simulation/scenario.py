@@ -86,6 +86,7 @@ class Costs(_Section):
     load_s: Seconds = _key(0.3, "Bringing the trainer back to its GPUs, before log-probs or training.")
     cache_s: Seconds = _key(0.3, "Copying new weights to host memory after a training step.")
     offload_s: Seconds = _key(0.2, "Taking the trainer off its GPUs.")
+    reap_s: Seconds = _key(0.5, "Ending processes from outside.")
     jitter: Number = _key(
         0.1, "Each duration is multiplied by a log-normal factor of this spread; 0 for none.", ge=0, le=2
     )
@@ -119,6 +120,9 @@ class Faults(_Section):
     lost_entries: Int = _key(40, "How many these are at most.", ge=0, le=1_000_000)
     cancels: Rate = _key(0.0, "A job is ended from outside and started again, per hour.")
     drains: Rate = _key(0.0, "A job is told to go once it has given back what it holds, per hour.")
+    withdrawals: Rate = _key(
+        0.0, "A job takes back what it asks for, if it asks for anything, and asks anew within a second, per hour."
+    )
     partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
     partition_s: Seconds = _key(
         20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs."

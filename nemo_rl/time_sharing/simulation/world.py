@@ -196,7 +196,7 @@ class World:
 
     def _send_command(self, command: Command) -> None:
         if command.verb is Verb.REAP:
-            self.loop.after(0.5, self._reap, command)
+            self.loop.after(self.scenario.costs.reap_s, self._reap, command)
         else:
             self.wire.send(Wire.TO, command.pipeline, self.jobs[command.pipeline].obey, command)
 
@@ -285,6 +285,7 @@ class World:
             ("scheduler crashes", faults.scheduler_crashes, self._strike_scheduler),
             ("cancels", faults.cancels, self._strike_cancel),
             ("drains", faults.drains, self._strike_drain),
+            ("withdrawals", faults.withdrawals, self._strike_withdrawal),
             ("partitions", faults.partitions, self._strike_partition),
             ("one-way partitions", faults.one_way_partitions, self._strike_one_way),
             ("outages", faults.outages, self._strike_outage),
@@ -372,6 +373,10 @@ class World:
         job.stopping = True
         self._scheduler.drain(job.job.name, self._reading())
         return True
+
+    def _strike_withdrawal(self) -> bool:
+        job = self._some_job()
+        return job is not None and job.take_back()
 
     def _strike_partition(self) -> bool:
         return self._cut_off_one(_BOTH_WAYS)
