@@ -742,9 +742,9 @@ MUTANTS = (
 
 EQUIVALENT = {
     "cycle-of-holds-missed": (
-        "Whoever may want what a pipeline holds leads the search to that pipeline itself, which still wants the GPUs of "
-        "this very grant (they are among its training GPUs and not held yet), so the search ends there with the same "
-        "answer; and the search begins with the same holders, since what a pipeline holds has no other holder."
+        "Whoever may want what a pipeline holds leads the search to that pipeline itself, which still wants the GPUs "
+        "of this very grant (they are among its training GPUs and not held yet), so the search ends there with the "
+        "same answer; and the search begins with the same holders, since what a pipeline holds has no other holder."
     ),
     "answer-of-another-incarnation": (
         "No command's name is used twice (its term is on the disk before anybody hears of it), agents answer only "

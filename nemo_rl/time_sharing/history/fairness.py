@@ -70,9 +70,9 @@ class FairnessChecks:
     def _limit(self, name: str) -> float:
         return self._limits.get(name, 0.0)
 
-    def _at(self, time: float) -> None:
-        """Before what happens now: judges the plan that was carried out before."""
-        if time != self._plan.time:
+    def _at(self, time: float, *, of_plan: bool = False) -> None:
+        """Before what happens now, and may be part of a plan: judges the plan that was carried out before."""
+        if time != self._plan.time or (self._plan.claims and not of_plan):
             self._end_plan()
             self._plan = PlanSeen(-1, time)
 
@@ -135,17 +135,22 @@ class FairnessChecks:
 
     def _request_over(self, entry: Entry, event: ev.RequestDropped | ev.PriorityChanged) -> None:
         self._at(entry.time)
+        if isinstance(event, ev.PriorityChanged) and event.priority is Priority.ACTOR_TRAINING:
+            self._plan.train.add(event.pipeline)
         if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.requests.pop(event.cluster, None)
             pipeline.kept = None
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
-        self._at(entry.time)
+        self._at(entry.time, of_plan=True)
         if event.plan != self._plan.number:
             if self._plan.number >= 0:
                 self._end_plan()
                 self._plan = PlanSeen(event.plan, entry.time)
             self._plan.number = event.plan
+        if not self._plan.claims:
+            waits = ((p.held, p.requests.keys() - p.held.keys()) for p in self._pipelines.values())
+            self._plan.contended = self._partial or any(held and wanted for held, wanted in waits)
         pipeline = self._pipelines.get(event.pipeline)
         if pipeline is None:
             return
@@ -172,7 +177,9 @@ class FairnessChecks:
             pipeline.feed(entry.time)
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
-        self._at(entry.time)
+        self._at(entry.time, of_plan=True)
+        if event.priority is Priority.ACTOR_TRAINING:
+            self._plan.train.add(event.pipeline)
         if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             pipeline.fixed_claims.pop(event.cluster, None)
             pipeline.requests.pop(event.cluster, None)
@@ -186,7 +193,7 @@ class FairnessChecks:
     # Ranks and GPUs.
 
     def _rank(self, entry: Entry, event: ev.RankMoved) -> None:
-        self._at(entry.time)
+        self._at(entry.time, of_plan=True)
         pipeline = self._pipelines.get(event.pipeline)
         if pipeline is None:
             return
@@ -253,15 +260,14 @@ class FairnessChecks:
 
     def _check_kept(self, plan: PlanSeen) -> None:
         """One rank of whoever has waited too long for his first is left alone by those who are behind him."""
-        pipelines, aging = self._pipelines, self._limit("aging_s") * Priority.GENERATION
-        contended = self._partial or any(p.held and p.requests.keys() - p.held.keys() for p in pipelines.values())
-        for name, waiting in pipelines.items():
+        aging = self._limit("aging_s") * Priority.GENERATION
+        for name, waiting in self._pipelines.items():
             since = waiting.hungry_since
             if since is None or plan.time < since + aging + _EPS:
                 continue
-            judged = not contended and waiting.cools_until <= since and waiting.all_asleep and waiting.useful > 0
+            judged = not plan.contended and waiting.cools_until <= since and waiting.all_asleep and waiting.useful > 0
             trains = any(priority is Priority.ACTOR_TRAINING for _, priority in waiting.requests.values())
-            if not judged or trains or not self._quarantined.isdisjoint(waiting.mapping):
+            if not judged or trains or name in plan.train or not self._quarantined.isdisjoint(waiting.mapping):
                 waiting.kept = None
                 continue
             for claim, place in plan.places:

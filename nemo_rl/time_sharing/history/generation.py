@@ -31,13 +31,17 @@ class Eviction(NamedTuple):
 
 @dataclass(slots=True)
 class PlanSeen:
-    """One plan as it is carried out; `places` says of each claim where in the queue it stood."""
+    """One plan as it is carried out; `places` says of each claim where in the queue it stood, `train` who begins to
+    train by it, `contended` whether anybody held something and waited for more before it.
+    """
 
     number: int
     time: float
     evictions: list[Eviction] = field(default_factory=list)
     claims: list[ev.Claimed] = field(default_factory=list)
     places: list[tuple[ev.Claimed, float]] = field(default_factory=list)
+    train: set[str] = field(default_factory=set)
+    contended: bool = False
     was_hungry: set[str] = field(default_factory=set)
 
     def moves(self) -> Iterator[tuple[ev.Claimed, Eviction]]:

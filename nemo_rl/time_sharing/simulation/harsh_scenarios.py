@@ -63,9 +63,18 @@ def _lingering(drawn: _Drawn, rng: random.Random) -> _Drawn:
         "reap_fails": 0.5,
         "log_losses": rng.choice((0.0, 0.5)),
     }
-    limits, costs = drawn["limits"] | {"quarantine_s": rng.choice((4.0, 12.0))}, drawn["costs"] | {"reap_s": 1.0}
-    network = rng.choice((drawn["network"], {"delay_s": 0.05, "slow": 0.5, "slow_s": 4.0}))
+    limits = drawn["limits"] | {"quarantine_s": rng.choice((4.0, 12.0)), "reap_s": 8.0}
+    costs = drawn["costs"] | {"reap_s": 1.0}
+    network = rng.choice((drawn["network"], {"delay_s": 0.05, "slow": 0.6, "slow_s": 6.0}))
     return drawn | {"faults": drawn["faults"] | faults, "limits": limits, "costs": costs, "network": network}
+
+
+def _deaf(drawn: _Drawn, rng: random.Random) -> _Drawn:
+    """Agents do not hear the scheduler, which ends ranks while they serve and take new weights."""
+    faults = {"one_way_partitions": 300.0, "partition_s": 6.0, "scheduler_crashes": 20.0}
+    limits = drawn["limits"] | {"drain_s": 1.5, "sleep_s": 3.0, "reap_s": 8.0, "quarantine_s": 5.0}
+    costs = drawn["costs"] | {"refresh_s": 3.0, "start_s": 0.5}
+    return drawn | {"faults": drawn["faults"] | faults, "limits": limits, "costs": costs}
 
 
 def _tight(drawn: _Drawn, rng: random.Random) -> _Drawn:
@@ -137,6 +146,7 @@ _KINDS: tuple[Callable[[_Drawn, random.Random], _Drawn], ...] = (
     _late,
     _losing,
     _lingering,
+    _deaf,
     _tight,
     _leaving,
     _crowded,
