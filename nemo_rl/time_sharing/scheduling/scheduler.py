@@ -359,8 +359,9 @@ class Scheduler:
     def _finish_inventory(self) -> None:
         if not self.state.recovering:
             return
-        known = {name: pipeline.incarnation for name, pipeline in self.state.pipelines.items()}
-        unknown = any(command.incarnation > known.get(command.pipeline, -1) for command in self.state.commands.values())
+        known = {(name, pipeline.incarnation) for name, pipeline in self.state.pipelines.items()}
+        known |= {(quarantine.pipeline, quarantine.incarnation) for quarantine in self.state.quarantines}
+        unknown = any((c.pipeline, c.incarnation) not in known for c in self.state.commands.values())
         # One that is being ended may hold what it was given in the lost part of the log, and says so no more.
         unknown |= self.state.unsure and any(pipeline.fenced for pipeline in self.state.pipelines.values())
         if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:
