@@ -93,8 +93,8 @@ def _leaving(drawn: _Drawn, rng: random.Random) -> _Drawn:
         else job
         for job in drawn["jobs"]
     ]
-    costs = drawn["costs"] | {"start_s": 5.0, "drain_s": 1.0, "sleep_s": 1.0}
-    return drawn | {"jobs": jobs, "costs": costs, "faults": drawn["faults"] | {"drains": 60.0, "withdrawals": 200.0}}
+    costs = drawn["costs"] | {"start_s": 5.0, "drain_s": 2.0, "sleep_s": 3.0}
+    return drawn | {"jobs": jobs, "costs": costs, "faults": drawn["faults"] | {"drains": 150.0, "withdrawals": 200.0}}
 
 
 def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
