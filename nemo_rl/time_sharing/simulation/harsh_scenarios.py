@@ -131,7 +131,7 @@ def _nested(drawn: _Drawn, rng: random.Random) -> _Drawn:
         work = {"steps": 6, "groups": 2, "train_s": rng.uniform(0.5, 8), "reference_s": rng.uniform(0.5, 3)}
         jobs.append(job | mapped | work | {"arrive_s": 0.0, "log_probs_s": rng.choice((0.0, 1.0))})
     limits = drawn["limits"] | {"max_hold_s": 60.0}
-    faults = rng.choice(({"drains": 0.0}, {"drains": 60.0}, {"scheduler_crashes": 60.0, "agent_crashes": 30.0}))
+    faults = {"drains": 120.0} | rng.choice(({"log_losses": 0.0}, {"scheduler_crashes": 60.0, "agent_crashes": 30.0}))
     pool = {"nodes": 1, "gpus_per_node": 8}
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": faults | {"until_s": 600.0}}
 
