@@ -3,12 +3,14 @@ before that one can start, as far as past holds tell.
 
 How long holds last is worked out from grants and releases as rule 5 says: a moving average for each pipeline and kind,
 that of all pipelines where one has had none yet. Judged is a request that is passed alone, as the first in the queue,
-while its GPUs are held or free; what else may keep it waiting has no end that could be told from the record.
+while its GPUs are held or free; what else may keep it waiting has no end that could be told from the record. Where
+nothing else goes on, a request that could be let past so is let past, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +40,19 @@ class _Pipeline:
     holds: dict[str, _Hold] = field(default_factory=dict)
     usual: dict[Priority, float] = field(default_factory=dict)
     up: dict[int, Phase] = field(default_factory=dict)
-    guaranteed: bool = False
+    drained_at: dict[int, float] = field(default_factory=dict)
+    demand: int = 0
+    hungry_since: float | None = None
+    leaving: bool = False
+
+    def feed(self, time: float) -> None:
+        """Begins or ends the wait for a first rank, as far as ranks that are up tell."""
+        if self.demand <= 0 or any(phase is not Phase.ASLEEP for phase in self.up.values()):
+            self.hungry_since = None
+        elif self.hungry_since is None:
+            self.hungry_since = time
+
+    guaranteed: set[int] = field(default_factory=set)
 
 
 class PassingChecks:
@@ -50,13 +64,22 @@ class PassingChecks:
         self._pipelines: dict[str, _Pipeline] = {}
         self._withheld: set[int] = set()
         self._claims: dict[tuple[str, str, int], ev.Claimed] = {}
-        self._unknown = False
+        self._unknown = self._recovering = False
+        self._passed: Counter[str] = Counter()
+        self._changed_at = -1.0
+        self._plan_at = -1.0
+        self._expected: dict[tuple[str, str], str] = {}
+        """Who must be let past whom by the plan of `_plan_at`."""
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
             ev.PoolOpened: self._opened,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
+            ev.SchedulerStarted: self._started,
+            ev.InventoryDone: self._inventory_done,
+            ev.Leaving: self._leaving,
+            ev.DemandReported: self._demand,
             ev.Fenced: self._fenced,
             ev.Requested: self._requested,
             ev.RequestDropped: self._dropped,
@@ -73,12 +96,29 @@ class PassingChecks:
     def tail_lost(self, entry: Entry) -> None:
         """What is known of holds may have been forgotten, for good."""
         self._unknown = True
+        self._expected = {}
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
         """Nothing here is open."""
 
     def _opened(self, entry: Entry, event: ev.PoolOpened) -> None:
         self._limits = dict(event.limits)
+
+    def _started(self, entry: Entry, event: ev.SchedulerStarted) -> None:
+        self._recovering = event.term > 1
+
+    def _inventory_done(self, entry: Entry, event: ev.InventoryDone) -> None:
+        self._recovering = False
+
+    def _leaving(self, entry: Entry, event: ev.Leaving) -> None:
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
+            pipeline.leaving = True
+
+    def _demand(self, entry: Entry, event: ev.DemandReported) -> None:
+        self._end_plan(entry.time)
+        if (pipeline := self._pipelines.get(event.pipeline)) is not None:
+            pipeline.demand = max(event.target - event.done, 0)
+            pipeline.feed(entry.time)
 
     def _registered(self, entry: Entry, event: ev.Registered) -> None:
         self._pipelines[event.pipeline] = _Pipeline({cluster.name: cluster.gpus for cluster in event.clusters})
@@ -92,6 +132,7 @@ class PassingChecks:
             pipeline.requests.clear()
 
     def _requested(self, entry: Entry, event: ev.Requested) -> None:
+        self._end_plan(entry.time)
         if (pipeline := self._pipelines.get(event.pipeline)) is not None:
             key = entry.time + event.priority * self._limits.get("aging_s", 0.0)
             pipeline.requests[event.cluster] = (key, event)
@@ -114,11 +155,13 @@ class PassingChecks:
         if pipeline is None:
             return
         pipeline.requests.pop(event.cluster, None)
+        self._changed_at = entry.time
         if (hold := pipeline.holds.get(event.cluster)) is not None:
             _learn(pipeline, hold, entry.time)
             hold.priority, hold.since = event.priority, entry.time
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
+        self._end_plan(entry.time)
         pipeline = self._pipelines.get(event.pipeline)
         if pipeline is not None and (hold := pipeline.holds.pop(event.cluster, None)) is not None:
             _learn(pipeline, hold, entry.time)
@@ -127,8 +170,14 @@ class PassingChecks:
         if event.phase in (Phase.WAKING, Phase.BUILDING):
             self._claims.pop((event.pipeline, "actor_infer", event.rank), None)
         if (pipeline := self._pipelines.get(event.pipeline)) is not None:
+            if event.phase is Phase.DRAINING and pipeline.up.get(event.rank) is Phase.ACTIVE:
+                pipeline.drained_at[event.rank] = entry.time
             pipeline.up[event.rank] = event.phase
-            pipeline.guaranteed = pipeline.guaranteed or event.guaranteed
+            if event.guaranteed:
+                pipeline.guaranteed.add(event.rank)
+            elif event.phase is Phase.ASLEEP:
+                pipeline.guaranteed.discard(event.rank)
+            pipeline.feed(entry.time)
 
     def _quarantined(self, entry: Entry, event: ev.GpusQuarantined) -> None:
         self._withheld.update(event.gpus)
@@ -137,6 +186,14 @@ class PassingChecks:
         self._withheld.difference_update(event.gpus)
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
+        self._end_plan(entry.time)
+        if self._plan_at != entry.time:
+            self._plan_at, self._expected = entry.time, self._could_pass(entry.time)
+        self._expected.pop((event.pipeline, event.cluster), None)
+        for name, cluster in list(self._expected):
+            if not set(self._pipelines[name].clusters[cluster]).isdisjoint(event.gpus):
+                del self._expected[name, cluster]
+        self._passed.update(event.passed)
         pipeline = self._pipelines.get(event.pipeline)
         if event.passed and pipeline is not None and not self._unknown:
             self._check_passing(entry, event, pipeline)
@@ -163,6 +220,62 @@ class PassingChecks:
                 )
             )
 
+    def _end_plan(self, time: float) -> None:
+        if time != self._plan_at and self._expected:
+            for (name, cluster), what in self._expected.items():
+                self.found.append((9, f"{name}/{cluster} is not let past {what}"))
+            self._expected = {}
+
+    def _could_pass(self, now: float) -> dict[tuple[str, str], str]:
+        """Who must be let past before what a plan does now: the second of the queue, where the first waits for holds
+        that last longer, and nothing else keeps the second waiting.
+        """
+        quiet = not (self._unknown or self._recovering or self._withheld) and self._changed_at != now
+        aging = self._limits.get("aging_s", 0.0) * Priority.GENERATION
+        waiting: list[tuple[float, str, ev.Requested]] = []
+        for name, pipeline in self._pipelines.items():
+            nested = pipeline.holds and pipeline.requests.keys() - pipeline.holds.keys()
+            starved = pipeline.hungry_since is not None and now > pipeline.hungry_since + aging - _EPS
+            if nested or starved or pipeline.leaving:
+                quiet = False
+            claimed = {cluster for who, cluster, rank in self._claims if who == name and rank < 0}
+            for cluster, (key, request) in pipeline.requests.items():
+                if cluster not in pipeline.holds and cluster not in claimed:
+                    waiting.append((key, name, request))
+        if not quiet or len(waiting) < 2 or self._limits.get("max_initialising"):
+            return {}
+        (_, first, ahead), (_, second, behind) = sorted(waiting, key=lambda item: item[0])[:2]
+        label, pipeline = f"{first}#{ahead.request}", self._pipelines[second]
+        gpus, seconds = set(pipeline.clusters[behind.cluster]), pipeline.usual.get(behind.priority)
+        passed_on = self._passed[label] >= self._limits.get("max_backfills", 0)
+        if first == second or seconds is None or passed_on or not self._is_free(now, second, gpus):
+            return {}
+        begins = self._held_until(now, self._pipelines[first].clusters[ahead.cluster])
+        return {(second, behind.cluster): f"{first}/{ahead.cluster}"} if begins > now + seconds + 0.1 else {}
+
+    def _is_free(self, now: float, name: str, gpus: set[int]) -> bool:
+        """Whether nobody has these GPUs but ranks that serve, and none of the pipeline's own is on its way up."""
+        if any(not gpus.isdisjoint(claim.gpus) or claim.pipeline == name for claim in self._claims.values()):
+            return False
+        for other, pipeline in self._pipelines.items():
+            if any(not gpus.isdisjoint(hold.gpus) for hold in pipeline.holds.values()):
+                return False
+            if other != name and gpus.isdisjoint(pipeline.clusters["actor_infer"]):
+                continue
+            moving = [r for r, phase in pipeline.up.items() if phase not in (Phase.ASLEEP, Phase.ACTIVE)]
+            if pipeline.guaranteed or any(pipeline.drained_at.get(rank) != now for rank in moving):
+                return False
+        return True
+
+    def _held_until(self, now: float, gpus: tuple[int, ...]) -> float:
+        ends = [
+            hold.since + self._usual(pipeline, hold.priority)
+            for pipeline in self._pipelines.values()
+            for hold in pipeline.holds.values()
+            if not set(gpus).isdisjoint(hold.gpus)
+        ]
+        return max(ends, default=now)
+
     def _begins(self, now: float, event: ev.Claimed) -> float:
         """When the request that is passed is expected to begin; infinity where that cannot be told."""
         name, _, number = event.passed[0].rpartition("#")
@@ -185,7 +298,8 @@ class PassingChecks:
                     return math.inf
             infer, ranks = pipeline.clusters["actor_infer"], pipeline.up
             moving = any(phase is not Phase.ASLEEP and phase is not Phase.ACTIVE for phase in ranks.values())
-            if (moving or pipeline.guaranteed) and not gpus.isdisjoint(infer):
+            hungry = pipeline.hungry_since is not None
+            if (moving or hungry or pipeline.guaranteed) and not gpus.isdisjoint(infer):
                 return math.inf
             for hold in pipeline.holds.values():
                 if not gpus.isdisjoint(hold.gpus):

@@ -113,7 +113,7 @@ def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
         work = {"steps": 8, "groups": 2, "train_s": train_s, "log_probs_s": rng.choice((0.0, 0.5))}
         samples = {"samples_per_group": 4, "tokens": {"median": 60, "sigma": 0.8, "max": 1000}}
         jobs.append(job | mapped | work | samples | {"arrive_s": 0.0, "init_s": rng.choice((0.3, 3.0))})
-    limits = drawn["limits"] | {"aging_s": rng.choice((1.0, 5.0)), "max_backfills": rng.choice((0, 1, 3))}
+    limits = drawn["limits"] | {"aging_s": rng.choice((1.0, 20.0)), "max_backfills": rng.choice((0, 1, 3))}
     limits["max_initialising"] = 0
     pool = {"nodes": 1, "gpus_per_node": 8}
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": {}}
