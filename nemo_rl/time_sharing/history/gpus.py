@@ -29,6 +29,8 @@ class GpuChecks:
         self._live: set[str] = set()
         """Pipelines that are registered and not fenced, so that they say themselves what they hold."""
         self._unsure: set[int] = set()
+        self._perhaps_held: set[int] = set()
+        """GPUs that the scheduler may take for held though their lease ended in the part of the log that was lost."""
         self._perhaps: set[_Quarantine] = set()
         """Quarantines from before the log lost its end, which the scheduler may have forgotten."""
         self._clusters: dict[str, dict[str, ClusterSpec]] = {}
@@ -57,6 +59,8 @@ class GpuChecks:
     def tail_lost(self, entry: Entry) -> None:
         self._gap = True
         self._unsure = self._leases.keys() | self._quarantined.keys()
+        clusters = (cluster for known in self._clusters.values() for cluster in known.values())
+        self._perhaps_held = {gpu for cluster in clusters for gpu in cluster.gpus} - self._leases.keys()
         self._perhaps = set().union(*self._quarantined.values())
         self._newest_epoch = 0
 
@@ -115,6 +119,7 @@ class GpuChecks:
             if not self._quarantined.pop(gpu, set()) <= self._perhaps:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while it is in quarantine")
             self._leases[gpu] = holder
+            self._perhaps_held.discard(gpu)
 
     def _unlease(self, gpus: Iterable[int], holder: str) -> None:
         for gpu in gpus:
@@ -122,7 +127,7 @@ class GpuChecks:
             if mine:
                 del self._leases[gpu]
                 self._unsure.discard(gpu)
-            elif sure:
+            elif sure and gpu not in self._perhaps_held:
                 self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'nobody')} holds")
                 self._leases.pop(gpu, None)
             occupied = self._memory.get(gpu)
@@ -175,11 +180,14 @@ class GpuChecks:
                 self._bad(10, f"GPU {gpu} leaves quarantine while {self._memory[gpu]} occupies its memory")
 
     def _taken(self, entry: Entry, event: ev.MemoryTaken) -> None:
-        holder = f"{entry.source.partition('/')[0]}/{event.what}"
+        name = entry.source.partition("/")[0]
+        holder = f"{name}/{event.what}"
         for gpu in event.gpus:
             if gpu in self._memory:
                 self._bad(1, f"{holder} takes memory of GPU {gpu} while {self._memory[gpu]} occupies it")
-            if self._leases.get(gpu) != holder and not self._gap:
+            # One that could not be ended may go on with what is withheld for its sake.
+            lingers = gpu not in self._leases and any(q[1] == name for q in self._quarantined.get(gpu, ()))
+            if self._leases.get(gpu) != holder and not self._gap and not lingers:
                 self._bad(
                     1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'nobody')}"
                 )

@@ -124,6 +124,8 @@ class PassingChecks:
         self._pipelines[event.pipeline] = _Pipeline({cluster.name: cluster.gpus for cluster in event.clusters})
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
+        for label in [label for label in self._passed if label.rpartition("#")[0] == event.pipeline]:
+            del self._passed[label]
         self._pipelines.pop(event.pipeline, None)
         self._claims = {key: claim for key, claim in self._claims.items() if key[0] != event.pipeline}
 

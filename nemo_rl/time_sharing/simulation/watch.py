@@ -39,7 +39,7 @@ class SchedulerWatch:
         self._heard: dict[tuple[str, int], tuple[int, float]] = {}
         """Number and time of the newest status, by pipeline and incarnation."""
         self._took_stock: set[str] = set()
-        self._spared_at = now
+        self._began = self._spared_at = now
         self._isolated = False
 
     def looked(self, state: SchedulerState, now: float, real: float) -> None:
@@ -69,7 +69,7 @@ class SchedulerWatch:
             newest, _ = self._heard.get(key, (-1, 0.0))
             if status.seq > newest:
                 self._heard[key] = (status.seq, now)
-            if status.term >= state.term or not state.recovering or pipeline.registered_at >= self._spared_at:
+            if status.term >= state.term or not state.recovering or pipeline.registered_at >= self._began:
                 self._took_stock.add(status.pipeline)
         return len(self._entries)
 
