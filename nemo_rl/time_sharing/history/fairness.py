@@ -209,6 +209,7 @@ class FairnessChecks:
                     own or self._gap or self._recovering,
                 )
             )
+        self._plan.turns |= event.phase is Phase.DRAINING and before is not Phase.ACTIVE
         pipeline.moved(event, entry.time)
         if event.phase is Phase.FAILED:
             pipeline.cools_until = entry.time + 2 * self._limit("quarantine_s")
@@ -234,8 +235,8 @@ class FairnessChecks:
         due = float("inf") if since is None else since + self._limit("aging_s") * Priority.GENERATION
         if event.guaranteed and entry.time < due - _EPS:
             self._bad(f"{who} is guaranteed, its pipeline has waited for a rank since {since}")
-        # What a request leaves of a rank that is evicted for it may be had by anybody.
-        spare = any(claim.rank < 0 for claim in self._plan.claims)
+        # What a request leaves of a rank that makes way for it may be had by anybody.
+        spare = self._plan.turns or any(claim.rank < 0 for claim in self._plan.claims)
         if not event.guaranteed and entry.time > due + _EPS and not pipeline.held and not spare:
             self._bad(f"{who} is not guaranteed, though its pipeline has waited for a first rank since {since}")
 

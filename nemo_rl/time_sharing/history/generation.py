@@ -32,7 +32,8 @@ class Eviction(NamedTuple):
 @dataclass(slots=True)
 class PlanSeen:
     """One plan as it is carried out; `places` says of each claim where in the queue it stood, `train` who begins to
-    train by it, `contended` whether anybody held something and waited for more before it.
+    train by it, `contended` whether anybody held something and waited for more before it, `turns` whether a rank turns round that
+    was on its way up.
     """
 
     number: int
@@ -42,6 +43,7 @@ class PlanSeen:
     places: list[tuple[ev.Claimed, float]] = field(default_factory=list)
     train: set[str] = field(default_factory=set)
     contended: bool = False
+    turns: bool = False
     was_hungry: set[str] = field(default_factory=set)
 
     def moves(self) -> Iterator[tuple[ev.Claimed, Eviction]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.agents.agent import Agent
@@ -28,43 +27,12 @@ from nemo_rl.time_sharing.protocol.types import (
 )
 from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
+from nemo_rl.time_sharing.simulation.lives import Group, Life
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.simulation.world import World
-
-
-@dataclass(slots=True)
-class Group:
-    """A prompt group on its way: how many of its samples are missing, and the step it is for."""
-
-    name: str
-    step: int
-    missing: int
-    tokens: int = 0
-    version: int = 0
-    committed: bool = False
-
-
-@dataclass(slots=True)
-class Life:
-    """One incarnation of a job: everything that dies with its processes."""
-
-    incarnation: int
-    agent: Agent
-    watch: AgentWatch
-    generation: Generation
-    record: Record
-    groups: dict[str, Group] = field(default_factory=dict)
-    missing: int = 0
-    admitted_step: int = -1
-    validating: int = 0
-    validated: int = -1
-    started_ranks: set[int] = field(default_factory=set)
-    initialised: bool = False
-    dead: bool = False
 
 
 class SimulatedJob:
@@ -428,8 +396,11 @@ class SimulatedJob:
         return True
 
     def _ask_again(self, life: Life, want: Want) -> None:
-        if not life.agent.leaving and want.cluster not in life.agent.wants:
-            life.agent.want(want.cluster, want.priority, want.step, self.world.loop.now)
+        agent, held = life.agent, life.agent.holds.get(want.cluster)
+        done = life.initialised if want.priority is Priority.INITIALIZATION else want.step != agent.published
+        goes_on = held is None or (held.priority, want.priority) == (Priority.OLD_LOG_PROBS, Priority.ACTOR_TRAINING)
+        if not agent.leaving and want.cluster not in agent.wants and goes_on and not done:
+            agent.want(want.cluster, want.priority, want.step, self.world.loop.now)
 
     def routing_changed(self, rank: int, active: bool) -> None:
         if self.life is not None:
