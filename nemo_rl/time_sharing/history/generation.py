@@ -32,8 +32,8 @@ class Eviction(NamedTuple):
 @dataclass(slots=True)
 class PlanSeen:
     """One plan as it is carried out; `places` says of each claim where in the queue it stood, `train` who begins to
-    train by it, `contended` whether anybody held something and waited for more before it, `turns` whether a rank turns round that
-    was on its way up.
+    train by it, `contended` whether anybody held something and waited for more before it, `turns` whether a rank that
+    was on its way up turns round.
     """
 
     number: int
