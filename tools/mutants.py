@@ -4,8 +4,9 @@
 
 Each mutant is applied to a copy of the package and runs the soak's scenarios in a process of its own until one of them
 is bad: the checker names a violation, a job never ends or ends far too late, the validator refuses a plan, something
-raises, or a scenario takes far longer than any sound one. For those that survive it says in how many of the scenarios
-the changed lines are reached at all. Exit status 1 unless every mutant is found.
+raises, a scenario takes far longer than any sound one, or 300 scenarios leave out what sound ones reach. Mutants that
+the file shows to be EQUIVALENT are not run. For those that survive it says in how many of the scenarios the changed
+lines are reached at all. Exit status 1 unless every other mutant is found.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _LATE_S = 3200.0
 _SCENARIO_S = 30
 """Seconds of a core; a sound scenario takes one or two."""
 _MEMORY = 8 << 30
+_ENOUGH = 300
+"""So many scenarios reach everything that the soak expects."""
 _SLOWDOWN = 20.0
 """How many times slower than on a core of its own a process may be on a busy machine."""
 
@@ -58,14 +61,17 @@ class Found(NamedTuple):
     by: str
 
 
-def load_mutants(path: Path) -> list[Mutant]:
-    """The MUTANTS of a Python file. Raises SystemExit for one that does not fit the package as it is."""
-    mutants = [Mutant(*mutant) for mutant in runpy.run_path(str(path))["MUTANTS"]]
+def load_mutants(path: Path) -> tuple[list[Mutant], dict[str, str]]:
+    """The MUTANTS of a Python file, and why some of them are EQUIVALENT to the sound code. Raises SystemExit for one
+    that does not fit the package as it is.
+    """
+    given = runpy.run_path(str(path))
+    mutants = [Mutant(*mutant) for mutant in given["MUTANTS"]]
     for mutant in mutants:
         count = (ROOT / PACKAGE / mutant.file).read_text().count(mutant.old)
         if count != 1:
             raise SystemExit(f"{path}: {mutant.name}: {mutant.file} must hold its old text once, found {count} times")
-    return mutants
+    return mutants, given.get("EQUIVALENT", {})
 
 
 def try_mutant(mutant: Mutant, first: int, scenarios: int, seconds: float) -> Found:
@@ -108,13 +114,19 @@ def _run(package: Path, arguments: Sequence[str], seconds: float) -> Iterator[An
 
 def judge_here(first: int, scenarios: int, seconds: float) -> None:
     """Says in a line of JSON each what is bad of each scenario ("": nothing), and stops at the first that is."""
+    from nemo_rl.time_sharing.simulation.coverage import EXPECTED
     from nemo_rl.time_sharing.simulation.soak import run_scenario
 
     _prepare()
+    left_out = dict.fromkeys(EXPECTED)
     for seed in range(first, first + scenarios):
         signal.setitimer(signal.ITIMER_PROF, _SCENARIO_S)
         try:
-            bad = _problem(run_scenario(seed))
+            verdict = run_scenario(seed)
+            left_out = {what: None for what in left_out if not verdict.reached[what]}
+            bad = _problem(verdict)
+            if not bad and left_out and seed == first + scenarios - 1 and scenarios >= _ENOUGH:
+                bad = f"left out: {'; '.join(left_out)}"
         except Exception as error:  # noqa: BLE001 -- whatever a mutant raises has found it
             bad = f"{type(error).__name__}: {error}"
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -211,13 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenarios", type=int, default=300, help="for each mutant (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each mutant at most (default: %(default)s)")
     chosen = parser.parse_args(arguments)
-    mutants = load_mutants(chosen.mutants)
+    mutants, equivalent = load_mutants(chosen.mutants)
     if chosen.only:
         unknown = sorted(set(chosen.only) - {mutant.name for mutant in mutants})
         if unknown:
             parser.error(f"--only: {chosen.mutants} has no {', '.join(unknown)}")
         mutants = [mutant for mutant in mutants if mutant.name in chosen.only]
-    survivors = []
+    survivors, alike = [], [mutant for mutant in mutants if mutant.name in equivalent]
+    for mutant in alike:
+        print(f"{mutant.name:<40} EQUIVALENT: {equivalent[mutant.name]}", flush=True)
+    mutants = [mutant for mutant in mutants if mutant not in alike]
     for mutant in mutants:
         began = time.monotonic()
         found = try_mutant(mutant, chosen.first, chosen.scenarios, chosen.seconds)
@@ -225,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{mutant.name:<40} {found.scenarios:>4} {took}  {found.by or 'SURVIVES: ' + mutant.what}", flush=True)
         if not found.by:
             survivors.append(mutant)
-    print(f"\n{len(mutants) - len(survivors)} of {len(mutants)} found")
+    print(
+        f"\n{len(mutants) - len(survivors)} of {len(mutants)} found" + (f", {len(alike)} equivalent" if alike else "")
+    )
     if survivors:
         for name, times in reached(survivors, chosen.first, min(chosen.scenarios, 100)).items():
             print(f"{name:<40} its lines are run in {times} of {min(chosen.scenarios, 100)} scenarios")

@@ -739,3 +739,17 @@ MUTANTS = (
         "a rank that is drained still gets requests",
     ),
 )
+
+EQUIVALENT = {
+    "cycle-of-holds-missed": (
+        "Whoever may want what a pipeline holds leads the search to that pipeline itself, which still wants the GPUs "
+        "of this very grant (they are among its training GPUs and not held yet), so the search ends there with the "
+        "same answer; and the search begins with the same holders, since what a pipeline holds has no other holder."
+    ),
+    "answer-of-another-incarnation": (
+        "No command's name is used twice (its term is on the disk before anybody hears of it), agents answer only "
+        "commands to their own incarnation, and the daemon that ends processes repeats the incarnation of its command: "
+        "an answer to an open command has always the incarnation of the command. That agents look is another mutant."
+    ),
+}
+"""Mutants that change nothing, and why."""

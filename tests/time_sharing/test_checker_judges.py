@@ -253,7 +253,7 @@ def test_pipelines_may_hold_what_a_log_that_is_lost_as_a_whole_had_given_them() 
         (5.0, ev.PoolOpened(1, 4, LIMITS)),
         (5.0, ev.SchedulerStarted(2, complete=False)),
         (6.0, A),
-        (7.0, ev.InventoryDone(2)),
+        (36.0, ev.InventoryDone(2)),
     ]
     lines: list[tuple[float, object, str]] = [
         (1.0, held, "a/driver"),

@@ -92,6 +92,24 @@ def test_a_life_whose_registration_the_log_has_lost_is_ended_before_its_gpus_are
     assert terms[-1] > 100, "what agents answer from memory is of other terms"
 
 
+def test_nothing_is_given_on_while_a_life_that_the_log_has_lost_is_being_ended_though_the_next_is_registered() -> None:
+    bench = Bench(2)
+    limits = {"lease_s": 10.0, "isolation_s": 0.0, "plan_interval_s": 0.0}
+    log = [replace(bench.record.entries[0], event=ev.PoolOpened(1, 2, limits)), *bench.record.entries[1:]]
+    again = Bench(2)
+    again.scheduler.recover(log, 0.0, complete=False)
+    again.scheduler.status(Status("a", 1, 1, awake=((0, 7),)), 0.0)
+    (reap,) = again.inbox
+    again.inbox.clear()
+    again.register("a", [0], [0, 1], incarnation=2)
+    for second in range(1, 11):
+        again.scheduler.tick(float(second))
+    assert again.state.recovering and reap.incarnation == 1
+    again.now = 10.0
+    again._answer(reap)
+    assert not again.state.recovering
+
+
 def test_a_log_in_which_an_incarnation_was_used_twice_does_not_keep_its_pipeline_for_ever() -> None:
     bench = Bench(2)
     bench.register("a", [0], [0, 1])

@@ -14,7 +14,7 @@ import pytest
 from nemo_rl.time_sharing.agents import scheduler_actor
 from nemo_rl.time_sharing.agents.scheduler_actor import SchedulerActor
 from nemo_rl.time_sharing.log import log_end
-from nemo_rl.time_sharing.log.events import PoolOpened, SchedulerStarted
+from nemo_rl.time_sharing.log.events import PoolOpened, Registered, SchedulerStarted
 from nemo_rl.time_sharing.log.segments import SegmentedLog
 from nemo_rl.time_sharing.protocol.topology import Pool, StillRegistered
 from nemo_rl.time_sharing.protocol.types import (
@@ -110,9 +110,36 @@ def test_commands_of_a_scheduler_without_the_end_of_its_log_leave_when_its_term_
     assert on_disk and b'"term":1001' in on_disk[-1]
     log.sign("here/2")
     on_disk.clear()
-    log.emit(SchedulerStarted(1002))
+    log.emit(PoolOpened(1, 2))
     log.flush()
     assert not on_disk, "a signed log need not wait for the disk"
+
+
+@pytest.mark.parametrize("event", [SchedulerStarted(1002), Registered("p", 0, "p", ())])
+def test_a_term_and_a_registration_are_on_the_disk_before_an_agent_knows_of_them(
+    event: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "scheduler.jsonl"
+    write(path, "here/1")
+    on_disk: list[bytes] = []
+    log = SegmentedLog(path, "here/1", clock=lambda: 9.0)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(path.read_bytes()))
+    log.emit(event)
+    log.flush()
+    log.flush()
+    assert on_disk == [path.read_bytes()]
+
+
+def test_a_scheduler_has_written_its_term_before_it_answers_anybody() -> None:
+    written: list[int] = []
+
+    class Log(MemoryRecord):
+        def flush(self) -> None:
+            written.append(len(self.entries))
+
+    log = Log()
+    Scheduler(log, lambda command: None, SteadyClock()).open(Pool(1, 2), Limits(), 0.0)
+    assert isinstance(log.entries[-1].event, SchedulerStarted) and written == [len(log.entries)]
 
 
 def test_a_log_from_before_logs_were_signed_may_have_lost_its_end(tmp_path: Path) -> None:

@@ -128,6 +128,24 @@ def test_what_a_later_life_occupies_is_kept_while_an_earlier_one_is_being_ended(
     }
 
 
+def test_what_others_had_before_the_log_lost_its_end_is_kept_with_a_pipeline_that_cannot_be_ended() -> None:
+    bench = Bench(2)
+    bench.register("a", [0], [0, 1])
+    bench.register("b", [0], [0, 1])
+    bench.status("b", demand=Demand(100, 0, 1, 1))
+    bench.settle(5.0)
+    assert bench.phases("b") == {0: "active", 1: "active"}
+    again = Bench(2)
+    again.failing.add(("a", Verb.REAP))
+    again.scheduler.recover(bench.record.entries, bench.now, complete=False)
+    again.now = bench.now
+    # In the part that is lost the ranks may have gone to sleep for those of the other.
+    again.scheduler.unregister("a", again.now)
+    again.settle(5.0)
+    assert "a" not in again.state.pipelines and again.state.quarantined == {0, 1}
+    assert again.phases("b") == {0: "active", 1: "active"}
+
+
 def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
     bench = stuck_rank()
     bench.failing.clear()
@@ -139,10 +157,20 @@ def test_the_end_of_a_pipeline_is_the_end_of_its_stuck_ranks() -> None:
 # What the checker says of it.
 
 
+def ended_before(event: object) -> list[object]:
+    """The end of the processes from which a quarantine, or its end, follows."""
+    if not isinstance(event, ev.GpusQuarantined | ev.GpusCleared):
+        return []
+    outcome = "done" if isinstance(event, ev.GpusCleared) else "failed"
+    reap = ev.CommandSent("1.1", event.pipeline, "reap", event.rank, "", 1, 60.0, event.incarnation)
+    return [reap, ev.CommandEnded("1.1", outcome)]
+
+
 def judged(*events: object) -> set[int]:
     wakes = [ev.RankMoved("a", 0, phase, 1) for phase in (Phase.WAKING, Phase.DRAINING, Phase.FAILED)]
     taken = [(1.0, ev.MemoryTaken("rank 0", (0,)), "a/driver")]
-    lines = [(2.0, event, "a/reaper" if isinstance(event, ev.MemoryFreed) else "scheduler") for event in events]
+    behind_reaps = [event for given in events for event in (*ended_before(given), given)]
+    lines = [(2.0, event, "a/reaper" if isinstance(event, ev.MemoryFreed) else "scheduler") for event in behind_reaps]
     others = registered("b", infer=(0,))
     entries: list[Entry] = record(
         (0.5, registered("a")), (0.6, others), (1.0, wakes[0]), *taken, (1.5, wakes[1]), (1.6, wakes[2]), *lines

@@ -12,9 +12,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.time_sharing.history.clocks import Clocks
+from nemo_rl.time_sharing.history.ends import EndChecks
+from nemo_rl.time_sharing.history.fairness import FairnessChecks
 from nemo_rl.time_sharing.history.gaps import lost_tails
 from nemo_rl.time_sharing.history.gpus import GpuChecks
 from nemo_rl.time_sharing.history.order import OrderChecks
+from nemo_rl.time_sharing.history.passing import PassingChecks
 from nemo_rl.time_sharing.history.prompts import PromptChecks
 from nemo_rl.time_sharing.history.rules import RuleChecks
 from nemo_rl.time_sharing.history.sense import Sense
@@ -86,7 +89,17 @@ def check(entries: Iterable[Entry], *, first_only: bool = False, ended: bool = T
     record = entries if isinstance(entries, Sequence) else list(entries)
     refuse_nothing(record)
     sense, clocks = Sense(), Clocks()
-    groups: list[Checks] = [GpuChecks(), PromptChecks(), OrderChecks(), WaitChecks(), StarvationChecks(), RuleChecks()]
+    groups: list[Checks] = [
+        GpuChecks(),
+        PromptChecks(),
+        OrderChecks(),
+        WaitChecks(),
+        StarvationChecks(),
+        RuleChecks(),
+        EndChecks(),
+        FairnessChecks(),
+        PassingChecks(),
+    ]
     if not any(isinstance(entry.event, ev.PoolOpened) for entry in record):
         # One run by itself: its parts are one pipeline, and nobody lends it accelerators.
         record = [replace(entry, source=f"run/{entry.source.partition('/')[2] or entry.source}") for entry in record]

@@ -29,6 +29,10 @@ class GpuChecks:
         self._live: set[str] = set()
         """Pipelines that are registered and not fenced, so that they say themselves what they hold."""
         self._unsure: set[int] = set()
+        self._perhaps_held: set[int] = set()
+        """GPUs that the scheduler may take for held though their lease ended in the part of the log that was lost."""
+        self._perhaps: set[_Quarantine] = set()
+        """Quarantines from before the log lost its end, which the scheduler may have forgotten."""
         self._clusters: dict[str, dict[str, ClusterSpec]] = {}
         self._leases: dict[int, str] = {}
         self._memory: dict[int, str] = {}
@@ -55,6 +59,9 @@ class GpuChecks:
     def tail_lost(self, entry: Entry) -> None:
         self._gap = True
         self._unsure = self._leases.keys() | self._quarantined.keys()
+        clusters = (cluster for known in self._clusters.values() for cluster in known.values())
+        self._perhaps_held = {gpu for cluster in clusters for gpu in cluster.gpus} - self._leases.keys()
+        self._perhaps = set().union(*self._quarantined.values())
         self._newest_epoch = 0
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
@@ -107,12 +114,12 @@ class GpuChecks:
         for gpu in gpus:
             if gpu in self._unsure:
                 self._unsure.remove(gpu)
-                self._quarantined.pop(gpu, None)
             elif gpu in self._leases:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while {self._leases[gpu]} holds it")
-            if gpu in self._quarantined:
+            if not self._quarantined.pop(gpu, set()) <= self._perhaps:
                 self._bad(1, f"GPU {gpu} is granted to {holder} while it is in quarantine")
             self._leases[gpu] = holder
+            self._perhaps_held.discard(gpu)
 
     def _unlease(self, gpus: Iterable[int], holder: str) -> None:
         for gpu in gpus:
@@ -120,7 +127,7 @@ class GpuChecks:
             if mine:
                 del self._leases[gpu]
                 self._unsure.discard(gpu)
-            elif sure:
+            elif sure and gpu not in self._perhaps_held:
                 self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'nobody')} holds")
                 self._leases.pop(gpu, None)
             occupied = self._memory.get(gpu)
@@ -153,12 +160,15 @@ class GpuChecks:
             if holder.startswith(f"{name}/"):
                 self._unlease([gpu], holder)
         for gpu, holder in self._memory.items():
-            if holder.startswith(f"{name}/") and gpu not in self._quarantined:
+            # A later incarnation, whose registration was lost, may occupy what this one had.
+            if holder.startswith(f"{name}/") and gpu not in self._quarantined and not self._gap:
                 self._bad(10, f"{name} is unregistered while {holder} occupies memory of GPU {gpu}")
 
     def _quarantine(self, entry: Entry, event: ev.GpusQuarantined) -> None:
+        made = (event.gpus, event.pipeline, event.incarnation, event.rank)
+        self._perhaps.discard(made)
         for gpu in event.gpus:
-            self._quarantined.setdefault(gpu, set()).add((event.gpus, event.pipeline, event.incarnation, event.rank))
+            self._quarantined.setdefault(gpu, set()).add(made)
 
     def _cleared(self, entry: Entry, event: ev.GpusCleared) -> None:
         over = (event.gpus, event.pipeline, event.incarnation, event.rank)
@@ -166,15 +176,18 @@ class GpuChecks:
             left = {q for q in self._quarantined.pop(gpu, ()) if q != over and (event.pipeline or q[0] != event.gpus)}
             if left:
                 self._quarantined[gpu] = left
-            elif gpu in self._memory:
+            elif gpu in self._memory and self._leases.get(gpu) != self._memory[gpu] and not self._gap:
                 self._bad(10, f"GPU {gpu} leaves quarantine while {self._memory[gpu]} occupies its memory")
 
     def _taken(self, entry: Entry, event: ev.MemoryTaken) -> None:
-        holder = f"{entry.source.partition('/')[0]}/{event.what}"
+        name = entry.source.partition("/")[0]
+        holder = f"{name}/{event.what}"
         for gpu in event.gpus:
             if gpu in self._memory:
                 self._bad(1, f"{holder} takes memory of GPU {gpu} while {self._memory[gpu]} occupies it")
-            if self._leases.get(gpu) != holder and not self._gap:
+            # One that could not be ended may go on with what is withheld for its sake.
+            lingers = gpu not in self._leases and any(q[1] == name for q in self._quarantined.get(gpu, ()))
+            if self._leases.get(gpu) != holder and not self._gap and not lingers:
                 self._bad(
                     1, f"{holder} takes memory of GPU {gpu}, which is granted to {self._leases.get(gpu, 'nobody')}"
                 )

@@ -167,6 +167,8 @@ class RuleChecks:
         if event.incarnation <= before:
             self._bad(f"{name} is registered as incarnation {event.incarnation} after {before}")
         self._incarnations[name] = max(before, event.incarnation)
+        # Each incarnation numbers its requests anew.
+        self._passed = {label: times for label, times in self._passed.items() if label.rpartition("#")[0] != name}
         if not 0 <= event.min_share <= event.max_share <= 1 or event.max_share == 0 or event.weight <= 0:
             self._bad(
                 f"{name} is registered with weight {event.weight:g} and shares from {event.min_share:g} to "
@@ -315,8 +317,8 @@ class RuleChecks:
             self._bad(f"{who} goes from {rank.phase.value} to {event.phase.value}")
         if self._judges and not begins and event.epoch != rank.epoch:
             self._bad(f"{who} is {event.phase.value} under epoch {event.epoch}, its lease has {rank.epoch}")
-        # One that broke, or whose pipeline leaves, goes to sleep for its own sake.
-        own = rank.cools_until > entry.time or pipeline.leaving or not self._judges
+        # One that broke, whose pipeline leaves or has no use for it, goes to sleep for its own sake.
+        own = rank.cools_until > entry.time or pipeline.leaving or not self._judges or pipeline.up > pipeline.useful
         if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})

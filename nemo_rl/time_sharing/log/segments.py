@@ -18,6 +18,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from nemo_rl.time_sharing.log import log_end
+from nemo_rl.time_sharing.log.events import Registered, SchedulerStarted
 from nemo_rl.time_sharing.log.saved_state import StateSaved
 from nemo_rl.utils.record import BoundRecord, RecordWriter, read_record
 
@@ -29,6 +30,9 @@ SEGMENT_LINES = 50_000
 _NUMBERED = re.compile(r"\.(\d{6})$")
 _DAMAGED = ".damaged"
 _SHORTEST = 16
+MUST_LAST = (SchedulerStarted, Registered)
+"""What must not be lost once an agent knows of it: a term that a successor may not use again, and who may hold GPUs
+though its agent dies with the machine."""
 _BEGINNING_LINES = 3  # the file's opening, its writer's signature, the state
 
 
@@ -109,6 +113,7 @@ class SegmentedLog:
         self._boot, self._clock, self._segment_lines = boot, clock, segment_lines
         # Until it is signed nothing else says that terms and epochs of its beginning are taken.
         self._durable = not boot
+        self._owes = False
         aside = _newest_damaged(first_segment(path))
         self._path, self._number = path, max(segment_number(path), aside)
         self._due_lines = 0 if aside > segment_number(path) else segment_lines
@@ -120,14 +125,18 @@ class SegmentedLog:
 
     def emit(self, event: object) -> None:
         self._writer.emit(event)
+        self._owes = self._owes or isinstance(event, MUST_LAST)
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> BoundRecord:
         """The present segment under another source name; not to be kept."""
         return self._writer.bind(source, clock=clock)
 
     def flush(self) -> None:
-        """Brings what was emitted to the operating system, and to the disk while the log is unsigned."""
-        self._writer.flush(durable=self._durable)
+        """Brings what was emitted to the operating system; to the disk what must last, and all of it while the log is
+        unsigned.
+        """
+        self._writer.flush(durable=self._durable or self._owes)
+        self._owes = False
 
     def sign(self, boot: str) -> None:
         """Signs for another boot from here on; see `log_end.sign`."""

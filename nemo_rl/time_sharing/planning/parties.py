@@ -96,8 +96,9 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
     result.entitled = entitled = fill(budget, claimants)
     ranks = whole_ranks(budget, claimants, entitled)
     level = budget / sum([c.claim for c in claimants])
+    result.in_ranks = in_ranks = {c.name: ranks[c.name] * c.rank_gpus for c in claimants}
     return {
-        c.name: Party(plan_state, c.name, entitled[c.name], ranks[c.name] * c.rank_gpus, c.claim * level, c.minimum)
+        c.name: Party(plan_state, c.name, entitled[c.name], in_ranks[c.name], c.claim * level, c.minimum)
         for c in claimants
     }
 

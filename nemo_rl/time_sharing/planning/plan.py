@@ -89,7 +89,7 @@ class Wait(NamedTuple):
 @dataclass(slots=True)
 class Plan:
     """Everything to begin now. `entitled`: GPUs of the elastic budget each pipeline with demand is entitled to, before
-    rounding.
+    rounding; `in_ranks`: the GPUs of as many whole ranks.
     """
 
     grants: list[Grant] = field(default_factory=list)
@@ -99,6 +99,7 @@ class Plan:
     waits: list[Wait] = field(default_factory=list)
     entitled: dict[str, float] = field(default_factory=dict)
     wake_at: float | None = None
+    in_ranks: dict[str, int] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -114,6 +115,7 @@ class Plan:
             self.waits,
             self.entitled,
             self.wake_at,
+            self.in_ranks,
         )
 
     def look_again(self, at: float) -> None:

@@ -288,9 +288,9 @@ class Executor:
             return
         occupied = {g for held in pipeline.held.values() for g in held.gpus}
         occupied |= {g for rank in pipeline.awake for g in pipeline.topology.ranks[rank]}
-        if not done and self._state.unsure:  # what it was given in the lost part of the log, it may have too
-            clusters = pipeline.topology.clusters.values()
-            occupied |= {g for cluster in clusters for g in cluster.gpus if self._state.owner[g] is None}
+        if not done and self._state.unsure:
+            # What it was given in the lost part of the log it may have too, also where others had it before.
+            occupied |= pipeline.topology.mapped_gpus
         gpus = tuple(sorted(occupied))
         if not done and gpus:
             self._quarantine(gpus, pending)

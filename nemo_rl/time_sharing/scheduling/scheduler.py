@@ -101,8 +101,6 @@ class Scheduler:
         """
         self.clock.advance(reading)
         self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
-        if not complete:
-            self._grace_until = self.clock.now + limits.lease_s
         self._restart(1 if complete else _LOST_TERMS, complete=complete)
         self._flush()
 
@@ -118,7 +116,6 @@ class Scheduler:
         self.clock.advance(reading)
         self.state.__dict__.update(replay(entries).__dict__)
         complete = complete and not self.state.unsure
-        self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
         self._restart(self.state.term + (1 if complete else _LOST_TERMS), complete=complete)
         for name in self.state.pipelines:
             self._liveness.heard(name, self.clock.now)
@@ -353,14 +350,18 @@ class Scheduler:
                 self._send_now(command)
 
     def _restart(self, term: int, *, complete: bool) -> None:
+        self._grace_until = self.clock.now + (0.0 if complete else self.state.limits.lease_s)
         self._emit(ev.SchedulerStarted(term, complete))
+        # Replies say the term before any command leaves; once an agent knows it, no successor may take it again.
+        self._record.flush()
         self._inventoried = {name for name, p in self.state.pipelines.items() if p.fenced}
 
     def _finish_inventory(self) -> None:
         if not self.state.recovering:
             return
-        known = {name: pipeline.incarnation for name, pipeline in self.state.pipelines.items()}
-        unknown = any(command.incarnation > known.get(command.pipeline, -1) for command in self.state.commands.values())
+        known = {(name, pipeline.incarnation) for name, pipeline in self.state.pipelines.items()}
+        known |= {(quarantine.pipeline, quarantine.incarnation) for quarantine in self.state.quarantines}
+        unknown = any((c.pipeline, c.incarnation) not in known for c in self.state.commands.values())
         # One that is being ended may hold what it was given in the lost part of the log, and says so no more.
         unknown |= self.state.unsure and any(pipeline.fenced for pipeline in self.state.pipelines.values())
         if self._inventoried >= self.state.pipelines.keys() and self.clock.now >= self._grace_until and not unknown:

@@ -27,7 +27,8 @@ EXPECTED = (
     "claim dropped: cluster, withdrawn",
     "claim dropped: rank, fenced",
     "claim: cluster",
-    "claim: cluster past others",
+    "claim: cluster past others, OLD",
+    "claim: cluster past others, TRN",
     "claim: rank",
     "claim: rank ahead",
     "claim: rank guaranteed",
@@ -114,6 +115,7 @@ def reached(entries: Iterable[Entry]) -> Counter[str]:
     phases: dict[tuple[str, int], Phase] = {}
     verbs: dict[str, str] = {}
     claimed: set[tuple[str, str, int]] = set()
+    asked: dict[tuple[str, str], str] = {}
     for entry in entries:
         event = entry.event
         match event:
@@ -128,10 +130,13 @@ def reached(entries: Iterable[Entry]) -> Counter[str]:
             case ev.CommandEnded():
                 counts[f"command: {verbs.pop(event.command, '?')} {event.outcome}"] += 1
             case ev.Claimed():
-                how = _if(bool(event.passed), " past others") + _if(event.guaranteed, " guaranteed")
+                kind = asked.get((event.pipeline, event.cluster), "")
+                how = _if(bool(event.passed), f" past others, {kind}") + _if(event.guaranteed, " guaranteed")
                 how += _if(event.ahead, " ahead")
                 counts[f"claim: {_whose(event)}{how}"] += 1
                 claimed.add((event.pipeline, event.cluster, event.rank))
+            case ev.Requested():
+                asked[event.pipeline, event.cluster] = event.priority.tag
             case ev.ClaimDropped():
                 counts[f"claim dropped: {_whose(event)}, {event.reason}"] += 1
             case ev.RequestDropped():

@@ -9,50 +9,30 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nemo_rl.time_sharing.agents.agent import Agent
 from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
-from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Answer, Command, Priority, Reply, Status, Verb, Want
+from nemo_rl.time_sharing.protocol.types import (
+    ACTOR_TRAIN,
+    REFERENCE,
+    Answer,
+    Command,
+    Priority,
+    Reply,
+    Status,
+    Verb,
+    Want,
+)
+from nemo_rl.time_sharing.simulation.agent_watch import AgentWatch
 from nemo_rl.time_sharing.simulation.engines import Generation, Sample
+from nemo_rl.time_sharing.simulation.lives import Group, Life
 from nemo_rl.time_sharing.simulation.scenario import Costs, Job
 from nemo_rl.utils import record_events as rec
-from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.simulation.world import World
-
-
-@dataclass(slots=True)
-class Group:
-    """A prompt group on its way: how many of its samples are missing, and the step it is for."""
-
-    name: str
-    step: int
-    missing: int
-    tokens: int = 0
-    version: int = 0
-    committed: bool = False
-
-
-@dataclass(slots=True)
-class Life:
-    """One incarnation of a job: everything that dies with its processes."""
-
-    incarnation: int
-    agent: Agent
-    generation: Generation
-    record: Record
-    groups: dict[str, Group] = field(default_factory=dict)
-    missing: int = 0
-    admitted_step: int = -1
-    validating: int = 0
-    validated: int = -1
-    started_ranks: set[int] = field(default_factory=set)
-    initialised: bool = False
-    dead: bool = False
 
 
 class SimulatedJob:
@@ -143,7 +123,7 @@ class SimulatedJob:
         record = world.record_of(f"{self.job.name}/driver")
         agent = Agent(topology, self.incarnations, self, record, version=self.trained_steps)
         generation = Generation(world.loop, self.job.engine, len(topology.ranks), record, self._sample_done)
-        self.life = life = Life(self.incarnations, agent, generation, record)
+        self.life = life = Life(self.incarnations, agent, AgentWatch(agent), generation, record)
         for name in self._unended:
             record.emit(rec.GroupDropped(name, "lost_in_restart"))
         self._unended = []
@@ -165,6 +145,7 @@ class SimulatedJob:
             if now - self._stalls.setdefault(rank, now) > self.world.limits.lease_s:
                 life.agent.rank_broken(rank)
                 self._stalls.pop(rank, None)
+        life.watch.look()
         life.agent.send_status()
         self.world.loop.after(self.world.limits.heartbeat_s, self._heartbeat, life)
 
@@ -314,6 +295,16 @@ class SimulatedJob:
         self.train_gpu_s += self.job.log_probs_s * len(self.job.train)
         life.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, step, self.world.loop.now)
 
+    def _referenced(self, life: Life, step: int) -> None:
+        self.train_gpu_s += self.job.reference_s * len(self.job.reference)
+        life.agent.release(REFERENCE)
+        self._train(life, step)
+
+    def _train(self, life: Life, step: int) -> None:
+        life.record.emit(rec.StepBegun(step))
+        resident = self.job.log_probs_s > 0
+        self._trainer_later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+
     def _trained(self, life: Life, step: int) -> None:
         self.train_gpu_s += self.job.train_s * len(self.job.train)
         for group in [g for g in life.groups.values() if g.step == step]:
@@ -328,6 +319,7 @@ class SimulatedJob:
         self._trainer_later(life, self.costs.offload_s, "_offloaded")
 
     def _offloaded(self, life: Life) -> None:
+        life.watch.refreshes()
         life.agent.refresh()
 
     # What the agent tells its host.
@@ -366,6 +358,8 @@ class SimulatedJob:
         life.agent.performed(operation, ok)
 
     def answer(self, answer: Answer) -> None:
+        if self.life is not None:
+            self.life.watch.answered(answer)
         self.world.to_scheduler_answer(self.job.name, answer)
 
     def status(self, status: Status) -> None:
@@ -379,19 +373,34 @@ class SimulatedJob:
             self._trainer_later(life, self.job.init_s, "_initialised")
         elif priority is Priority.OLD_LOG_PROBS:
             self._trainer_later(life, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
+        elif cluster == REFERENCE:
+            self._trainer_later(life, self.costs.load_s + self.job.reference_s, "_referenced", step)
+        elif self.job.reference:
+            life.agent.want(REFERENCE, Priority.REF_LOG_PROBS, step, self.world.loop.now)
         else:
-            life.record.emit(rec.StepBegun(step))
-            resident = self.job.log_probs_s > 0
-            self._trainer_later(life, self.job.train_s + (0.0 if resident else self.costs.load_s), "_trained", step)
+            self._train(life, step)
 
     def request_ended(self, want: Want, reason: str) -> None:
         life = self.life
         if life is not None:
             self._later(life, 0.0, "_ask_again", want)
 
+    def take_back(self) -> bool:
+        """The job asks for nothing more, and soon again; False if it asked for nothing."""
+        life = self.life
+        want = next(iter(life.agent.wants.values()), None) if life is not None else None
+        if life is None or want is None:
+            return False
+        life.agent.withdraw(want.cluster)
+        self._later(life, self._rng.random(), "_ask_again", want)
+        return True
+
     def _ask_again(self, life: Life, want: Want) -> None:
-        if not life.agent.leaving and want.cluster not in life.agent.wants:
-            life.agent.want(want.cluster, want.priority, want.step, self.world.loop.now)
+        agent, held = life.agent, life.agent.holds.get(want.cluster)
+        done = life.initialised if want.priority is Priority.INITIALIZATION else want.step != agent.published
+        goes_on = held is None or (held.priority, want.priority) == (Priority.OLD_LOG_PROBS, Priority.ACTOR_TRAINING)
+        if not agent.leaving and want.cluster not in agent.wants and goes_on and not done:
+            agent.want(want.cluster, want.priority, want.step, self.world.loop.now)
 
     def routing_changed(self, rank: int, active: bool) -> None:
         if self.life is not None:
@@ -422,8 +431,9 @@ class SimulatedJob:
 
     def hear(self, reply: Reply) -> None:
         if self.life is not None:
+            self.life.watch.heard(reply)
             self.life.agent.heard(reply)
 
     def obey(self, command: Command) -> None:
         if self.life is not None:
-            self.life.agent.command(command)
+            self.life.watch.obeys(command, self.life.agent.command)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-from nemo_rl.time_sharing.log.events import Isolated, Reconnected, SchedulerStarted
 from nemo_rl.time_sharing.log.saved_state import saved
-from nemo_rl.time_sharing.log.state import replay
+from nemo_rl.time_sharing.log.state import SchedulerState, replay
 from nemo_rl.time_sharing.protocol.types import SCHEDULER
 from nemo_rl.utils.record import Entry, Record, decode_line, encode_entry
 
@@ -17,14 +16,10 @@ class LogCopy:
 
     def __init__(self, record: Record, clock: Callable[[], float]) -> None:
         self.entries: list[Entry] = []
-        self.spared_at, self.isolated = 0.0, False
         self._record, self._clock = record, clock
 
     def emit(self, event: object) -> None:
         self.entries.append(Entry(len(self.entries), self._clock(), "scheduler", event))
-        if isinstance(event, SchedulerStarted | Isolated | Reconnected):
-            # Until now nobody is taken for silent.
-            self.spared_at, self.isolated = self._clock(), isinstance(event, Isolated)
         self._record.emit(event)
 
     def bind(self, source: str, *, clock: Callable[[], float] | None = None) -> Record:
@@ -38,12 +33,11 @@ class ForgetfulSegment(AssertionError):
     """A segment of the log leads to another state than the entries that it stands for."""
 
 
-def saved_state_of(past: list[Entry]) -> Entry:
-    """What a segment of the log that begins behind `past` begins with, read back. Raises ForgetfulSegment where the
-    state is not the one that was saved.
+def saved_state_of(state: SchedulerState, at: float) -> Entry:
+    """What a segment of the log that is begun with this state begins with, read back. Raises ForgetfulSegment where
+    that leads to another state.
     """
-    state = replay(past)
-    entry = decode_line(encode_entry(Entry(0, past[-1].time, SCHEDULER, saved(state))), 0)
+    entry = decode_line(encode_entry(Entry(0, at, SCHEDULER, saved(state))), 0)
     again = replay([entry])
     for name, value in vars(state).items():
         if name not in ("pipelines", "time", "claimed") and value != vars(again)[name]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from nemo_rl.time_sharing.simulation.harsh_scenarios import harsher
 from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 
 _LIMITS = {
@@ -49,23 +50,22 @@ def random_scenario(seed: int) -> Scenario:
     jobs = [job | _shares(steer) for job in jobs]
     ahead = random.Random(f"ahead/{seed}")
     jobs = [job | {"builds_ahead": ahead.random() < 0.3} for job in jobs]
-    return parse_scenario(
-        {
-            "name": f"random {seed}",
-            "pool": {"nodes": nodes, "gpus_per_node": per_node},
-            "jobs": jobs,
-            "limits": {
-                **_LIMITS,
-                **_tight_limits(steer),
-                "max_initialising": seed % 3,
-                "max_backfills": random.Random(f"backfills/{seed}").choice((0, 1, 2)),
-            },
-            "horizon_s": 20_000.0,
-            "network": _network(rng),
-            "faults": _faults(rng) | _more_faults(steer),
-            "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
-        }
-    )
+    drawn = {
+        "name": f"random {seed}",
+        "pool": {"nodes": nodes, "gpus_per_node": per_node},
+        "jobs": jobs,
+        "limits": {
+            **_LIMITS,
+            **_tight_limits(steer),
+            "max_initialising": seed % 3,
+            "max_backfills": random.Random(f"backfills/{seed}").choice((0, 1, 2)),
+        },
+        "horizon_s": 20_000.0,
+        "network": _network(rng),
+        "faults": _faults(rng) | _more_faults(steer),
+        "costs": {"start_s": rng.choice((0.5, 3.0)), "sync_s": rng.choice((0.1, 1.0)), "jitter": 0.3},
+    }
+    return parse_scenario(harsher(drawn, random.Random(f"peril/{seed}")))
 
 
 def _network(rng: random.Random) -> dict[str, Any]:

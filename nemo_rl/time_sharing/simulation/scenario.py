@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, REFERENCE, Limits, limits_from
 from nemo_rl.time_sharing.simulation.scenario_limits import problems_of_limits
 from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
 
@@ -86,6 +86,7 @@ class Costs(_Section):
     load_s: Seconds = _key(0.3, "Bringing the trainer back to its GPUs, before log-probs or training.")
     cache_s: Seconds = _key(0.3, "Copying new weights to host memory after a training step.")
     offload_s: Seconds = _key(0.2, "Taking the trainer off its GPUs.")
+    reap_s: Seconds = _key(0.5, "Ending processes from outside.")
     jitter: Number = _key(
         0.1, "Each duration is multiplied by a log-normal factor of this spread; 0 for none.", ge=0, le=2
     )
@@ -109,12 +110,19 @@ class Faults(_Section):
     agent_crashes: Rate = _key(
         0.0, "A job's processes die, per hour; they start again after restart_s and go on after the last trained step."
     )
-    scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log after 1 to 6 s.")
-    log_losses: Probability = _key(
-        0.0, "Chance that the scheduler's machine dies with it, and the last entries of its log (up to 40) are lost."
+    scheduler_crashes: Rate = _key(0.0, "The scheduler dies, per hour; the next one reads the log soon after.")
+    scheduler_restart_s: Seconds = _key(
+        6.0, "Longest time until the next scheduler reads the log; the shortest is a sixth of it."
     )
+    log_losses: Probability = _key(
+        0.0, "Chance that the scheduler's machine dies with it, and the last entries of its log are lost."
+    )
+    lost_entries: Int = _key(40, "How many these are at most.", ge=0, le=1_000_000)
     cancels: Rate = _key(0.0, "A job is ended from outside and started again, per hour.")
     drains: Rate = _key(0.0, "A job is told to go once it has given back what it holds, per hour.")
+    withdrawals: Rate = _key(
+        0.0, "A job takes back what it asks for, if it asks for anything, and asks anew within a second, per hour."
+    )
     partitions: Rate = _key(0.0, "A job and the scheduler do not hear each other, per hour.")
     partition_s: Seconds = _key(
         20.0, "Mean length of a partition; one longer than limits.lease_s costs the job its GPUs."
@@ -180,6 +188,12 @@ class Job(_Section):
     )
     train_s: Seconds = _key(10.0, "Seconds of one training step on the `train` GPUs.")
     log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
+    reference: tuple[Int, ...] = _key(
+        (),
+        "GPUs of a reference model, ascending, none of them in `train`: they are asked for before each step, while the "
+        "training GPUs are held. Ways of running that place the jobs anew leave it out.",
+    )
+    reference_s: Seconds = _key(1.0, "Seconds of the reference model's log-probs, on the `reference` GPUs.")
     builds_ahead: Bool = _key(
         False,
         "Whether its engines are built on GPUs that nobody has a use for, ahead of their first wakes, as those of real "
@@ -195,6 +209,17 @@ class Job(_Section):
         None, "When its user stops it, finished or not; null for never. Such a job has no slowdown."
     )
     full_overlap: Bool = _key(False, "Lets training cover every generation rank: nothing is generated beside training.")
+
+    @property
+    def rank_sizes(self) -> dict[str, int]:
+        """GPUs of one rank of each of its clusters."""
+        return dict.fromkeys(self.mappings, 1) | {ACTOR_INFER: self.tp}
+
+    @property
+    def mappings(self) -> dict[str, tuple[int, ...]]:
+        """The GPUs of each of its clusters."""
+        mapped = {ACTOR_TRAIN: self.train, ACTOR_INFER: self.infer, REFERENCE: self.reference}
+        return {cluster: gpus for cluster, gpus in mapped.items() if gpus or cluster != REFERENCE}
 
 
 class Fleet(_Section):
@@ -367,6 +392,8 @@ def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
             f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer "
             "groups, or less staleness",
         )
+    if shared := sorted({*job.train} & {*job.reference}):
+        yield "reference", f"GPU {shared[0]} is among those it trains on; the reference model needs others"
     if job.tokens.max < job.tokens.median:
         yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
     try:
@@ -374,8 +401,8 @@ def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
             scenario.gpu_pool,
             job.name,
             job.name,
-            {ACTOR_TRAIN: 1, ACTOR_INFER: job.tp},
-            {ACTOR_TRAIN: job.train, ACTOR_INFER: job.infer},
+            job.rank_sizes,
+            job.mappings,
             weight=job.weight,
             min_share=job.min_share,
             max_share=job.max_share,

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.log.events import MemoryFreed
+from nemo_rl.time_sharing.log.segments import MUST_LAST
+from nemo_rl.time_sharing.log.state import replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
-    ACTOR_INFER,
-    ACTOR_TRAIN,
     Answer,
     Command,
     Outcome,
@@ -33,11 +33,10 @@ from nemo_rl.time_sharing.simulation.jobs import SimulatedJob
 from nemo_rl.time_sharing.simulation.log_copy import LogCopy, saved_state_of
 from nemo_rl.time_sharing.simulation.loop import Loop, Wire
 from nemo_rl.time_sharing.simulation.scenario import Scenario
+from nemo_rl.time_sharing.simulation.watch import SchedulerWatch
 from nemo_rl.utils.record import Entry, Record
 
 _BOTH_WAYS = (Wire.TO, Wire.FROM)
-_MOST_LOST = 40
-_SLACK_S = 5.0
 _JUMPS = (-3600.0, -1.0, 20.0, 86400.0)
 
 
@@ -78,10 +77,9 @@ class World:
         self._log = LogCopy(self._record.bind("scheduler", clock=lambda: self._clock.now), lambda: self._clock.now)
         self._jump = 0.0
         self._log_is_complete = True
-        self._on_disk = 2
         self._scheduler: Scheduler | None = None
         self._tick_at = float("inf")
-        self._heard: dict[str, float] = {}
+        self._watch = SchedulerWatch(self.limits, self._log.entries, 0.0, 0.0)
         self._orphans: dict[tuple[str, int], list[_Memory]] = {}
         self.strikes: dict[str, int] = {}
 
@@ -157,8 +155,8 @@ class World:
             topology = scheduler.register(
                 spec.name,
                 f"pipeline_{spec.name}_NS",
-                {ACTOR_TRAIN: 1, ACTOR_INFER: spec.tp},
-                {ACTOR_TRAIN: spec.train, ACTOR_INFER: spec.infer},
+                spec.rank_sizes,
+                spec.mappings,
                 self._reading(),
                 incarnation=incarnation,
                 weight=spec.weight,
@@ -182,8 +180,10 @@ class World:
 
     def _on_status(self, status: Status) -> None:
         if self._scheduler is not None:
-            self._heard[status.pipeline] = self._clock.now
+            state, watch = self._scheduler.state, self._watch
+            began = watch.status_comes(state, status, self._clock.now)
             reply = self._scheduler.status(status, self._reading())
+            watch.status_taken(state, status, began)
             self._send_reply(reply)
             self._arm(self.loop.now + self.limits.plan_interval_s)
 
@@ -196,7 +196,7 @@ class World:
 
     def _send_command(self, command: Command) -> None:
         if command.verb is Verb.REAP:
-            self.loop.after(0.5, self._reap, command)
+            self.loop.after(self.scenario.costs.reap_s, self._reap, command)
         else:
             self.wire.send(Wire.TO, command.pipeline, self.jobs[command.pipeline].obey, command)
 
@@ -214,18 +214,8 @@ class World:
         self._tick_at = float("inf")
         if self._scheduler is not None:
             due = self._scheduler.tick(self._reading())
-            self._look_for_silence(self._scheduler)
+            self._watch.looked(self._scheduler.state, self._clock.now, self.loop.now)
             self._arm(self.loop.now + min(max(due - self._clock.now, 0.01), 1.0))
-
-    def _look_for_silence(self, scheduler: Scheduler) -> None:
-        """Raises Unfenced for a pipeline whose lease is over."""
-        now = self._clock.now
-        if self._log.isolated:
-            return
-        for name, pipeline in scheduler.state.pipelines.items():
-            heard = max(self._heard.get(name, 0.0), self._log.spared_at, pipeline.registered_at)
-            if not pipeline.fenced and now > heard + self.limits.lease_s + _SLACK_S:
-                raise Unfenced(f"{name} was heard last at {heard:.1f} s and is not fenced at {now:.1f} s")
 
     # The reaper: a daemon on each node that ends processes and shows that their memory is free.
 
@@ -295,6 +285,7 @@ class World:
             ("scheduler crashes", faults.scheduler_crashes, self._strike_scheduler),
             ("cancels", faults.cancels, self._strike_cancel),
             ("drains", faults.drains, self._strike_drain),
+            ("withdrawals", faults.withdrawals, self._strike_withdrawal),
             ("partitions", faults.partitions, self._strike_partition),
             ("one-way partitions", faults.one_way_partitions, self._strike_one_way),
             ("outages", faults.outages, self._strike_outage),
@@ -331,24 +322,26 @@ class World:
             return False
         self._scheduler = None
         if self.scenario.faults.log_losses and self.rng.random() < self.scenario.faults.log_losses:
-            self.lose_log(self.rng.randint(0, _MOST_LOST))
-        self.loop.after(1.0 + self.rng.random() * 5.0, self._restart_scheduler)
+            self.lose_log(self.rng.randint(0, self.scenario.faults.lost_entries))
+        shortest = self.scenario.faults.scheduler_restart_s / 6.0
+        self.loop.after(shortest * (1.0 + 5.0 * self.rng.random()), self._restart_scheduler)
         return True
 
     def lose_log(self, entries: int) -> None:
-        """The log's last entries do not reach the next scheduler. One that goes on without the end of the log has the
-        beginning of its own on the disk before it answers anybody.
-        """
-        keep = max(len(self._log.entries) - entries, self._on_disk)
-        del self._log.entries[keep:]
+        """The log's last entries do not reach the next scheduler, but for what was brought to the disk at once."""
+        past = self._log.entries
+        on_disk = max(at for at, entry in enumerate(past) if isinstance(entry.event, MUST_LAST)) + 1
+        del past[max(len(past) - entries, on_disk) :]
         self._log_is_complete = False
 
     def _restart_scheduler(self) -> None:
         self._clock = SteadyClock(start=max(self._clock.now, self.loop.now), max_step_s=self.limits.max_tick_s)
+        self._watch = SchedulerWatch(self.limits, self._log.entries, self._clock.now, self.loop.now)
         past = list(self._log.entries)
+        segment = saved_state_of(replay(past), past[-1].time)
         # Every second time the log has just gone on in a new segment.
         if len(past) % 2:
-            past = [saved_state_of(past)]
+            past = [segment]
         self._scheduler = Scheduler(
             self._log,
             self._send_command,
@@ -358,8 +351,8 @@ class World:
             validator=self._validator,
         )
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
-        if not self._log_is_complete:
-            self._on_disk = len(self._log.entries)
+        self._watch.audit(self._scheduler.state)
+        saved_state_of(self._scheduler.state, self._clock.now)
         self._log_is_complete = True
         for reply in self._scheduler.hello():
             self._send_reply(reply)
@@ -380,6 +373,10 @@ class World:
         job.stopping = True
         self._scheduler.drain(job.job.name, self._reading())
         return True
+
+    def _strike_withdrawal(self) -> bool:
+        job = self._some_job()
+        return job is not None and job.take_back()
 
     def _strike_partition(self) -> bool:
         return self._cut_off_one(_BOTH_WAYS)
@@ -420,7 +417,3 @@ class World:
     def _strike_clock(self) -> bool:
         self._jump += self.rng.choice(_JUMPS)
         return True
-
-
-class Unfenced(AssertionError):
-    """A silent pipeline keeps what it holds."""
