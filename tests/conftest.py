@@ -21,6 +21,7 @@ import psutil
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[1]
 _SESSION_MARK = "NRL_TEST_SESSION"
@@ -41,11 +42,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 class _EnginesApart(LoadScopeScheduling):
-    """A file is given to one session; with two sessions, all files that start an engine to the same."""
+    """A file is given to one session. Of two sessions the first takes files that start an engine, those with the fewest
+    and longest tests before others; which has none of its own left takes the other's.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return "engines" if self.numnodes <= 2 and _starts_engines(path) else path
+        return nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if self.numnodes == 2:
+            engines = [path for path in reversed(self.workqueue) if _starts_engines(path)]
+            others = [path for path in self.workqueue if not _starts_engines(path)]
+            mine, theirs = (engines, others) if node == self.nodes[0] else (others, engines[::-1])
+            self.workqueue.move_to_end((mine or theirs)[0], last=False)
+        super()._assign_work_unit(node)
 
 
 @functools.cache
