@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path)
         seconds.append(time.perf_counter() - started)
     if args.profile:
         print_profile(step, device)
+    if args.offload:
+        print_moves(worker)
     peaks.append(matmul_tflops(device, args.precision))
     if worker.backend.rank == 0:
         told = worker.describe()
@@ -194,6 +197,38 @@ def print_profile(step: Callable[[], object], device: Any, rows: int = 30) -> No
     print(f"profiled step {wall:.3f} s, kernels {busy:.3f} s", file=sys.stderr)
     for event in kernels[:rows]:
         print(f"{getattr(event, order) / 1e3:10.1f} ms {event.count:6d} {event.key[:100]}", file=sys.stderr)
+
+
+def print_moves(worker: Any, rounds: int = 3) -> None:
+    """Seconds in which training state leaves the GPU and comes back, against the same bytes by `Tensor.to`."""
+    import torch
+
+    def timed(call: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    resident = worker.memory_in_use()
+    for number in range(rounds):
+        away = timed(worker.offload_optimizer) + timed(worker.offload_model)
+        moved = resident - worker.memory_in_use()
+        back = timed(worker.prepare_for_training)
+        print(f"moved {moved / 1e9:.1f} GB, round {number}: away {away:.2f} s, back {back:.2f} s", file=sys.stderr)
+    worker.offload_optimizer()
+    worker.offload_model()
+    block = 256 << 20
+    tensors = [torch.ones(block, dtype=torch.uint8, device="cuda") for _ in range(max(1, moved // block))]
+
+    def all_to(device: str) -> None:
+        tensors[:] = [tensor.to(device) for tensor in tensors]
+
+    for number in range(rounds):
+        away, back = timed(partial(all_to, "cpu")), timed(partial(all_to, "cuda"))
+        print(f"the same by Tensor.to, round {number}: away {away:.2f} s, back {back:.2f} s", file=sys.stderr)
+    tensors.clear()
+    worker.prepare_for_training()
 
 
 def _packed(chunk: Any, cfg: Any) -> Any:
@@ -275,6 +310,7 @@ def main() -> None:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="torch.compile of DTensor's")
     parser.add_argument("--liger", action="store_true", help="Liger's layers for DTensor's")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a sequence that are not trained")
+    parser.add_argument("--offload", action="store_true", help="time moves of training state to the host and back")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step by their time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
     parser.add_argument("--work", default="/tmp/nemo_rl_train_step", help="where models are made")

@@ -31,7 +31,7 @@ class Both:
         self.died = True
         self.weights_resident = True
         self.staged: bool | None = None
-        self._free = free_bytes
+        self._free, self.cached = free_bytes, 0
 
     def prepare_for_generation(self, tags: Sequence[str]) -> None:
         self.happened.append("wake " + " ".join(tags))
@@ -58,6 +58,11 @@ class Both:
 
     def tensor_metas(self) -> list[Any]:
         return []
+
+    def finish_training(self) -> None:
+        self.happened.append("release cached")
+        self._free += self.cached
+        self.cached = 0
 
     def offload_before_refit(self) -> None:
         self.happened.append("offload optimizer")
@@ -144,7 +149,14 @@ def test_weights_wake_before_the_sync_and_the_cache_after_it(parts: Any) -> None
 def test_generation_that_slept_before_training_took_its_memory_wakes_with_the_first_weights(parts: Any) -> None:
     refitter, both, _, _ = parts(cuda=True, free_bytes=50, slept=[{"before": 100, "after": 10}])
     refitter.bring_to(0)
-    assert both.happened == ["offload optimizer", "wake weights", "send 0", "offload model", "wake kv_cache"]
+    assert both.happened == [
+        "release cached",
+        "offload optimizer",
+        "wake weights",
+        "send 0",
+        "offload model",
+        "wake kv_cache",
+    ]
 
 
 def test_generation_that_lost_its_weights_gets_the_same_version_again(parts: Any) -> None:
@@ -155,15 +167,29 @@ def test_generation_that_lost_its_weights_gets_the_same_version_again(parts: Any
     assert both.happened[-3:] == ["wake weights", "send 0", "wake kv_cache"]
 
 
-def test_training_leaves_the_device_only_where_memory_is_short(parts: Any) -> None:
-    refitter, both, _, _ = parts(cuda=True, free_bytes=50)
+@pytest.mark.parametrize(
+    ("free", "cached", "released", "offloads"), [(50, 20, True, True), (50, 100, True, False), (200, 0, False, False)]
+)
+def test_training_leaves_the_device_only_where_memory_is_short_even_without_caches(
+    free: int, cached: int, released: bool, offloads: bool, parts: Any
+) -> None:
+    refitter, both, _, _ = parts(cuda=True, free_bytes=free)
+    both.cached = cached
     refitter.release_device()
     refitter.bring_to(0)
-    assert both.happened == ["sleep", "offload optimizer", "wake weights", "send 0", "offload model", "wake kv_cache"]
-    refitter, both, _, _ = parts(cuda=True, free_bytes=200)
-    refitter.release_device()
-    refitter.bring_to(0)
-    assert "offload model" not in both.happened
+    assert ("release cached" in both.happened, "offload model" in both.happened) == (released, offloads)
+
+
+def test_a_checkpoint_has_generation_sleep_only_where_training_state_had_to_leave(parts: Any) -> None:
+    for free, sleeps in ((50, True), (200, False)):
+        refitter, both, _, _ = parts(cuda=True, free_bytes=free)
+        refitter.make_room()
+        refitter.release_device()
+        refitter.bring_to(0)
+        both.happened.clear()
+        refitter.make_room()
+        refitter.make_room()
+        assert both.happened == ["sleep"] * sleeps
 
 
 def test_generation_of_its_own_slots_never_sleeps_and_stages_where_two_copies_fit(parts: Any) -> None:

@@ -16,6 +16,7 @@ from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
 from nemo_rl.models.policy.batches import shard_batch, shard_chunk
+from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.worker import PolicyWorker
 
 ROWS, WIDTH = 8, 24
@@ -142,6 +143,41 @@ def first_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
 def many_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """`one_step` of every case, one after the other in the same processes."""
     return {name: one_step(model, world, overrides) for name, overrides in cases.items()}
+
+
+def moved_steps(
+    model: str, world: int, overrides: list[str], moves: bool
+) -> tuple[dict[str, str], list[tuple[int, int]]]:
+    """Checksums of the weights after three steps, and bytes in use at the end of each, before all leaves the device and
+    after it.
+    """
+    config = run_config(model, world, *overrides)
+    worker = make_worker(config)
+    loss_fn: Any = ClippedPGLossFn(config.loss_fn)
+    used = []
+    for _ in range(3):
+        worker.prepare_for_training()
+        worker.begin_train_step(loss_fn)
+        worker.train_microbatches(shard_of(worker, training_batch()))
+        if moves:
+            # The gradients of an open step go along.
+            worker.offload_model()
+            worker.prepare_for_training()
+        worker.finish_train_step()
+        resident = worker.memory_in_use()
+        if moves:
+            worker.offload_optimizer()
+            worker.offload_model()
+        used.append((resident, worker.memory_in_use()))
+    return worker.weight_checksums(), used
+
+
+def shrunk_steps(
+    model: str, world: int, overrides: list[str], moves: bool
+) -> tuple[dict[str, str], list[tuple[int, int]]]:
+    """`moved_steps` on CPU slots that treat their memory as a GPU's: it is copied away and given back."""
+    MovableStorages.on_gpu = classmethod(lambda cls, tensors: cls(tensors, chunk_bytes=1 << 16))  # type: ignore[assignment, method-assign]
+    return moved_steps(model, world, overrides, moves)
 
 
 class RaisingLoss(ClippedPGLossFn):

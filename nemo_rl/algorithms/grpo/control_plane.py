@@ -57,6 +57,10 @@ class ControlPlane(Protocol):
         """The training accelerators may be used for step `step` on return."""
         ...
 
+    def lend_saving(self, step: int) -> None:
+        """The policy's state has room on the training accelerators on return, for a checkpoint of step `step`."""
+        ...
+
     def weights_ready(self, step: int) -> None:
         """Step `step` is trained and its weights are resident."""
         ...
@@ -132,6 +136,11 @@ class OwnAccelerators:
         if self._refitter is not None:
             self._refitter.release_device()
 
+    def lend_saving(self, step: int) -> None:
+        """Generation that validated since, and needed the room, goes to sleep."""
+        if self._refitter is not None:
+            self._refitter.make_room()
+
     def weights_ready(self, step: int) -> None:
         """They are sent from where they are."""
 
@@ -169,6 +178,7 @@ class HookedControlPlane:
     def __init__(self, hooks: RLixHooksProtocol, own: OwnAccelerators | None) -> None:
         self._hooks, self._own = hooks, own
         self.saves_before_publish = own is None
+        self._holds = False
 
     def start(self, source: ExperienceSource) -> None:
         """The hooks see the collector; where they own the accelerators they have refit when they return."""
@@ -215,8 +225,16 @@ class HookedControlPlane:
     def lend_training(self, step: int) -> None:
         """Returns when the hooks do."""
         self._hooks.before_training(step)
+        self._holds = True
         if self._own is not None:
             self._own.lend_training(step)
+
+    def lend_saving(self, step: int) -> None:
+        """Accelerators that the hooks own, and got back, are asked for once more: a run's last step needs that."""
+        if self._own is not None:
+            self._own.lend_saving(step)
+        elif not self._holds:
+            self.lend_training(step)
 
     def weights_ready(self, step: int) -> None:
         """The hooks may pack the weights."""
@@ -229,6 +247,7 @@ class HookedControlPlane:
             HooksError: The hooks own the accelerators and did not bring generation to the new weights.
         """
         published = self._hooks.after_training(step)
+        self._holds = False
         if published is None and self._own is not None:
             self._own.publish(step, source)
         elif published is None:

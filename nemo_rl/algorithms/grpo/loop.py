@@ -110,7 +110,7 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
         if not control.saves_before_publish:
             _save_if_due(run, source, done, is_last=is_last)
         elif done.stops_early and not done.saved and run.config.checkpointing.enabled:
-            _save_on_lent_accelerators(run, source, done)
+            save_step(run, source, done)
         run.store.keep(trained.experience.handle)
     report_step(run, trained.experience, trained.metrics, trained.result)
     if done.saved or done.ends_run:
@@ -141,15 +141,6 @@ def _save_if_due(run: GRPORun, source: ExperienceSource, done: CompletedStep, *,
         save_step(run, source, done)
 
 
-def _save_on_lent_accelerators(run: GRPORun, source: ExperienceSource, done: CompletedStep) -> None:
-    """Saves the newest step where the run ends with it: accelerators that were given back are asked for once more, and
-    the run's end gives them back.
-    """
-    if run.control.saves_before_publish:
-        run.control.lend_training(run.state.step)
-    save_step(run, source, done)
-
-
 def _end_with(run: GRPORun, source: ExperienceSource, newest: CompletedStep | None) -> None:
     """Does for the newest step what only the last one gets: with dynamic sampling nobody knew that it would be."""
     logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
@@ -158,7 +149,7 @@ def _end_with(run: GRPORun, source: ExperienceSource, newest: CompletedStep | No
     if newest.val_metrics is None and validation_due(run, is_last=True):
         newest.val_metrics = validate(run, run.state.step)
     if not newest.saved and should_save(run.state.step, run.config.checkpointing, is_last=True):
-        _save_on_lent_accelerators(run, source, newest)
+        save_step(run, source, newest)
 
 
 def grpo_train(run: GRPORun) -> None:

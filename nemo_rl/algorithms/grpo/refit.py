@@ -65,6 +65,7 @@ class Refitter:
         self._repair = repair
         self._released_bytes = _most_released(slept)
         self._asleep = bool(slept)
+        self._offloaded = False
         self.version: int | None = None
         self.last_report: SyncReport | None = None
         self.pauses_s: list[float] = []
@@ -96,6 +97,7 @@ class Refitter:
             rebuilt += self._sync_living(version, timer, recompute_kv)
         if offload:
             self._policy.offload_after_refit()
+            self._offloaded = True
         if self._asleep:
             self._generation.prepare_for_generation(tags=["kv_cache"])
         if rebuilt:
@@ -207,6 +209,12 @@ class Refitter:
             return
         self._released_bytes = _most_released(self._generation.sleep())
         self._asleep = True
+        self._offloaded = False
+
+    def make_room(self) -> None:
+        """Puts colocated generation to sleep where training state is on the host because of it."""
+        if self._offloaded:
+            self.release_device()
 
     def close(self) -> None:
         """Builds no more shards."""
@@ -217,8 +225,12 @@ class Refitter:
         # Training state may stay where it is when the engine's memory fits beside it: moving it costs seconds per step.
         if not self._cuda or not self._asleep:
             return False
-        free = self._policy.get_free_memory_bytes()
-        return free < _MEMORY_MARGIN * self._released_bytes
+        needed = _MEMORY_MARGIN * self._released_bytes
+        if self._policy.get_free_memory_bytes() >= needed:
+            return False
+        # Most of what a step leaves is cached by the allocator: to give that back costs far less than to move the rest.
+        self._policy.finish_training()
+        return self._policy.get_free_memory_bytes() < needed
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last refit, for the prefix `refit`."""

@@ -152,6 +152,7 @@ def save_step(run: GRPORun, source: ExperienceSource, done: CompletedStep) -> No
     Raises:
         CheckpointError: It was the third in a row that failed.
     """
+    run.control.lend_saving(run.state.step)
     with run.timer.time("checkpointing"), run.checkpointer.trying():
         save_checkpoint(run, done.metrics, done.val_metrics, loader=source.loader(), also=source.saved())
         done.saved = True

@@ -26,7 +26,7 @@ from nemo_rl.models.dtensor.load import load_scorer
 from nemo_rl.models.dtensor.lora import AdaptedLinear
 from nemo_rl.models.dtensor.mesh import ParallelMesh
 from nemo_rl.models.dtensor.parallelize import HEADWISE_NORMS, is_tensor_parallel, local_tensor
-from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, move_model, move_optimizer
+from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, model_tensors, optimizer_tensors
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
@@ -42,6 +42,7 @@ from nemo_rl.models.policy.packed import (
     pack,
     wants_logits,
 )
+from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.scoring import TokenScores
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.utils.adapters import AdapterInfo
@@ -150,6 +151,9 @@ class DTensorBackend:
         self._microbatches = 0
         self._adapter = adapter
         self._sends_adapters = sends_adapters
+        # What is on the host at the moment.
+        self._model_memory: MovableStorages | None = None
+        self._optimizer_memory: MovableStorages | None = None
 
     @property
     def rank(self) -> int:
@@ -352,19 +356,25 @@ class DTensorBackend:
     # -- residency ----------------------------------------------------------------------------------------------------
 
     def to_device(self, *, optimizer: bool) -> None:
-        if not self._stays_on_host:
-            move_model(self.scorer, self.device)
-            if optimizer:
-                move_optimizer(self.optimizer, self.device)
+        if self._model_memory is not None:
+            self._model_memory.to_device()
+            self._model_memory = None
+        if optimizer and self._optimizer_memory is not None:
+            self._optimizer_memory.to_device()
+            self._optimizer_memory = None
 
     def offload(self, *, model: bool, optimizer: bool, keep_gradients: bool) -> None:
         """See `Backend`. Gradients lie with their parameters and move with them."""
-        if optimizer:
-            move_optimizer(self.optimizer, torch.device("cpu"))
-        if model:
-            if not keep_gradients:
-                self.discard_gradients()
-            move_model(self.scorer, torch.device("cpu"))
+        if not self._stays_on_host:
+            if optimizer and self.optimizer is not None and self._optimizer_memory is None:
+                self._optimizer_memory = MovableStorages.on_gpu(optimizer_tensors(self.optimizer))
+                self._optimizer_memory.to_host()
+            if model and self._model_memory is None:
+                if not keep_gradients:
+                    self.discard_gradients()
+                self.scorer.drop_gathered()
+                self._model_memory = MovableStorages.on_gpu(model_tensors(self.scorer))
+                self._model_memory.to_host()
         release_cached_memory(self.device)
 
     def drop_communicators(self) -> None:

@@ -1,8 +1,4 @@
-"""Where training state lives at a moment: on the device, or on the host while generation has the device.
-
-Moves model parameters and optimizer state, and swaps the reference weights in. On a CPU slot there is only one memory,
-so moves do nothing. Invariant: a move never changes a value.
-"""
+"""What of a rank's training state moves between device and host, and the reference weights that are swapped in."""
 
 from __future__ import annotations
 
@@ -16,23 +12,21 @@ from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
 
-def move_model(scorer: CausalLMScorer, device: torch.device) -> None:
-    """Moves parameters and buffers."""
-    if next(scorer.parameters()).device != device:
-        scorer.to(device)
+def model_tensors(scorer: CausalLMScorer) -> Iterator[torch.Tensor]:
+    """This rank's parameters, their gradients, and buffers."""
+    for parameter in scorer.parameters():
+        yield local_tensor(parameter.detach())
+        if parameter.grad is not None:
+            yield local_tensor(parameter.grad.detach())
+    yield from scorer.buffers()
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
-    """Moves the tensors of the optimizer's state."""
-    if optimizer is None:
-        return
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """This rank's part of the optimizer's state; step counters stay where the optimizer put them."""
     for state in optimizer.state.values():
-        for key, value in state.items():
-            # Step counters stay where the optimizer put them: some optimizers want them on the host.
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != device:
-                state[key] = value.to(device, non_blocking=True)
-    if device.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.synchronize()
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                yield local_tensor(value)
 
 
 class BaseModel:

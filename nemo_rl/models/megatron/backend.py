@@ -26,7 +26,7 @@ from nemo_rl.models.megatron.groups import MegatronGroups
 from nemo_rl.models.megatron.model import BuiltModel, build_model
 from nemo_rl.models.megatron.optimizer import build_optimizer, build_schedule, inner_optimizers, with_gradients
 from nemo_rl.models.megatron.passes import Ending, Pipeline
-from nemo_rl.models.megatron.residency import MovableStorages, ReferenceWeights, forget_workspaces, optimizer_tensors
+from nemo_rl.models.megatron.residency import ReferenceWeights, forget_workspaces, optimizer_tensors
 from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
@@ -39,6 +39,7 @@ from nemo_rl.models.policy.packed import (
     microbatch_loss,
     wants_logits,
 )
+from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.train_step import MicrobatchResult
 from nemo_rl.weight_sync.layout import TensorMeta
 
@@ -119,8 +120,8 @@ class MegatronBackend:
         self.writer = CheckpointWriter(groups, hf)
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
-        self._model_memory = MovableStorages(tensors)
-        self._gradient_memory = MovableStorages(buffer.grad_data for buffer in self._gradient_buffers())
+        self._model_memory = MovableStorages.on_gpu(tensors)
+        self._gradient_memory = MovableStorages.on_gpu(buffer.grad_data for buffer in self._gradient_buffers())
         self._optimizer_memory: MovableStorages | None = None
         self._model_tensors = tensors
 
@@ -310,7 +311,7 @@ class MegatronBackend:
         if optimizer and self.optimizer is not None:
             if self._optimizer_memory is None:
                 inner = inner_optimizers(self.optimizer)
-                self._optimizer_memory = MovableStorages(optimizer_tensors(inner, self._model_tensors))
+                self._optimizer_memory = MovableStorages.on_gpu(optimizer_tensors(inner, self._model_tensors))
             self._optimizer_memory.to_host()
         if model:
             self._gradient_memory.to_host(keep=keep_gradients)

@@ -1,9 +1,7 @@
-"""Moves Megatron's memory between the device and the host, storage by storage.
+"""What of Megatron's memory moves between device and host, and the reference weights that are swapped in.
 
-Megatron's parameters and gradients are views into a few large buffers, and its optimizer keeps views of those: moving
-tensors would break them apart. Here a storage is copied to the host and shrunk to nothing in place, and grown and
-filled again, so that every view stays what it was. On a CPU slot there is only one memory, and nothing moves.
-Invariant: a move never changes a value, but for gradients that nobody waits for, which come back as zeros.
+Megatron's parameters and gradients are views into a few large buffers, and its optimizer keeps views of those; they
+move by `policy.residency`, storage by storage.
 """
 
 from __future__ import annotations
@@ -16,52 +14,6 @@ from contextlib import contextmanager
 import torch
 
 _WORKSPACES = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.cpp_extensions.gemm")
-
-
-class MovableStorages:
-    """Some storages that move together.
-
-    Args:
-        tensors: Tensors whose storages they are; several may share one.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.is_cuda}
-        self._storages = list(unique.values())
-        self._host: list[torch.Tensor | None] | None = None
-        self._sizes = [storage.nbytes() for storage in self._storages]
-
-    def to_host(self, *, keep: bool = True) -> None:
-        """Frees the device's memory; without `keep` the values are forgotten. Nothing to do when they are there."""
-        if self._host is not None or not self._storages:
-            return
-        self._host = []
-        for storage in self._storages:
-            copy = None
-            if keep:
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                copy.copy_(_bytes(storage), non_blocking=True)
-            self._host.append(copy)
-        torch.cuda.synchronize()
-        for storage in self._storages:
-            storage.resize_(0)
-
-    def to_device(self) -> None:
-        """Takes the memory again. Nothing to do when it is there."""
-        if self._host is None:
-            return
-        for storage, size, copy in zip(self._storages, self._sizes, self._host, strict=True):
-            storage.resize_(size)
-            if copy is None:
-                _bytes(storage).zero_()
-            else:
-                _bytes(storage).copy_(copy, non_blocking=True)
-        torch.cuda.synchronize()
-        self._host = None
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class ReferenceWeights:

@@ -282,6 +282,10 @@ class PolicyWorker(TQWorkerMixin):
         """Model to the host, freed memory given back; the gradients of an open step survive."""
         self.backend.offload(model=True, optimizer=False, keep_gradients=self.step.is_open)
 
+    def _bring_weights(self) -> None:
+        self.backend.rebuild_communicators()
+        self.backend.to_device(optimizer=False)
+
     def drop_communicators(self) -> None:
         """Gives the memory of device communicators back until they are needed; none may be in use."""
         if self.step.is_open:
@@ -319,7 +323,7 @@ class PolicyWorker(TQWorkerMixin):
 
     def begin_export(self, spec: SendSpec) -> None:
         """Starts a session's export on this rank."""
-        self.backend.rebuild_communicators()
+        self._bring_weights()
         self.close_export()
         weights = self.backend.export(self._export_dtype())
         self._sender = WeightSender(spec, weights, self.backend.device, source=self.backend.rank)
@@ -336,7 +340,7 @@ class PolicyWorker(TQWorkerMixin):
         Returns:
             What the cache holds, from the rank that owns it.
         """
-        self.backend.rebuild_communicators()
+        self._bring_weights()
         weights = self.backend.export(self._export_dtype())
         if self.backend.rank != 0:
             for _ in weights:
@@ -374,7 +378,7 @@ class PolicyWorker(TQWorkerMixin):
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None, save_format: str = "safetensors") -> None:
         """Snapshots weights and optimizer; files follow in the background."""
-        self.backend.rebuild_communicators()
+        self.prepare_for_training()
         self.backend.save(weights_path, optimizer_path, save_format)
 
     def checkpoint_written(self) -> bool:
@@ -385,6 +389,7 @@ class PolicyWorker(TQWorkerMixin):
 
     def weight_checksums(self) -> dict[str, str]:
         """A digest of every full weight, equal on every rank; for tests of exact equality."""
+        self._bring_weights()
         return {
             name: hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
             for name, tensor in self.backend.full_weights(None)

@@ -274,6 +274,10 @@ class LentAccelerators:
         self.waited_s += time.monotonic() - began
         self._holds = True
 
+    def lend_saving(self, step: int) -> None:
+        """GPUs that were given back are asked for once more, and the run's end gives them back; see `lend_training`."""
+        self.lend_training(step)
+
     def weights_ready(self, step: int) -> None:
         """Packs the new weights into the cache; ranks that wake from now on get them."""
         with self._timer.time("weight_sync/cache"):

@@ -1,0 +1,118 @@
+"""Moves training memory between the device and the host, storage by storage.
+
+A storage is copied to pinned host memory and shrunk to nothing in place, then grown and filled again, so that every
+view of it (parameters in Megatron's large buffers, FSDP's shards, an optimizer's own copies) stays what it was. On a
+CPU slot there is only one memory, and nothing moves. Invariant: a move never changes a value, but for values that
+nobody waits for, which come back as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+# A power of two: PyTorch rounds pinned memory up to one, and keeps blocks for the next time.
+_CHUNK_BYTES = 256 << 20
+
+
+class Piece(NamedTuple):
+    """Bytes of a storage, and where they lie on the host.
+
+    Attributes:
+        storage: Number of the storage.
+        start: First byte within it.
+        stop: Byte after the last.
+        chunk: Number of the chunk of host memory.
+        offset: First byte within that.
+    """
+
+    storage: int
+    start: int
+    stop: int
+    chunk: int
+    offset: int
+
+
+def pieces(sizes: Iterable[int], chunk_bytes: int) -> Iterator[Piece]:
+    """Lays storages end to end in chunks of one size.
+
+    Args:
+        sizes: Of the storages, in bytes.
+        chunk_bytes: Of a chunk.
+    """
+    end = 0
+    for storage, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            chunk, offset = divmod(end, chunk_bytes)
+            stop = min(size, start + chunk_bytes - offset)
+            yield Piece(storage, start, stop, chunk, offset)
+            end += stop - start
+            start = stop
+
+
+class MovableStorages:
+    """Some storages that move together.
+
+    Args:
+        tensors: Tensors whose storages they are; several may share one.
+        chunk_bytes: Of one piece of host memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = _CHUNK_BYTES) -> None:
+        unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._storages = [storage for storage in unique.values() if storage.nbytes() > 0]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._chunk_bytes = chunk_bytes
+        self._host: list[torch.Tensor] | None = None
+
+    @classmethod
+    def on_gpu(cls, tensors: Iterable[torch.Tensor]) -> MovableStorages:
+        """Of those tensors that are on a GPU."""
+        return cls(tensor for tensor in tensors if tensor.is_cuda)
+
+    def to_host(self, *, keep: bool = True) -> None:
+        """Frees the device's memory; without `keep` the values are forgotten. Nothing to do when they are there."""
+        if self._host is not None:
+            return
+        self._host = self._chunks() if keep else []
+        for storage, device, host in self._pairs(self._host):
+            host.copy_(_bytes(self._storages[storage])[device], non_blocking=True)
+        _synchronize()
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def to_device(self) -> None:
+        """Takes the memory again. Nothing to do when it is there."""
+        if self._host is None:
+            return
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            if not self._host:
+                _bytes(storage).zero_()
+        for storage, device, host in self._pairs(self._host):
+            _bytes(self._storages[storage])[device].copy_(host, non_blocking=True)
+        _synchronize()
+        self._host = None
+
+    def _chunks(self) -> list[torch.Tensor]:
+        total, pinned = sum(self._sizes), torch.cuda.is_available()
+        starts = range(0, total, self._chunk_bytes)
+        sizes = [min(self._chunk_bytes, total - start) for start in starts]
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
+    def _pairs(self, host: list[torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        if host:
+            for storage, start, stop, chunk, offset in pieces(self._sizes, self._chunk_bytes):
+                yield storage, slice(start, stop), host[chunk][offset : offset + stop - start]
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,64 @@
+"""Storages that leave the device and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.models.policy.residency import MovableStorages, pieces
+from tests.models.policy_ranks import moved_steps, shrunk_steps
+from tests.ranks import run_ranks
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(1, 16))
+def test_pieces_cover_every_byte_once_in_full_chunks(sizes: list[int], chunk_bytes: int) -> None:
+    found = list(pieces(sizes, chunk_bytes))
+    covered = [(piece.storage, byte) for piece in found for byte in range(piece.start, piece.stop)]
+    assert covered == [(storage, byte) for storage, size in enumerate(sizes) for byte in range(size)]
+    places = [
+        piece.chunk * chunk_bytes + piece.offset + byte for piece in found for byte in range(piece.stop - piece.start)
+    ]
+    assert places == list(range(sum(sizes)))
+    assert all(piece.offset + piece.stop - piece.start <= chunk_bytes for piece in found)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 64))
+def test_every_view_is_what_it_was_after_a_move(sizes: list[int], chunk_bytes: int) -> None:
+    tensors = [torch.randn(size) for size in sizes]
+    views = [tensor[1:].view(-1) for tensor in tensors]
+    want = [tensor.clone() for tensor in tensors]
+    moved = MovableStorages([*tensors, *views], chunk_bytes)
+    for _ in range(2):
+        moved.to_host()
+        moved.to_host()
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        moved.to_device()
+        moved.to_device()
+        for tensor, view, original in zip(tensors, views, want, strict=True):
+            assert torch.equal(tensor, original) and torch.equal(view, original[1:])
+
+
+def test_values_that_nobody_waits_for_come_back_as_zeros() -> None:
+    tensor, empty = torch.ones(10), torch.empty(0)
+    moved = MovableStorages([tensor, empty])
+    moved.to_host(keep=False)
+    moved.to_device()
+    assert torch.equal(tensor, torch.zeros(10))
+
+
+def test_on_a_cpu_slot_nothing_moves() -> None:
+    tensor = torch.ones(10)
+    MovableStorages.on_gpu([tensor]).to_host()
+    assert torch.equal(tensor, torch.ones(10))
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_steps_between_which_everything_leaves_the_device_train_the_same_bits(backend: str, tiny_model: Path) -> None:
+    settings = [f"policy.{backend}_cfg.enabled=true"] + ["policy.dtensor_cfg.enabled=false"] * (backend == "megatron")
+    (stayed, _), *_ = run_ranks(moved_steps, 2, str(tiny_model), 2, settings, False)
+    (moved, _), *_ = run_ranks(shrunk_steps, 2, str(tiny_model), 2, settings, True)
+    assert moved == stayed
