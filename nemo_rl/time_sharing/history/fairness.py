@@ -3,12 +3,13 @@
 A first rank that somebody has waited for long enough is guaranteed, and no other is; the GPUs of one rank are kept for
 him until then. A rank of use serves for a time slice before another pipeline may have it, and goes only from one that
 stays better served. Engines are built ahead only where nobody is about to train. All of it is worked out from events;
-what a lost end of the log leaves in doubt, and what several moves of one plan make ambiguous, is not judged.
+what a lost end of the log leaves in doubt, and moves that later ones of the same plan go on from, are not judged.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -289,8 +290,7 @@ class FairnessChecks:
         moves = list(plan.moves())
         self._check_kept(plan)
         self._check_slices(plan, moves)
-        if len(moves) == 1:
-            self._check_better_served(plan, *moves[0])
+        self._check_better_served(plan, moves)
 
     def _check_slices(self, plan: PlanSeen, moves: list[tuple[ev.Claimed, Eviction]]) -> None:
         for name in {eviction.pipeline for _, eviction in moves}:
@@ -306,16 +306,30 @@ class FairnessChecks:
                     f"{early[-1].served_s:.2f} s; a time slice lasts {least:.2f} s at least"
                 )
 
-    def _check_better_served(self, plan: PlanSeen, claim: ev.Claimed, eviction: Eviction) -> None:
-        taker, giver = self._pipelines.get(claim.pipeline), self._pipelines.get(eviction.pipeline)
-        mine = [c for c in plan.claims if c.pipeline in (claim.pipeline, eviction.pipeline)]
-        lost = [e for e in plan.evictions if e.pipeline in (claim.pipeline, eviction.pipeline)]
-        if taker is None or giver is None or len(mine) != 1 or len(lost) != 1 or claim.pipeline in plan.was_hungry:
+    def _check_better_served(self, plan: PlanSeen, moves: list[tuple[ev.Claimed, Eviction]]) -> None:
+        """Looks at moves after which neither side gives or takes in this plan, so that both have then what they have at
+        its end.
+        """
+        claims = {claim.pipeline: claim for claim in plan.claims}
+        in_order = sorted(moves, key=lambda move: plan.claims.index(move[0]))
+        last_given = {eviction.pipeline: claim for claim, eviction in in_order}
+        moved = Counter(eviction.pipeline for _, eviction in moves)
+        lost = Counter(eviction.pipeline for eviction in plan.evictions)
+        for name, claim in last_given.items():
+            settled = name not in claims and moved[name] == lost[name]
+            if settled and claims[claim.pipeline] is claim and not lost[claim.pipeline]:
+                self._check_move(plan, claim, name)
+
+    def _check_move(self, plan: PlanSeen, claim: ev.Claimed, name: str) -> None:
+        taker, giver = self._pipelines.get(claim.pipeline), self._pipelines.get(name)
+        if taker is None or giver is None or claim.pipeline in plan.was_hungry:
+            return
+        if any(other.rank < 0 for other in plan.claims if other.pipeline == claim.pipeline):
             return
         if giver.min_share or taker.min_share or giver.up >= giver.useful:
             return
         if giver.part < taker.part - 1e-9:
             self._bad(
-                f"a rank of {eviction.pipeline} goes to {claim.pipeline}, which is served better then: "
+                f"a rank of {name} goes to {claim.pipeline}, which is served better then: "
                 f"{taker.gpus} GPUs for {taker.demand} samples, against {giver.gpus} for {giver.demand}"
             )
