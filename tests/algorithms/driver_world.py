@@ -197,6 +197,9 @@ class World:
     def release_device(self) -> None:
         self.released += 1
 
+    def make_room(self) -> None:
+        pass
+
     def bring_to(self, version: int, timer: Any = None, *, recompute_kv: bool = True) -> None:
         self.happened.append(f"refit {version}")
         self.served = version
