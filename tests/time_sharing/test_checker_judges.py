@@ -305,3 +305,36 @@ def test_a_sample_that_went_on_over_old_keys_and_values_must_be_marked(recompute
     ]
     entries = [Entry(i, float(i), "run/driver", event) for i, event in enumerate(events)]
     assert broken(check(entries)) == (set() if recomputed or marked else {3})
+
+
+@pytest.mark.parametrize(
+    ("stamped", "outcome", "tokens_first", "is_fine"),
+    [
+        (1, "done", True, True),
+        (1, "done", False, True),
+        (0, "failed", True, True),
+        (0, "failed", False, True),
+        (1, "failed", True, False),
+        (1, "failed", False, False),
+        (2, "done", True, False),
+    ],
+)
+def test_a_shard_serves_on_with_the_new_weights_before_the_sync_of_all_shards_is_over(
+    stamped: int, outcome: str, tokens_first: bool, is_fine: bool
+) -> None:
+    ends = [
+        rec.TokensGenerated("g-0", "g", (rec.VersionSpan(0, 0, 3), rec.VersionSpan(stamped, 3, 4))),
+        rec.SyncFinished("s1", 1, outcome),
+    ]
+    events = [
+        rec.SyncStarted("s0", 0, (0, 1)),
+        rec.SyncFinished("s0", 0),
+        rec.GroupAdmitted("g", "p", 1, 0),
+        rec.RequestSubmitted("r", 0, "g-0"),
+        rec.SyncStarted("s1", 1, (0, 1), recompute_kv=True),
+        rec.RequestFinished("r", 0, "done", 4),
+        *(ends if tokens_first else ends[::-1]),
+        rec.GroupDropped("g", "end_of_run"),
+    ]
+    entries = [Entry(i, float(i), "run/driver", event) for i, event in enumerate(events)]
+    assert broken(check(entries)) == (set() if is_fine else {3})

@@ -2,7 +2,8 @@
 is too old.
 
 The truth about versions is what the syncs loaded into a shard while a request ran there; the stamps of the tokens are
-held against it.
+held against it. A shard serves on as soon as it has the weights, before the sync is over for all its targets: a request
+that ends in between may have tokens of the new version, if the sync comes to its end.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class _Pipeline:
     seen_versions: dict[str, list[int]] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)
     across: set[str] = field(default_factory=set)
+    during: dict[str, dict[str, bool]] = field(default_factory=dict)
+    """By sync that is under way: the samples with a request that ended on one of its targets meanwhile, and whether
+    they are stamped with its version."""
     checksums: dict[int, set[str]] = field(default_factory=dict)
     gone: bool = False
 
@@ -108,6 +112,8 @@ class PromptChecks:
         pipeline.loaded.clear()
         pipeline.running.clear()
         pipeline.on_shard.clear()
+        pipeline.syncs.clear()
+        pipeline.during.clear()
         pipeline.trained_in_step.clear()
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
@@ -214,6 +220,10 @@ class PromptChecks:
             return
         pipeline.on_shard[request.shard].discard(event.request_id)
         if event.tokens:
+            for started in pipeline.syncs.values():
+                if request.shard in started.targets:
+                    pipeline.during.setdefault(started.sync_id, {})[request.sample] = False
+                    request.versions.append(started.version)
             pipeline.seen_versions.setdefault(request.sample, []).extend(request.versions)
             pipeline.tokens[request.sample] += event.tokens
             if request.keeps_kv:
@@ -225,7 +235,15 @@ class PromptChecks:
     def _synced(self, entry: Entry, event: rec.SyncFinished) -> None:
         pipeline = self._of(entry)
         started = pipeline.syncs.pop(event.sync_id, None)
-        if started is None or event.outcome != "done":
+        ended = pipeline.during.pop(event.sync_id, {})
+        if started is None:
+            return
+        if event.outcome != "done":
+            for sample, stamped in ended.items():
+                if stamped:
+                    self._bad(3, f"sample {sample} is stamped with version {started.version}, whose sync failed")
+                elif started.version in (seen := pipeline.seen_versions.get(sample, [])):
+                    seen.remove(started.version)
             return
         for checksum in event.checksums.values():
             known = pipeline.checksums.setdefault(event.version, set())
@@ -247,6 +265,9 @@ class PromptChecks:
         pipeline.across.discard(event.sample_id)
         self._check_spans(event.sample_id, event.spans, seen, produced)
         stamped = [span.version for span in event.spans]
+        for sync, samples in pipeline.during.items():
+            if event.sample_id in samples:
+                samples[event.sample_id] = pipeline.syncs[sync].version in stamped
         if crossed and len(set(stamped)) > 1 and not event.mixed_kv:
             self._bad(3, f"sample {event.sample_id} went on through a refresh over old KV entries and is not marked")
         group = pipeline.groups.get(event.group_id)
