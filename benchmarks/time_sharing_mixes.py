@@ -3,6 +3,7 @@
     python benchmarks/time_sharing_mixes.py [--mix two_jobs twelve_jobs two_hundred_jobs] [--seeds 20] [--processes 2]
     [--keep FOLDER]
     python benchmarks/time_sharing_mixes.py --mix drawn --seeds 6    # all mixes of drawn_mixes.py; or by name
+    python benchmarks/time_sharing_mixes.py --mix drawn --seeds 6 --placed    # where their jobs name no GPUs
 
 The shipped mixes run over generation : train ratios and length spreads; the ratio is that of the job's own generation
 time alone on its GPUs to its training time. Of a drawn mix each seed draws other jobs. The last line of each mix says
@@ -52,7 +53,8 @@ instead of simulated as a whole."""
 
 class Cell(NamedTuple):
     """One column of the table: a mix at one generation : train ratio and length spread (0 for a drawn mix); `keep` is
-    where its runs are kept. `cheap`: a drawn mix with the hand-overs of a small model.
+    where its runs are kept. `cheap`: a drawn mix with the hand-overs of a small model; `placed`: one whose jobs lie
+    where the least goes on when they come.
     """
 
     mix: str
@@ -61,10 +63,13 @@ class Cell(NamedTuple):
     keep: Path | None
     ways: tuple[str, ...] = WAYS
     cheap: bool = False
+    placed: bool = False
 
     def scenario(self, seed: int) -> Scenario:
         if self.mix in DRAWN:
-            return drawn(self.mix, seed, CHEAP if self.cheap else None)
+            scenario = drawn(self.mix, seed, CHEAP if self.cheap else None)
+            jobs = tuple(job.model_copy(update={"placed": self.placed}) for job in scenario.jobs)
+            return scenario.model_copy(update={"jobs": jobs})
         return variant(load_scenario(EXAMPLES / f"{self.mix}.yaml"), self.ratio, self.sigma)
 
     @property
@@ -117,12 +122,10 @@ def run_seed(cell: Cell, seed: int) -> dict[str, Outcome]:
 
 
 def _file(cell: Cell, seed: int, name: str) -> Path | None:
-    return (
-        None
-        if cell.keep is None
-        else cell.keep
-        / (f"{cell.mix}-{cell.ratio:g}-{cell.sigma:g}{'-cheap' if cell.cheap else ''}-{seed}-{name}.json")
-    )
+    if cell.keep is None:
+        return None
+    variant_of = f"{cell.ratio:g}-{cell.sigma:g}{'-cheap' * cell.cheap}{'-placed' * cell.placed}"
+    return cell.keep / f"{cell.mix}-{variant_of}-{seed}-{name}.json"
 
 
 def _load(cell: Cell, seed: int, name: str) -> dict[str, Outcome] | None:
@@ -153,14 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", type=Path, help="folder in which each run is kept, and looked for")
     parser.add_argument("--decisions", action="store_true", help="also the gap-ratio rule without its serial cycles")
     parser.add_argument("--cheap", action="store_true", help="drawn mixes with the hand-overs of a small model")
+    parser.add_argument("--placed", action="store_true", help="drawn mixes whose jobs name no GPUs")
     chosen = parser.parse_args(arguments)
     ways = (*WAYS, GAP_RATIO_DECISIONS) if chosen.decisions else WAYS
     with ProcessPoolExecutor(chosen.processes, initializer=gc.set_threshold, initargs=(200_000, 20, 20)) as pool:
         for mix in [name for given in chosen.mix for name in (DRAWN if given == "drawn" else (given,))]:
             cells = [Cell(mix, ratio, sigma, chosen.keep, ways) for sigma in chosen.sigma for ratio in chosen.ratio]
-            run_mix(
-                pool, [Cell(mix, 0.0, 0.0, chosen.keep, ways, chosen.cheap)] if mix in DRAWN else cells, chosen.seeds
-            )
+            if mix in DRAWN:
+                cells = [Cell(mix, 0.0, 0.0, chosen.keep, ways, chosen.cheap, chosen.placed)]
+            run_mix(pool, cells, chosen.seeds)
 
 
 def run_mix(pool: ProcessPoolExecutor, cells: Sequence[Cell], seeds: int) -> None:

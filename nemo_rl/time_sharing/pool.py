@@ -33,6 +33,7 @@ from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, PoolHan
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
 from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
+from nemo_rl.time_sharing.planning.placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
 
@@ -160,14 +161,16 @@ class PoolActor(Orchestrator):
         return self._handles
 
     def submit(self, job: Job) -> str:
-        """Starts a pipeline; its name.
+        """Starts a pipeline, on the training GPUs on which the least goes on where it may train anywhere; its name.
 
         Raises:
             PoolError: A pipeline of this name runs already.
             RegistrationError: It does not fit the pool.
         """
-        job.topology(self._handles.pool)
         with self._lock:
+            running = [Mapped(life.train, life.infer) for life in self._lives.values() if life.outcome is None]
+            job = job.placed(self._handles.pool, running)
+            job.topology(self._handles.pool)
             known = self._lives.get(job.name)
             if known is not None and known.outcome is None:
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")

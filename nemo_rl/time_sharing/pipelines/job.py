@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -24,6 +24,7 @@ from nemo_rl.config.overrides import parse_override
 from nemo_rl.config.placement import ParallelSizesError, parallel_sizes, training_world_size
 from nemo_rl.config.schema import is_known
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
+from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
 
@@ -88,6 +89,7 @@ class Job:
         options: Of the registration: weight, min_share, max_share, staleness, rank_batch, full_overlap.
         slice_s: How long an SFT run keeps its GPUs while somebody waits for them, seconds.
         folder: What relative paths of the configuration are relative to.
+        anywhere: Whether it may train elsewhere just as well, since no file names its training GPUs.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     slice_s: float = 30.0
     folder: str = field(default_factory=os.getcwd)
+    anywhere: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -115,6 +118,26 @@ class Job:
         else:
             vllm = self.config.policy.generation.vllm_cfg
         return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+
+    def placed(self, pool: Pool, others: Iterable[placement.Mapped]) -> Job:
+        """The same job; one that may train anywhere trains on the GPUs on which the least goes on.
+
+        Args:
+            pool: Where it is to run.
+            others: The mappings of the pool's jobs that have not ended.
+        """
+        trains_only = isinstance(self.config, SFTMasterConfig)
+        within = range(pool.size) if trains_only else self.infer
+        if not self.anywhere or len(self.train) > len(within):
+            return self
+        train = placement.place(within, len(self.train), others)
+        moved = replace(self, train=train, infer=train if trains_only else self.infer)
+        return replace(moved, options={**self.options, "full_overlap": moved.covers_every_rank()})
+
+    def covers_every_rank(self) -> bool:
+        """Whether training takes GPUs of every rank, so that it and generation take turns."""
+        ranks = [self.infer[start : start + self.rank_width] for start in range(0, len(self.infer), self.rank_width)]
+        return all(set(rank) & set(self.train) for rank in ranks)
 
     def topology(self, pool: Pool) -> Topology:
         """What is registered.
@@ -147,11 +170,10 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
     """
     sources = [_source(Path(file)) for file in files]
     jobs: list[Job] = []
-    first_free = 0
     for source in sources:
         meant = [text for text in overrides if _concerns(text, source, sources)]
-        job, first_free = _read_job(source, pool, meant, first_free, taken=[other.name for other in jobs])
-        jobs.append(job)
+        job = _read_job(source, pool, meant, taken=[other.name for other in jobs])
+        jobs.append(job.placed(pool, [placement.Mapped(other.train, other.infer) for other in jobs]))
     jobs = _with_own_folders(jobs)
     for job in jobs:
         job.topology(pool)
@@ -189,9 +211,7 @@ def _concerns(override: str, source: _Source, sources: Sequence[_Source]) -> boo
     return has(source.config) or not any(has(other.config) for other in sources)
 
 
-def _read_job(
-    source: _Source, pool: Pool, overrides: Sequence[str], first_free: int, *, taken: Sequence[str]
-) -> tuple[Job, int]:
+def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: Sequence[str]) -> Job:
     wrapper = source.wrapper
     own = _wrapper_overrides(wrapper) if source.config is MasterConfig else []
     config = _config(source, [*own, *map(str, wrapper.get("nemo_config_overrides") or []), *overrides])
@@ -201,13 +221,16 @@ def _read_job(
     name = _name(str(wrapper.get("exp_name") or source.file.stem), taken)
     train: tuple[int, ...] = ()
     if isinstance(config, RootConfig):
-        train, first_free = _train_mapping(wrapper.get("train_device_mapping"), config, pool, first_free, name)
+        train = _train_mapping(wrapper.get("train_device_mapping"), config, pool, name)
     given = wrapper.get("infer_device_mapping")
     infer = train if isinstance(config, SFTMasterConfig) else tuple(given or _all_of(pool, config))
-    job = Job(name, config, train, infer)
+    anywhere = bool(train) and wrapper.get("train_device_mapping") is None
+    if anywhere and given:
+        train = infer[: len(train)]
+    job = Job(name, config, train, infer, anywhere=anywhere)
     _check(job)
     slice_s = float(wrapper["slice_s"]) if wrapper.get("slice_s") is not None else job.slice_s
-    return replace(job, options=_options(wrapper, job), slice_s=slice_s), first_free
+    return replace(job, options=_options(wrapper, job), slice_s=slice_s)
 
 
 def _config(source: _Source, overrides: Sequence[str]) -> Config:
@@ -275,22 +298,18 @@ def _name(wanted: str, taken: Sequence[str]) -> str:
     return name
 
 
-def _train_mapping(
-    given: Sequence[int] | None, config: RootConfig, pool: Pool, first_free: int, name: str
-) -> tuple[tuple[int, ...], int]:
-    """The training GPUs: those that are named, or the next ones, so that neighbours train on different GPUs."""
+def _train_mapping(given: Sequence[int] | None, config: RootConfig, pool: Pool, name: str) -> tuple[int, ...]:
+    """The training GPUs: those that are named, else the first ones, until the job is placed."""
     if given is not None:
         if not given:
             raise ConfigError([f"{name}: train_device_mapping is empty; name its GPUs, or leave the key out"])
-        return tuple(given), first_free
+        return tuple(given)
     size = training_world_size(config)
     if size > pool.size:
         raise ConfigError(
             [f"{name}: training needs {size} GPUs (cluster.*), the pool has {pool.size}; lower cluster.gpus_per_node"]
         )
-    if first_free + size > pool.size:
-        first_free = 0
-    return tuple(range(first_free, first_free + size)), (first_free + size) % pool.size
+    return tuple(range(size))
 
 
 def _check(job: Job) -> None:
@@ -325,12 +344,10 @@ def _divides(name: str, config: RootConfig, world: int) -> list[str]:
 
 
 def _options(wrapper: Mapping[str, object], job: Job) -> dict[str, Any]:
-    ranks = [set(job.infer[start : start + job.rank_width]) for start in range(0, len(job.infer), job.rank_width)]
     options: dict[str, Any] = {
         "staleness": job.config.max_staleness() if isinstance(job.config, MasterConfig) else 0,
         "rank_batch": 1 if job.kind is Kind.EXTERNAL else _DEFAULT_RANK_BATCH,
-        # Where training covers every rank, generation and training take turns.
-        "full_overlap": all(rank & set(job.train) for rank in ranks),
+        "full_overlap": job.covers_every_rank(),
     }
     chosen = ("weight", "min_share", "max_share", "rank_batch")
     return options | {key: wrapper[key] for key in chosen if wrapper.get(key) is not None}

@@ -78,6 +78,7 @@ def static_split(scenario: Scenario) -> Scenario:
                     "full_overlap": True,
                     "min_share": 0.0,
                     "max_share": 1.0,
+                    "placed": False,
                 }
             )
         )
@@ -104,9 +105,14 @@ def alone(scenario: Scenario, job: Job) -> Scenario:
 
 
 def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
-    """The scenario and the rule that make up one way of running it."""
+    """The scenario and the rule that make up one way of running it. Where GPUs are not shared, jobs are not placed by
+    who else is there: the static split and the queue move them by rules of their own.
+    """
     if name == STATIC:
         return static_split(scenario), one_after_the_other
+    if name in (SERIAL, *QUEUES):
+        jobs = tuple(job.model_copy(update={"placed": False}) for job in scenario.jobs)
+        scenario = scenario.model_copy(update={"jobs": jobs})
     return scenario, {
         OURS: planner.plan,
         QUEUE: planner.plan,

@@ -7,12 +7,13 @@ converted: text is no number and `true` is not 1. Times are in seconds, all virt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, REFERENCE, Limits, limits_from
 from nemo_rl.time_sharing.simulation.scenario_limits import problems_of_limits
@@ -209,6 +210,23 @@ class Job(_Section):
         None, "When its user stops it, finished or not; null for never. Such a job has no slowdown."
     )
     full_overlap: Bool = _key(False, "Lets training cover every generation rank: nothing is generated beside training.")
+    placed: Bool = _key(
+        False,
+        "Whether its mapping is moved, when it comes, to the GPUs on which the least goes on, as a pool does with jobs "
+        "that name no GPUs.",
+    )
+
+    def moved(self, others: Iterable[placement.Mapped], pool_size: int) -> Job:
+        """The job as it is placed on a pool where `others` are: its mapping keeps its shape, and its ranks their
+        alignment.
+        """
+        first, last = (pick(gpu for gpus in self.mappings.values() for gpu in gpus) for pick in (min, max))
+        width = -(-(last + 1 - first) // self.tp) * self.tp
+        if width > pool_size:
+            return self
+        by = placement.place(range(pool_size), width, others)[0] - first
+        named = ("train", "infer", "reference")
+        return self.model_copy(update={name: tuple(gpu + by for gpu in getattr(self, name)) for name in named})
 
     @property
     def rank_sizes(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ from nemo_rl.time_sharing.log.events import MemoryFreed
 from nemo_rl.time_sharing.log.segments import MUST_LAST
 from nemo_rl.time_sharing.log.state import replay
 from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.placement import Mapped
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
@@ -112,6 +113,9 @@ class World:
 
     def _arrive(self, job: SimulatedJob) -> None:
         if self._queue is None:
+            if job.job.placed:
+                there = [j.job for j in self.jobs.values() if j.first_seen is not None and j.finished_at is None]
+                job.job = job.job.moved([Mapped(j.train, j.infer) for j in there], self.scenario.gpu_pool.size)
             job.arrive()
         else:
             self._queue.submit(job.job)

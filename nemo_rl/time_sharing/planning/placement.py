@@ -1,0 +1,41 @@
+"""Where a job lies that names no GPUs: where the least goes on when it comes. Knows neither scheduler nor jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_TRAINS = 2
+"""How much more than generation the training of a job counts, which keeps a GPU from all others and cannot move."""
+
+
+class Mapped(NamedTuple):
+    """The GPUs of a job that is there already: those that it trains on, and those that it may generate on."""
+
+    train: Sequence[int]
+    infer: Sequence[int]
+
+
+def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[int, ...]:
+    """`width` neighbours among these GPUs.
+
+    Blocks lie side by side from the first GPU on, so that one whose width divides a node lies in a node. The least goes
+    on where the fewest of `others` train; generation, which can move, counts half as much. Of equals the first.
+
+    Args:
+        gpus: Global ids, ascending.
+        width: At least 1.
+        others: Jobs that have not ended.
+
+    Raises:
+        ValueError: There are fewer GPUs than that.
+    """
+    if not 1 <= width <= len(gpus):
+        raise ValueError(f"{width} of {len(gpus)} GPUs")
+    load: Counter[int] = Counter()
+    for mapping in others:
+        load.update(dict.fromkeys(mapping.train, _TRAINS))
+        load.update(mapping.infer)
+    blocks = [tuple(gpus[start : start + width]) for start in range(0, len(gpus) - width + 1, width)]
+    return min(blocks, key=lambda block: sum(load[gpu] for gpu in block))
