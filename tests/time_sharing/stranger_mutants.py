@@ -471,8 +471,8 @@ MUTANTS = (
     Mutant(
         "refused-grant-of-another-epoch",
         _EXECUTOR,
-        "if outcome is Outcome.REFUSED and held is not None and held.epoch == pending.epoch:",
-        "if outcome is Outcome.REFUSED and held is not None:",
+        "return held if held is not None and held.epoch == pending.epoch else None",
+        "return held",
         "the refusal of an old grant releases the new one",
     ),
     Mutant(

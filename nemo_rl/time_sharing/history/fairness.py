@@ -152,6 +152,7 @@ class FairnessChecks:
         if not self._plan.claims:
             waits = ((p.held, p.requests.keys() - p.held.keys()) for p in self._pipelines.values())
             self._plan.contended = self._partial or any(held and wanted for held, wanted in waits)
+        self._plan.claims.append(event)
         pipeline = self._pipelines.get(event.pipeline)
         if pipeline is None:
             return
@@ -160,7 +161,6 @@ class FairnessChecks:
                 self._check_build(event)
             elif event.rank >= 0:
                 self._check_guarantee(entry, event, pipeline)
-        self._plan.claims.append(event)
         self._plan.places.append((event, self._place_of(event, pipeline)))
         if event.rank >= 0:
             self._plan.was_hungry.update([event.pipeline] if pipeline.hungry_since is not None else [])

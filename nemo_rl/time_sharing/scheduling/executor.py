@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.log.ledger import Claim, PendingCommand, PipelineState
+from nemo_rl.time_sharing.log.ledger import Claim, HeldCluster, PendingCommand, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Answer, Command, Outcome, Phase, Verb
@@ -163,18 +163,19 @@ class Executor:
         restart has held up.
         """
         for pending in list(self._state.commands.values()):
-            command = self._rebuild(pending)
-            seconds = self._state.limits.deadline_of(command.verb)
+            verb, pipeline = Verb(pending.verb), self._state.pipelines.get(pending.pipeline)
             self._emit(ev.CommandEnded(pending.command, "restarted"))
+            if verb is Verb.GRANT and self._granted(pending) is None:
+                continue
             self._raw_command(
-                command.pipeline,
-                command.incarnation,
-                command.verb,
-                command.rank,
-                command.epoch,
-                command.cluster,
-                command.gpus,
-                seconds,
+                pending.pipeline,
+                pending.incarnation,
+                verb,
+                pending.rank,
+                pending.epoch,
+                pending.cluster,
+                pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else (),
+                self._state.limits.deadline_of(verb),
             )
         # The log may end between a phase and the command that belongs to it.
         for name, pipeline in self._state.pipelines.items():
@@ -209,14 +210,20 @@ class Executor:
         elif pending.rank in pipeline.awake:
             self._after_rank_step(pipeline, pending, verb, outcome, version)
 
+    def _granted(self, pending: PendingCommand) -> HeldCluster | None:
+        """The hold that a GRANT is about; None where it is over, given back before the answer to the GRANT came."""
+        pipeline = self._state.pipelines.get(pending.pipeline)
+        held = pipeline.held.get(pending.cluster) if pipeline is not None else None
+        return held if held is not None and held.epoch == pending.epoch else None
+
     def _after_grant(self, pipeline: PipelineState, pending: PendingCommand, outcome: Outcome) -> None:
-        if outcome is Outcome.DONE:
+        held = self._granted(pending)
+        if outcome is Outcome.DONE or held is None:
             return
-        held = pipeline.held.get(pending.cluster)
-        if outcome is Outcome.REFUSED and held is not None and held.epoch == pending.epoch:
+        if outcome is Outcome.REFUSED:
             self._emit(ev.Released(pending.pipeline, pending.cluster, held.epoch, -1))
             self.settle_claims_on(held.gpus)
-        elif outcome is not Outcome.REFUSED:
+        else:
             self.fence(
                 pending.pipeline,
                 f"it did not take its grant of {pending.cluster} within {self._state.limits.grant_s:g} s",
@@ -385,7 +392,7 @@ class Executor:
         self._send(command)
 
     def _fill_in(self, command: Command) -> Command:
-        """A GRANT says for what: taken from the ledger, so that a rebuilt one says the same."""
+        """A GRANT says for what: taken from the ledger, so that one that is made anew says the same."""
         pipeline = self._state.pipelines.get(command.pipeline)
         held = pipeline.held.get(command.cluster) if pipeline is not None else None
         if command.verb is not Verb.GRANT or held is None:
@@ -404,22 +411,6 @@ class Executor:
             held.step,
             held.request,
         )
-
-    def _rebuild(self, pending: PendingCommand) -> Command:
-        pipeline = self._state.pipelines.get(pending.pipeline)
-        gpus = pipeline.topology.ranks[pending.rank] if pipeline is not None and pending.rank >= 0 else ()
-        command = Command(
-            pending.command,
-            self._state.term,
-            pending.pipeline,
-            pending.incarnation,
-            Verb(pending.verb),
-            pending.rank,
-            pending.epoch,
-            pending.cluster,
-            gpus,
-        )
-        return self._fill_in(command)
 
     def _resume_rank(self, pipeline: PipelineState, rank: int) -> None:
         awake = pipeline.awake[rank]
