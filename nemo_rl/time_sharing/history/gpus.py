@@ -126,7 +126,10 @@ class GpuChecks:
             mine, sure = self._leases.get(gpu) == holder, not (self._gap or gpu in self._unsure)
             if mine:
                 del self._leases[gpu]
-                self._unsure.discard(gpu)
+                if gpu in self._unsure:
+                    # The scheduler may still take it for held by whoever had it before.
+                    self._unsure.remove(gpu)
+                    self._perhaps_held.add(gpu)
             elif sure and gpu not in self._perhaps_held:
                 self._bad(10, f"{holder} gives back GPU {gpu}, which {self._leases.get(gpu, 'nobody')} holds")
                 self._leases.pop(gpu, None)

@@ -100,7 +100,11 @@ class RuleChecks:
         self._commands: dict[str, tuple[str, int, int]] = {}
         self._passed: dict[str, int] = {}
         self._left_claimed: tuple[float, str, str] | None = None
-        self._evicted: tuple[float, dict[int, str]] = (0.0, {})
+        self._evicted: tuple[float, dict[int, tuple[str, tuple[int, ...]]]] = (0.0, {})
+        """When guaranteed ranks were last drained in their slices; by GPU, whose rank it was and all GPUs of it."""
+        self._taken: list[tuple[str, str, tuple[int, ...]]] = []
+        """Requests that took GPUs of such ranks: what is wrong with that, whose rank it was and all GPUs of it."""
+        self._claims_at: tuple[float, list[ev.Claimed]] = (0.0, [])
         self._term = self._newest_epoch = 0
         self._gap = self._recovering = False
 
@@ -136,7 +140,7 @@ class RuleChecks:
         self._left_claimed = None
 
     def finish(self, clocks: Clocks, ended: bool) -> None:
-        """Nothing here is open."""
+        self._judge_taken(math.inf)
 
     def _bad(self, message: str) -> None:
         self.found.append((11, message))
@@ -223,6 +227,8 @@ class RuleChecks:
 
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         self._look_for_left_claim(entry)
+        self._judge_taken(entry.time)
+        self._claims_at[1].append(event)
         pipeline, who = self._known(event.pipeline), f"{event.pipeline}/{event.cluster}"
         if self._recovering:
             self._bad(f"GPUs {event.gpus} are promised to {who} before the scheduler has taken stock")
@@ -259,8 +265,23 @@ class RuleChecks:
                 self._bad(f"{event.pipeline} may initialise beside {', '.join(others)}")
         evicted_at, evicted = self._evicted
         robbed = {evicted[gpu] for gpu in event.gpus if gpu in evicted} if evicted_at == entry.time else set()
-        for holder in sorted(robbed - {event.pipeline}):
-            self._bad(f"{event.pipeline}/{event.cluster} evicts a rank of {holder} from its guaranteed slice")
+        for holder, gpus in sorted(robbed):
+            if holder != event.pipeline:
+                what = f"{event.pipeline}/{event.cluster} evicts a rank of {holder} from its guaranteed slice"
+                self._taken.append((what, holder, gpus))
+
+    def _judge_taken(self, time: float) -> None:
+        """Judges plans that are over: a request may have what is left of the GPUs of a wide rank that makes way for
+        generation, or for a request of its own pipeline.
+        """
+        if time == self._claims_at[0]:
+            return
+        for what, holder, gpus in self._taken:
+            others = [claim for claim in self._claims_at[1] if claim.rank >= 0 or claim.pipeline == holder]
+            if all(set(gpus).isdisjoint(claim.gpus) for claim in others):
+                self._bad(what)
+        self._taken.clear()
+        self._claims_at = (time, list[ev.Claimed]())
 
     def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
         if (pipeline := self._known(event.pipeline)) is not None:
@@ -322,7 +343,8 @@ class RuleChecks:
         if event.phase is Phase.DRAINING and rank.guaranteed and not own and self._in_slice(entry, rank):
             if self._evicted[0] != entry.time:
                 self._evicted = (entry.time, {})
-            self._evicted[1].update(dict.fromkeys(pipeline.gpus_of(event.rank), event.pipeline))
+            gpus = tuple(pipeline.gpus_of(event.rank))
+            self._evicted[1].update(dict.fromkeys(gpus, (event.pipeline, gpus)))
         if begins:
             rank.guaranteed, rank.served_since = event.guaranteed, None
         elif event.phase is Phase.ACTIVE:

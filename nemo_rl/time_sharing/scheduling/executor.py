@@ -278,6 +278,8 @@ class Executor:
         quarantines = [q for q in self._state.quarantines if (q.pipeline, q.incarnation) == whose and q.rank in ranks]
         for quarantined in quarantines:
             if done:
+                # Whatever is still on its way of this rank was said before its end.
+                self.slept[quarantined.whose] = self.new_epoch() - 1
                 self._emit(ev.GpusCleared(quarantined.gpus, *quarantined.whose))
                 self.settle_claims_on(quarantined.gpus)
             else:
