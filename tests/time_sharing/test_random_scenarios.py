@@ -42,7 +42,7 @@ def test_a_scenario_is_repeated_exactly_by_its_seed() -> None:
 SEEDS = "1000848 1002171 1002815 1007701 2002782 3000439 3001220 3002370 3003358 3004982 3005178"
 
 
-@pytest.mark.parametrize("seed", map(int, SEEDS.split()))
+@pytest.mark.parametrize("seed", [int(seed) for seed in SEEDS.split()])
 def test_scenarios_in_which_a_soak_has_found_a_defect_stay_clean(seed: int) -> None:
     """Published before a rank that was left had the weights; GPUs in two quarantines came back with the first; requests
     sent again to a rank being ended; a pipeline that outlived its end ended a wait; requests let past in the same plan
