@@ -206,7 +206,7 @@ class Executor:
         elif pipeline is None:
             return
         elif verb is Verb.GRANT:
-            self._after_grant(pipeline, pending, outcome)
+            self._after_grant(pending, outcome)
         elif pending.rank in pipeline.awake:
             self._after_rank_step(pipeline, pending, verb, outcome, version)
 
@@ -216,7 +216,7 @@ class Executor:
         held = pipeline.held.get(pending.cluster) if pipeline is not None else None
         return held if held is not None and held.epoch == pending.epoch else None
 
-    def _after_grant(self, pipeline: PipelineState, pending: PendingCommand, outcome: Outcome) -> None:
+    def _after_grant(self, pending: PendingCommand, outcome: Outcome) -> None:
         held = self._granted(pending)
         if outcome is Outcome.DONE or held is None:
             return
