@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from shapes import make_model  # noqa: E402
+
+from nemo_rl.distributed.ports import free_ports  # noqa: E402
 
 BACKENDS = ("dtensor", "megatron")
 
@@ -243,9 +244,7 @@ def contender(args: argparse.Namespace, backend: str, sequence: int, model: Path
     Raises:
         RuntimeError: A rank failed or took longer than the deadline.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     processes = []
     for rank in range(args.gpus):
         environment = os.environ | {

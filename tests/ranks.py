@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
+
+from nemo_rl.distributed.ports import free_ports
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
@@ -42,7 +43,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
 def _launch(answer: Any, function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout_s: float) -> None:
     context = mp.get_context("fork")
     answers: Any = context.Queue()
-    port = _free_port()
+    (port,) = free_ports(1)
     processes = [
         context.Process(target=_rank, args=(function, rank, world, port, answers, args), daemon=True)
         for rank in range(world)
@@ -93,9 +94,3 @@ def _rank(function: Callable[..., Any], rank: int, world: int, port: int, answer
         answers.put((rank, function(*args), None))
     except BaseException:  # noqa: BLE001 - whatever happened is the parent's to report
         answers.put((rank, None, traceback.format_exc()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -2,19 +2,17 @@
 
 `RayVirtualCluster` reserves slots as placement groups (one per node), tells which physical device is behind each slot,
 and hands out rendezvous addresses. It does not know what runs on the slots. Invariants: a slot belongs to one bundle of
-one placement group for as long as the cluster lives; no rendezvous port is handed out twice, for some minutes not even
-to another run on the machine, since ports are promised to one asker at a time. Asks Ray rather than a worker process
-where it can: the first of those takes seconds to start.
+one placement group for as long as the cluster lives; no rendezvous port is handed out twice, not even to another run on
+the machine while this one lives. Asks Ray rather than a worker process where it can: the first of those takes seconds
+to start.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
-import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +22,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.accelerators import CPU, CUDA, Accelerator
+from nemo_rl.distributed.ports import free_ports
 from nemo_rl.lazy import names_of
 
 logger = logging.getLogger(__name__)
-
-_promises: dict[int, socket.socket] = {}
-"""What this process holds, by port."""
 
 
 class ResourceInsufficientError(UserError, RuntimeError):
@@ -213,7 +209,7 @@ class RayVirtualCluster:
         """
         low, high = self._ports
         slot = next(slot for slot in self.slots() if node_rank is None or slot.node_rank == node_rank)
-        question = (low, high, count, sorted(self._handed_out))
+        question = (count, low, high, sorted(self._handed_out))
         if slot.node_id == ray.get_runtime_context().get_node_id():
             ports = free_ports(*question)
         else:
@@ -238,48 +234,6 @@ class RayVirtualCluster:
 def cores_per_slot(slots_on_node: int) -> int:
     """CPU threads that each of `slots_on_node` slots may use on this kind of node."""
     return max(1, (os.cpu_count() or 1) // max(1, slots_on_node))
-
-
-def free_ports(low: int, high: int, count: int, taken: Collection[int]) -> list[int]:
-    """Up to `count` free ports between `low` and `high` (both included) that are not in `taken`.
-
-    A port that another run is about to use is given only where no others are free.
-    """
-    candidates = [port for port in range(low, high + 1) if port not in set(taken)]
-    # Not the global generator: it would be the same order in every run of a seed.
-    random.SystemRandom().shuffle(candidates)
-    found: list[int] = []
-    promised: list[int] = []
-    for port in candidates:
-        if len(found) == count:
-            break
-        if _is_free(port):
-            (found if _promise(port) else promised).append(port)
-    return found + promised[: count - len(found)]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            return False
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def _promise(port: int) -> bool:
-    """Holds the promise of a port until this process ends; False if this or another process holds it already."""
-    promise = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        promise.bind(f"\0nemo_rl_port_{port}")
-    except OSError:
-        promise.close()
-        return False
-    _promises[port] = promise
-    return True
 
 
 # NeMo-RL's names besides.

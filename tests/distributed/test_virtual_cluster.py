@@ -12,12 +12,11 @@ import pytest
 import ray
 
 from nemo_rl.distributed import virtual_cluster
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, free_ports
+from nemo_rl.distributed.ports import free_ports
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
 LOW, HIGH = 21400, 21409
-_CHOOSES = (
-    "import sys; from nemo_rl.distributed.virtual_cluster import free_ports; print(free_ports(21400, 21409, 5, ()))"
-)
+_CHOOSES = "import sys; from nemo_rl.distributed.ports import free_ports; print(free_ports(5, 21400, 21409))"
 
 
 def test_two_runs_that_choose_before_either_listens_get_different_ports() -> None:
@@ -25,21 +24,21 @@ def test_two_runs_that_choose_before_either_listens_get_different_ports() -> Non
     with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         theirs = set(json.loads(other.stdout.readline()))
-        ours = set(free_ports(LOW, HIGH, 5, ()))
+        ours = set(free_ports(5, LOW, HIGH))
         assert len(theirs) == len(ours) == 5
         assert not theirs & ours
         other.communicate()
-    assert theirs == set(free_ports(LOW, HIGH, 5, ())), "a promise ends with the process that held it"
+    assert theirs == set(free_ports(5, LOW, HIGH)), "a promise ends with the process that held it"
 
 
 def test_a_promised_port_is_given_only_where_no_other_is_free() -> None:
     low, high = HIGH + 1, HIGH + 10
-    first = free_ports(low, high, 9, ())
+    first = free_ports(9, low, high)
     assert len(first) == 9
     (left,) = set(range(low, high + 1)) - set(first)
-    assert left in free_ports(low, high, 2, ())
-    assert free_ports(first[0], first[0], 1, ()) == [first[0]]
-    assert free_ports(first[0], first[0], 1, first) == []
+    assert left in free_ports(2, low, high)
+    assert free_ports(1, first[0], first[0]) == [first[0]]
+    assert free_ports(1, first[0], first[0], first) == []
 
 
 def test_a_port_that_is_listened_on_is_not_free() -> None:
@@ -47,7 +46,7 @@ def test_a_port_that_is_listened_on_is_not_free() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert free_ports(port, port, 1, ()) == []
+        assert free_ports(1, port, port) == []
 
 
 @pytest.mark.parametrize(("named", "device"), [("3", 3), ("GPU-5c4b", "GPU-5c4b"), ("MIG-41b3", "MIG-41b3")])

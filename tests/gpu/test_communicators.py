@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from nemo_rl.distributed.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -48,9 +49,7 @@ def _measured(backend: str, tmp_path: Path) -> list[dict[str, Any]]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     make = [sys.executable, str(ROOT / "examples" / "make_tiny_model.py"), str(model), "--hidden", "128"]
     subprocess.run(make, check=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     ranks = []
     for rank in range(2):
         environment = os.environ | {

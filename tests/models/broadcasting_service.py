@@ -4,7 +4,6 @@ the receiver's methods alone.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import ray
 import torch
 
+from nemo_rl.distributed.ports import free_ports
 from nemo_rl.models.generation.vllm.receiver_methods import bucket_stats
 from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
@@ -27,9 +27,7 @@ def broadcast_weights(
     def call(name: str, *arguments: Any) -> list[Any]:
         return [worker.rlix_model_update_rpc.remote(name, *arguments) for worker in workers]
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     world = 1 + len(workers)
     place = ("127.0.0.1", port, 0, world, LIMIT_S)
     with ThreadPoolExecutor(1) as beside:

@@ -14,22 +14,16 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.distributed.ports import free_ports
 from nemo_rl.utils.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(__file__).parent / "bin"
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 SANDBOX = {
     "SANDBOX_CONTAINER": "none",
     "SANDBOX_COMMAND": "env; exec python3 -m http.server --bind 127.0.0.1 $SANDBOX_PORT",
-    "SANDBOX_PORT": str(free_port()),
+    "SANDBOX_PORT": str(*free_ports(1)),
     "SANDBOX_ENV_VARS": "KEY_OF_THE_SANDBOX",
 }
 # Asks the sandbox of the command's node.
@@ -57,8 +51,8 @@ class Job:
             "GPUS_PER_NODE": "0",
             "CPU_SLOTS_PER_NODE": "1",
             "CPUS_PER_WORKER": "32",
-            "PORT": str(free_port()),
-            "DASHBOARD_PORT": str(free_port()),
+            "PORT": str(*free_ports(1)),
+            "DASHBOARD_PORT": str(*free_ports(1)),
             "MIN_WORKER_PORT": "23000",
             "MAX_WORKER_PORT": "23299",
             "START_TIMEOUT": "120",

@@ -26,6 +26,7 @@ import psutil
 
 from nemo_rl.config import DataPlaneConfig
 from nemo_rl.data_plane.interfaces import DataPlaneError, MooncakeUnavailableError
+from nemo_rl.distributed.ports import free_ports
 from nemo_rl.distributed.processes import LastWords
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, object]:
 
     load_mooncake()
     host = ray.util.get_node_ip_address().strip("[]")
-    rpc, metadata, admin = _free_ports(host, 3)
+    rpc, metadata, admin = free_ports(3)
     binary = _master_binary()
     command = [
         str(binary),
@@ -238,17 +239,6 @@ def _master_binary() -> Path:
                 f"{found} is not executable and cannot be made so: {error}; run chmod +x on it"
             ) from error
     return found
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    sockets = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _wait_until_serving(

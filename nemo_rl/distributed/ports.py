@@ -1,0 +1,60 @@
+"""Free ports of this machine, each promised to one process at a time.
+
+A promise is an abstract Unix socket that the asking process holds until it ends, so that two runs which choose before
+either listens get different ports. Ranges belong below the system's ephemeral ports (32768 and up on Linux): from there
+the kernel gives an outgoing connection any port that nobody listens on at the moment.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Collection
+
+LOWEST, HIGHEST = 20000, 31999
+"""Where ports are looked for unless a range is named."""
+
+_promises: dict[int, socket.socket] = {}
+"""What this process holds, by port."""
+
+
+def free_ports(count: int, low: int = LOWEST, high: int = HIGHEST, taken: Collection[int] = ()) -> list[int]:
+    """Up to `count` free ports between `low` and `high` (both included) that are not in `taken`.
+
+    A port that another run is about to use is given only where no others are free.
+    """
+    candidates = [port for port in range(low, high + 1) if port not in set(taken)]
+    # Not the global generator: it would be the same order in every run of a seed.
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
+    promised: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            break
+        if _is_free(port):
+            (found if _promise(port) else promised).append(port)
+    return found + promised[: count - len(found)]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            return False
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _promise(port: int) -> bool:
+    """Holds the promise of a port until this process ends; False if this or another process holds it already."""
+    promise = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        promise.bind(f"\0nemo_rl_port_{port}")
+    except OSError:
+        promise.close()
+        return False
+    _promises[port] = promise
+    return True
