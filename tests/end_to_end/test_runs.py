@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class Command:
     model: Path
     folder: Path
     config: str = "grpo_arithmetic_cpu.yaml"
+    segments: set[str] = field(default_factory=set)
+    """Shared memory that processes of the run were seen to hold."""
 
     def start(self, *overrides: str) -> Any:
         """The process; everything it starts carries a mark of its own."""
@@ -103,7 +105,20 @@ class Command:
 
     def ends_well(self, process: Any) -> None:
         """Waits for the end of a started run, which must be a good one."""
-        assert process.wait(timeout=600) == 0, self.output()
+        deadline = time.monotonic() + 600
+        while process.poll() is None:
+            assert time.monotonic() < deadline, self.output()
+            self.segments.update(name for name in glob.glob("/dev/shm/nemo_rl-*") if self.is_of_run(name.split("-")[1]))
+            time.sleep(0.2)
+        assert process.returncode == 0, self.output()
+
+    def is_of_run(self, pid: int | str) -> bool:
+        """Whether a process belongs to the last run, and lives."""
+        try:
+            process = psutil.Process(int(pid))
+            return process.environ().get("NRL_TEST_RUN") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
 
     def output(self) -> str:
         """What all runs in this folder have written."""
@@ -134,14 +149,7 @@ class Command:
 
     def left(self) -> list[int]:
         """Processes of the last run that still live."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("NRL_TEST_RUN") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-            except psutil.Error:
-                continue
-        return found
+        return [pid for pid in psutil.pids() if self.is_of_run(pid)]
 
 
 def assert_equal_weights(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -167,8 +175,8 @@ def test_a_run_learns_and_its_engines_agree(whole: Command) -> None:
     first, last = whole.weights(2), whole.weights(STEPS)
     assert any((first[name] != last[name]).any() for name in first)
     assert not whole.left()
-    # Shared memory carries its owner's process id: other runs may be under way on this machine.
-    assert not [name for name in glob.glob("/dev/shm/nemo_rl-*") if not psutil.pid_exists(int(name.split("-")[1]))]
+    assert whole.segments
+    assert not [name for name in whole.segments if os.path.exists(name)]
     logs = whole.folder / "logs" / "exp_000"
     assert (logs / "report.html").exists()
     (trains,) = [entry.event for entry in read_record(logs / "record.jsonl") if isinstance(entry.event, PolicyStarted)]
