@@ -33,6 +33,7 @@ from nemo_rl.time_sharing.protocol.types import (
 from nemo_rl.time_sharing.simulation.random_scenarios import random_scenario
 from nemo_rl.time_sharing.simulation.watch import Misbehaviour, SchedulerWatch
 from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, MemoryRecord
 
 LIMITS = {"aging_s": 1.0, "max_backfills": 4, "lease_s": 30.0, "quarantine_s": 20.0, "reap_s": 60.0}
@@ -80,6 +81,7 @@ def granted(at: float, name: str, number: int, gpus: tuple[int, ...], passed: tu
 
 
 FAILS = [*serves(1.0, "a", 0, 1), *moved(2.0, "a", 0, Phase.DRAINING, Phase.FAILED)]
+REAPED = ev.Unregistered("a", 0, "reaped")
 FENCED = (3.0, ev.Fenced("a", 0, "it was unregistered"))
 WITHHELD = (3.0, ev.GpusQuarantined((3,), "a", 0, 3, 23.0, "their processes could not be ended"))
 SHARED = [registered("a", (0, 1)), registered("b", (0, 1)), demand("a", target=1), demand("b", target=1)]
@@ -152,7 +154,10 @@ BROKEN: dict[str, list[Line]] = {
 
 def said(lines: list[Line]) -> str:
     opened: list[Line] = [(0.0, ev.PoolOpened(1, 4, LIMITS)), (0.0, ev.SchedulerStarted(1))]
-    entries = [Entry(i, at, "scheduler", event) for i, (at, event) in enumerate([*opened, *lines])]
+    entries = [
+        Entry(i, at, "a/driver" if isinstance(event, rec.WaitBegun | rec.WaitEnded) else "scheduler", event)
+        for i, (at, event) in enumerate([*opened, *lines])
+    ]
     return "\n".join(map(str, check(entries, ended=False)))
 
 
@@ -237,6 +242,23 @@ def test_more_whole_ranks_than_there_are_gpus_are_refused() -> None:
     assert "rule 16" in str(validate(Snapshot.of(made.state), plan)[0])
 
 
+def test_a_pipeline_whose_leave_was_lost_may_leave_anew_and_no_third_time() -> None:
+    left = ev.Unregistered("a", 0, "left")
+    lines = [registered("a"), (1.0, left), (5.0, ev.SchedulerStarted(1001, complete=False))]
+    lines += [(40.0, ev.InventoryDone(1001)), (41.0, ev.Leaving("a")), (41.0, left)]
+    assert not said(lines)
+    assert said([*lines, (42.0, left)]).count("'a' is not registered") == 1
+    assert said([lines[0], lines[1], *lines[4:]]).count("'a' is not registered") == 2
+
+
+def test_a_pipeline_that_has_left_may_still_cancel_its_wait_and_no_other() -> None:
+    lines = [registered("a"), (1.0, rec.WaitBegun("a.0.1", "rank 0", 90.0)), (2.0, ev.Unregistered("a", 0, "left"))]
+    ended = (4.0, rec.WaitEnded("a.0.1", "cancelled"))
+    assert not said([*lines, ended])
+    assert "had not begun" in said([*lines, ended, ended])
+    assert "had not begun" in said([*lines[:2], FENCED, *reap(2.0, -1, "done"), (3.0, REAPED), ended])
+
+
 # What a simulation sees that no record says.
 
 
@@ -245,6 +267,12 @@ def test_a_clock_that_runs_ahead_and_a_silence_that_was_none_are_seen() -> None:
     watch = SchedulerWatch(Limits(), entries, 0.0, 0.0)
     with pytest.raises(Misbehaviour, match=r"1\.0 s passed, and 9\.0 s on the steady clock"):
         watch.looked(SchedulerState(), 9.0, 1.0)
+    watch = SchedulerWatch(Limits(), entries, 0.0, 0.0)
+    watch.jumped()
+    watch.jumped()
+    watch.looked(SchedulerState(), 1.0 + 2 * Limits().max_tick_s, 1.0)
+    with pytest.raises(Misbehaviour, match="on the steady clock"):
+        watch.looked(SchedulerState(), 3.0 + 2 * Limits().max_tick_s, 1.5)
     made = Fleet(4)
     made.add("a", [0], [0, 1])
     watch = SchedulerWatch(Limits(), entries, 9.0, 9.0)

@@ -2,7 +2,7 @@
 
 The other checks see only entries that make sense, so that they need not guard every look-up; one that does not is a
 violation of invariant 10 itself. After a lost end of the log (see `gaps`) the scheduler may speak of registrations as
-they were earlier; these are taken up again.
+they were earlier, of each until it ends it anew; these are taken up again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Sense:
     def __init__(self) -> None:
         self.opened = False
         self._size = 0
-        self._gap = False
         self._known: dict[str, _Shape] = {}
         self._past: dict[str, _Shape] = {}
         self._unsure: set[str] = set()
+        self._gone: set[str] = set()
+        """Pipelines whose leave-taking may be in what is lost."""
 
     def judges(self) -> dict[type, Callable[[Any], str | None]]:
         """For each kind of event a function that says what is wrong with it, None when nothing is."""
@@ -40,7 +41,6 @@ class Sense:
         clustered = (ev.Requested, ev.RequestDropped, ev.PriorityChanged, ev.Released)
         return {
             ev.PoolOpened: self._opened,
-            ev.InventoryDone: self._inventory_done,
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
             **dict.fromkeys(named, self._named),
@@ -57,15 +57,12 @@ class Sense:
 
     def tail_lost(self) -> None:
         """From here on the scheduler may have forgotten what the record says."""
-        self._gap = True
         self._unsure = set(self._known)
+        self._gone = set(self._past) - self._unsure
 
     def _opened(self, event: ev.PoolOpened) -> str | None:
         self.opened, self._size = True, event.nodes * event.gpus_per_node
         return None
-
-    def _inventory_done(self, event: ev.InventoryDone) -> None:
-        self._gap = False
 
     def _registered(self, event: ev.Registered) -> str | None:
         clusters: dict[str, ClusterSpec] = {cluster.name: cluster for cluster in event.clusters}
@@ -78,6 +75,7 @@ class Sense:
                 return f"{event.pipeline}/{cluster.name} is registered: {outside}"
         twice = event.pipeline in self._known and event.pipeline not in self._unsure
         self._unsure.discard(event.pipeline)
+        self._gone.discard(event.pipeline)
         self._known[event.pipeline] = self._past[event.pipeline] = _Shape(
             {name: tuple(spec.gpus) for name, spec in clusters.items()}, infer.tp_size
         )
@@ -91,7 +89,8 @@ class Sense:
     def _of(self, pipeline: str) -> str | None:
         if pipeline in self._known:
             return None
-        if self._gap and pipeline in self._past:
+        if pipeline in self._gone:
+            self._gone.discard(pipeline)
             self._known[pipeline] = self._past[pipeline]
             self._unsure.add(pipeline)
             return None

@@ -16,8 +16,8 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry
 
-_OUTLIVED = "could not be ended"
-"""Why a pipeline was unregistered whose processes may live on."""
+_OUTLIVED = ("could not be ended", "left")
+"""Why a pipeline was unregistered whose processes may live on: one that left hears of it a moment later."""
 
 
 class WaitChecks:
@@ -129,12 +129,12 @@ class WaitChecks:
 
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._given_up = None
-        # What a pipeline's processes waited for ended with them; only one that could not be ended, or is not the one
-        # that is meant, may still say so.
+        # What a pipeline's processes waited for ended with them; only one that was not ended, or is not the one that is
+        # meant, may still say so.
         waits = [wait for wait in self._waits if wait[0].partition("/")[0] == event.pipeline]
         for wait in waits:
             del self._waits[wait]
-        if event.reason == _OUTLIVED or self._gap:
+        if event.reason in _OUTLIVED or self._gap:
             self._outlived.update(waits)
         for key in [key for key in self._holds if key[0] == event.pipeline]:
             del self._holds[key]

@@ -41,12 +41,17 @@ class SchedulerWatch:
         self._took_stock: set[str] = set()
         self._began = self._spared_at = now
         self._isolated = False
+        self._jumps = 0
+
+    def jumped(self) -> None:
+        """The clock of the machine was set."""
+        self._jumps += 1
 
     def looked(self, state: SchedulerState, now: float, real: float) -> None:
         """After each tick."""
-        if now - self._now > real - self._real + self._limits.max_tick_s + 1e-6:
+        if now - self._now > real - self._real + self._jumps * self._limits.max_tick_s + 1e-6:
             raise Misbehaviour(f"{real - self._real:.1f} s passed, and {now - self._now:.1f} s on the steady clock")
-        self._now, self._real = now, real
+        self._now, self._real, self._jumps = now, real, 0
         self._read_log()
         if self._read >= self._audited + _AUDIT_EVERY:
             self.audit(state)
@@ -61,7 +66,7 @@ class SchedulerWatch:
             raise Misbehaviour(problem)
 
     def status_comes(self, state: SchedulerState, status: Status, now: float) -> int:
-        """Before a status is taken; returns how long the log may be afterwards if the status changes nothing."""
+        """Before a status is taken at `now`; returns how long the log may be if the status changes nothing."""
         self._read_log()
         key = (status.pipeline, status.incarnation)
         pipeline = state.pipelines.get(status.pipeline)

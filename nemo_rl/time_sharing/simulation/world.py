@@ -185,7 +185,7 @@ class World:
     def _on_status(self, status: Status) -> None:
         if self._scheduler is not None:
             state, watch = self._scheduler.state, self._watch
-            began = watch.status_comes(state, status, self._clock.now)
+            began = watch.status_comes(state, status, self._clock.steady(self._reading()))
             reply = self._scheduler.status(status, self._reading())
             watch.status_taken(state, status, began)
             self._send_reply(reply)
@@ -420,4 +420,5 @@ class World:
 
     def _strike_clock(self) -> bool:
         self._jump += self.rng.choice(_JUMPS)
+        self._watch.jumped()
         return True
