@@ -21,10 +21,20 @@ from nemo_rl.time_sharing.planning.placement import Mapped, place
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits
-from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, QUEUE, SERIAL, STATIC
+from nemo_rl.time_sharing.simulation.baselines import (
+    GAP_RATIO,
+    OURS,
+    PLACED,
+    QUEUE,
+    SERIAL,
+    STATIC,
+    WAYS,
+    worth_comparing,
+)
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Job as SimulatedJob
 from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.tables import simulated
 from nemo_rl.time_sharing.simulation.world import World
 from nemo_rl.utils.record import MemoryRecord
 
@@ -140,6 +150,26 @@ def test_ways_that_share_place_the_jobs_and_the_others_move_them_as_they_always_
     ]
     assert all(seconds[1][way] < seconds[0][way] for way in (OURS, GAP_RATIO))
     assert all(seconds[1][way] == seconds[0][way] for way in (SERIAL, STATIC, QUEUE))
+
+
+def test_a_simulation_says_what_it_costs_that_jobs_name_gpus_which_collide() -> None:
+    collide = parse_scenario({"jobs": [job(name, 0.0) for name in "abc"]})
+    apart = parse_scenario({"jobs": [job("a", 0.0), job("b", 0.0, infer=[4, 5, 6, 7], train=[4, 5])]})
+    notes = {}
+    for title, scenario in {"collide": collide, "apart": apart}.items():
+        assert worth_comparing(scenario) == (OURS, PLACED, *WAYS[1:])
+        alone = AloneTimes(scenario)
+        rows = [(name, [run_way(scenario, name, 0, alone)]) for name in (OURS, PLACED)]
+        notes[title] = simulated(scenario, 0, rows).notes
+        total = [outcomes[0].total_s for _, outcomes in rows]
+    assert total[0] == total[1], "these lie where the pool would put them"
+    (note,) = notes["collide"]
+    assert "time_sharing_placed" in note and "`placed: true`" in note
+    assert notes["apart"] == ()
+    # Nothing to compare: jobs that are placed already, or that use the whole pool, or that are alone.
+    whole = list(range(8))
+    for jobs in ([job("a", 0.0, placed=True), job("b", 0.0, infer=whole)], [job("a", 0.0)]):
+        assert worth_comparing(parse_scenario({"jobs": jobs})) == WAYS
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 15), max_size=8))

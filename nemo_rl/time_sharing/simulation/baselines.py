@@ -1,5 +1,5 @@
-"""The other ways to run the same jobs, to compare time-sharing with: each alone, one after the other, static split,
-batch queue, gap-ratio rule.
+"""The other ways to run the same jobs, to compare time-sharing with: on GPUs that the pool chooses, each alone, one
+after the other, static split, batch queue, gap-ratio rule.
 
 One after the other: a job has its whole mapping to itself from its first to its last step, in order of arrival; jobs
 that share no GPU run side by side. Static split: the pool is cut once into lanes that fit the jobs, each lane runs its
@@ -20,6 +20,8 @@ from nemo_rl.time_sharing.simulation import gap_ratio
 from nemo_rl.time_sharing.simulation.scenario import Job, Scenario
 
 OURS, SERIAL, STATIC, GAP_RATIO = "time_sharing", "one_after_the_other", "static_split", "gap_ratio"
+PLACED = "time_sharing_placed"
+"""Ours, with jobs that lie where the pool puts them when they come: what it costs that they name their GPUs."""
 QUEUE, QUEUE_LIMITS = "batch_queue", "batch_queue_limits"
 QUEUES = (QUEUE, QUEUE_LIMITS)
 WAYS = (OURS, SERIAL, STATIC, *QUEUES, GAP_RATIO)
@@ -110,17 +112,24 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
     """
     if name == STATIC:
         return static_split(scenario), one_after_the_other
-    if name in (SERIAL, *QUEUES):
-        jobs = tuple(job.model_copy(update={"placed": False}) for job in scenario.jobs)
+    if name in (PLACED, SERIAL, *QUEUES):
+        jobs = tuple(job.model_copy(update={"placed": name == PLACED}) for job in scenario.jobs)
         scenario = scenario.model_copy(update={"jobs": jobs})
     return scenario, {
         OURS: planner.plan,
+        PLACED: planner.plan,
         QUEUE: planner.plan,
         QUEUE_LIMITS: planner.plan,
         SERIAL: one_after_the_other,
         GAP_RATIO: gap_ratio.plan,
         GAP_RATIO_DECISIONS: gap_ratio.decide,
     }[name]
+
+
+def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
+    """All ways, ours first; `PLACED` only where a job that names its GPUs could lie elsewhere."""
+    fixed = any(not job.placed and len(job.infer) < scenario.gpu_pool.size for job in scenario.jobs)
+    return (OURS, PLACED, *WAYS[1:]) if fixed and len(scenario.jobs) > 1 else WAYS
 
 
 def accept_all(snapshot: Snapshot, plan: Plan) -> list[Problem]:

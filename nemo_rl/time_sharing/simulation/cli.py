@@ -16,7 +16,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.comparison import LEGEND, Simulated
 from nemo_rl.time_sharing.planning.validator import validate
-from nemo_rl.time_sharing.simulation.baselines import OURS, WAYS, way
+from nemo_rl.time_sharing.simulation.baselines import OURS, way, worth_comparing
 from nemo_rl.time_sharing.simulation.coverage import EXPECTED
 from nemo_rl.time_sharing.simulation.results import AloneTimes, Outcome, run_way, summarise
 from nemo_rl.time_sharing.simulation.scenario import Scenario, load_scenario
@@ -87,7 +87,7 @@ def simulate(chosen: argparse.Namespace) -> int:
     rows: list[tuple[str, list[Outcome]]] = []
     recording = _Recording(log) if log is not None else None
     try:
-        for name in (OURS,) if chosen.only_ours else WAYS:
+        for name in (OURS,) if chosen.only_ours else worth_comparing(scenario):
             rows.append((name, []))
             for seed in range(chosen.seed, chosen.seed + chosen.runs):
                 logger.info("event=run way=%s seed=%d", name, seed)

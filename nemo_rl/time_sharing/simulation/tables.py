@@ -7,26 +7,40 @@ is shown as `-`.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from nemo_rl.time_sharing.log.comparison import Simulated
-from nemo_rl.time_sharing.simulation.baselines import OURS, SERIAL
+from nemo_rl.time_sharing.simulation.baselines import OURS, PLACED, SERIAL
 from nemo_rl.time_sharing.simulation.results import Outcome
 from nemo_rl.time_sharing.simulation.scenario import Scenario
 from nemo_rl.time_sharing.viewing.handovers import percentile
 
 Rows = Sequence[tuple[str, Sequence[Outcome]]]
 _MOST_JOBS, _MOST_FATES = 20, 5
+_MUCH_SHORTER = 0.97
 
 
 def simulated(scenario: Scenario, seed: int, rows: Rows) -> Simulated:
     """Everything `simulate` says, our way first among `rows`: (way, one outcome per seed from `seed` on)."""
     ours = rows[0][1]
-    notes = (*_fates(seed, rows), *_faults(scenario, ours))
+    notes = (*_fates(seed, rows), *_faults(scenario, ours), *_placement(rows))
     jobs, ways = _fixed(job_table(scenario, rows)), _fixed(way_table(rows))
     return Simulated(scenario.name, scenario.about, seed, len(ours), ours[0].gpu_busy, jobs, ways, notes)
+
+
+def _placement(rows: Rows) -> Iterator[str]:
+    """What it costs that jobs name their GPUs, where that is much."""
+    whole = [(name, outcomes) for name, outcomes in rows if not _unfinished(outcomes)]
+    total = {name: statistics.fmean(o.total_s for o in outcomes) for name, outcomes in whole}
+    if total.get(PLACED, math.inf) < _MUCH_SHORTER * total.get(OURS, 0.0):
+        yield (
+            f"The jobs name GPUs that others train on too. Where the pool chooses ({PLACED}), all are done after "
+            f"{total[PLACED]:.0f} s instead of {total[OURS]:.0f} s: leave the training GPUs out of a job's "
+            "file, or give it `placed: true` here."
+        )
 
 
 def _fixed(lines: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
