@@ -160,7 +160,7 @@ def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path)
         told = worker.describe()
         tokens = here * sequence * args.gpus
         wall = statistics.median(seconds[1:])
-        flops = told["shape"].train_flops([sequence] * (here * args.gpus))
+        flops = told["shape"].train_flops(result["work"]) * args.gpus
         sheet = peak_tflops(told["device_name"], args.precision) if device.type == "cuda" else None
         answer = {
             "kernels": told["kernels"],

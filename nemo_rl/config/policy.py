@@ -195,6 +195,12 @@ class SequencePackingConfig(Section):
         "packer", description="Order of the packed rows within a step."
     )
     sequence_length_round: PositiveInt = Field(64, description="Packed rows are padded to a multiple of this.")
+    share_prompts: bool | None = Field(
+        None,
+        description="Compute what the samples of a prompt begin with once per packed row instead of once per sample, "
+        "in scoring and training; scores and gradients are the same up to rounding. null: on GPUs under DTensor "
+        "without context parallelism.",
+    )
 
 
 class DraftConfig(Section):

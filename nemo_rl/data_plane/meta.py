@@ -69,6 +69,11 @@ class KVBatchMeta:
                 tag[name] = value
         self.tags = tags
 
+    def common_tags(self) -> dict[str, list[Any]]:
+        """The tags that every row has, with a value for each row."""
+        tags = self.tags or [{}]
+        return {name: [tag[name] for tag in tags] for name in tags[0] if all(name in tag for tag in tags)}
+
     def tag(self, name: str) -> list[Any]:
         """A tag's value for each row.
 

@@ -11,6 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+TAG = "tag/"
+"""Begins the name of a column of a batch in this process that is a tag of its rows: for whoever decides about them, not
+for workers.
+"""
+PROMPT, PROMPT_TOKENS = "prompt", "prompt_tokens"
+"""Tags of rows: the number of their prompt, which the samples of a group have in common, and its tokens."""
+
 
 class Axis(Enum):
     """What a column has one value of: each row, each token of a row, or each row as an object."""

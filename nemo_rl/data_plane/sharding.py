@@ -106,6 +106,7 @@ def _plans(
             algorithm=packing["algorithm"],
             pad_multiple=packing["sequence_length_pad_multiple"],
             order=packing.get("microbatch_order", "packer"),
+            prefixes=packing.get("prefixes"),
         )
     if dynamic is not None:
         return batch_sharding.plan_dynamic(

@@ -7,11 +7,13 @@ microbatches per global batch, since one more on one rank would hang the gradien
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NotRequired, TypedDict
 
-from nemo_rl.distributed.bin_packing import BinPackingError, get_packer
+from nemo_rl.distributed.bin_packing import BinPackingError, SequencePacker, get_packer
+from nemo_rl.distributed.shared_prefixes import Bundle, SharedPrefixes, bundles
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -32,6 +34,7 @@ class SequencePackingArgs(TypedDict):
     algorithm: str
     sequence_length_pad_multiple: int
     microbatch_order: NotRequired[Literal["packer", "largest_first"]]
+    prefixes: NotRequired[SharedPrefixes | None]
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def plan_packed(
     algorithm: str,
     pad_multiple: int,
     order: str = "packer",
+    prefixes: SharedPrefixes | None = None,
 ) -> list[ShardPlan]:
     """Pack each global batch into bins, as many as a multiple of `shards`, and give bin j to rank `j mod shards`.
 
@@ -146,6 +150,7 @@ def plan_packed(
         algorithm: a `nemo_rl.distributed.bin_packing.PackingAlgorithm`.
         pad_multiple: each row counts as its length rounded up to a multiple of this.
         order: `packer` keeps the packer's order of bins, `largest_first` sorts each rank's bins by tokens.
+        prefixes: what rows begin with that counts once in a bin; their rows then lie side by side.
 
     Raises:
         ValueError: a row is above `max_tokens`, there are fewer rows than ranks, or an argument is unknown.
@@ -161,26 +166,52 @@ def plan_packed(
     packer = get_packer(algorithm, max_tokens, min_bin_count=shards, bin_count_multiple=shards)
     plans = [ShardPlan([], [], [], []) for _ in range(shards)]
     for start in range(0, size, chunk):
-        padded = [math.ceil(lengths[row] / pad_multiple) * pad_multiple for row in range(start, start + chunk)]
+        rows = range(start, start + chunk)
+        padded = [math.ceil(lengths[row] / pad_multiple) * pad_multiple for row in rows]
         try:
-            bins = packer.pack(padded)
+            if prefixes is None:
+                bins = _pack(packer, [Bundle([row], tokens) for row, tokens in zip(rows, padded, strict=True)])
+            else:
+                packer.check(padded)
+                cut = partial(bundles, rows, lengths, prefixes, max_tokens=max_tokens, pad_multiple=pad_multiple)
+                bins = _pack_bundles(packer, cut, shards)
         except BinPackingError as error:
             raise BinPackingError(f"global batch of rows {start} to {start + chunk - 1}: {error}") from error
         for rank, plan in enumerate(plans):
             own = bins[rank::shards]
             if order == "largest_first":
-                own = sorted(own, key=lambda items: -sum(padded[i] for i in items))
+                own = sorted(own, key=lambda one: -one.tokens)
             ends = [0]
-            for items in own:
-                ends.append(ends[-1] + len(items))
-            spans = list(itertools.pairwise(ends))
+            for one in own:
+                ends.append(ends[-1] + len(one.rows))
             _extend(
                 plan,
-                [start + i for items in own for i in items],
-                spans,
-                [sum(padded[i] for i in items) for items in own],
+                [row for one in own for row in one.rows],
+                list(itertools.pairwise(ends)),
+                [one.tokens for one in own],
             )
     return plans
+
+
+def _pack(packer: SequencePacker, items: Sequence[Bundle]) -> list[Bundle]:
+    """The bins as bundles of all their rows."""
+    return [
+        Bundle([row for i in chosen for row in items[i].rows], sum(items[i].tokens for i in chosen))
+        for chosen in packer.pack([item.tokens for item in items])
+    ]
+
+
+def _pack_bundles(packer: SequencePacker, cut: Callable[..., list[Bundle]], shards: int) -> list[Bundle]:
+    """Bins of whole bundles, which are cut smaller until they fill as many bins as all ranks want."""
+    wanted = shards
+    while True:
+        items = cut(at_least=wanted)
+        try:
+            return _pack(packer, items)
+        except BinPackingError:
+            if len(items) < wanted:
+                raise
+            wanted = len(items) + 1
 
 
 def permutation(plans: Sequence[ShardPlan]) -> list[int]:

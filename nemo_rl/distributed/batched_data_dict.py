@@ -241,6 +241,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             algorithm=args["algorithm"],
             pad_multiple=args["sequence_length_pad_multiple"],
             order=args.get("microbatch_order", "packer"),
+            prefixes=args.get("prefixes"),
         )
 
     def _take(self, plans: Sequence[ShardPlan]) -> "list[SlicedDataDict]":

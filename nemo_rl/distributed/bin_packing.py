@@ -63,6 +63,16 @@ class SequencePacker(ABC):
         Raises:
             BinPackingError: a sequence is longer than a bin, or there are fewer sequences than bins required.
         """
+        self.check(lengths)
+        bins = [items for items in self._pack(lengths) if items]
+        return self._raise_bin_count(bins, lengths)
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Whether every sequence fits into a bin.
+
+        Raises:
+            BinPackingError: One does not, or there is none.
+        """
         if not lengths:
             raise BinPackingError("no sequences to pack")
         longest = max(range(len(lengths)), key=lambda i: lengths[i])
@@ -72,8 +82,6 @@ class SequencePacker(ABC):
                 f"hold ({self.bin_capacity}); "
                 "raise the token cap (train_mb_tokens or logprob_mb_tokens) or lower policy.max_total_sequence_length"
             )
-        bins = [items for items in self._pack(lengths) if items]
-        return self._raise_bin_count(bins, lengths)
 
     def _raise_bin_count(self, bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
         multiple = self.bin_count_multiple

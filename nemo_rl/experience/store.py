@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from nemo_rl.data_plane.schema import pad_values
+from nemo_rl.data_plane.schema import TAG, pad_values
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns, in_process
 
 if TYPE_CHECKING:
     from nemo_rl.models.policy.interfaces import BatchHandle, Scores
-
-_TAG = "tag/"
 
 
 @dataclass(frozen=True)
@@ -252,21 +250,21 @@ class InProcessStore:
 
     def columns(self, handle: BatchHandle) -> list[str]:
         """The batch's keys, but for tags."""
-        return [name for name in self._current(handle) if not name.startswith(_TAG)]
+        return [name for name in self._current(handle) if not name.startswith(TAG)]
 
     def annotate(self, handle: BatchHandle, tags: Mapping[str, torch.Tensor]) -> BatchedDataDict:
         """Tags are columns that no stage sees."""
-        return self._changed("annotate", handle, {_TAG + name: value for name, value in tags.items()})
+        return self._changed("annotate", handle, {TAG + name: value for name, value in tags.items()})
 
     def tag(self, handle: BatchHandle, name: str) -> torch.Tensor:
         """See `ExperienceStore`."""
         batch = self._current(handle)
-        if _TAG + name not in batch:
+        if TAG + name not in batch:
             raise KeyError(
                 f"no row has a tag {name!r}; there are "
-                f"{sorted(column.removeprefix(_TAG) for column in batch if column.startswith(_TAG))}"
+                f"{sorted(column.removeprefix(TAG) for column in batch if column.startswith(TAG))}"
             )
-        return batch[_TAG + name]
+        return batch[TAG + name]
 
     def apply(self, handle: BatchHandle, stage: TokenStage) -> Applied:
         """Runs the stage here."""
@@ -279,8 +277,9 @@ class InProcessStore:
         return self._trimmed(self._current(handle).select_indices(list(rows)))
 
     def select_columns(self, handle: BatchHandle, columns: Sequence[str]) -> BatchedDataDict:
-        """Only the named columns."""
-        return self.read(handle, columns)
+        """Only the named columns, and the tags."""
+        tags = {name: column for name, column in self._current(handle).items() if name.startswith(TAG)}
+        return BatchedDataDict({**self.read(handle, columns), **tags})
 
     def concat(self, handles: Sequence[BatchHandle]) -> BatchedDataDict:
         """All rows, padded to the widest."""

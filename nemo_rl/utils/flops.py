@@ -6,7 +6,9 @@ the optimizer, as model FLOPs utilisation (https://arxiv.org/abs/2204.02311, app
 name.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +52,29 @@ class UnknownArchitecture(ValueError):
 
 
 @dataclass(frozen=True)
+class Work:
+    """What passes over packed rows compute: tokens, and pairs of a token and one that it looks at."""
+
+    tokens: int = 0
+    pairs: int = 0
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int]) -> Work:
+        """The work of segments whose last `queries` of `keys` tokens look at themselves and all before them."""
+        seen = sum(n * (2 * k - n + 1) // 2 for n, k in zip(queries, keys, strict=True))
+        return cls(sum(queries), seen)
+
+    @classmethod
+    def of_sequences(cls, lengths: Iterable[int]) -> Work:
+        """The work of sequences that share nothing."""
+        lengths = list(lengths)
+        return cls.of(lengths, lengths)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs)
+
+
+@dataclass(frozen=True)
 class TransformerShape:
     """The sizes FLOPs depend on. `mlp_operations` are multiply-adds per token and layer in the feed-forward part,
     averaged over layers.
@@ -63,7 +88,7 @@ class TransformerShape:
     vocabulary: int
 
     @classmethod
-    def from_hf_config(cls, config: "PretrainedConfig") -> "TransformerShape":
+    def from_hf_config(cls, config: PretrainedConfig) -> TransformerShape:
         """Read a `transformers` configuration of a decoder with (grouped) attention, dense or mixture of experts.
 
         Raises:
@@ -86,24 +111,16 @@ class TransformerShape:
                 f"cannot count the FLOPs of model type {getattr(config, 'model_type', '?')!r}: {error}"
             ) from error
 
-    def forward_flops(self, lengths: Iterable[int]) -> float:
-        """Operations of one forward pass over sequences of these lengths, logits included, padding not.
-
-        Args:
-            lengths: tokens of each sequence.
-        """
+    def forward_flops(self, work: Work) -> float:
+        """Operations of one forward pass, logits included, padding not."""
         projections = self.hidden * (2 * self.query_width + 2 * self.key_value_width)
         per_token = 2 * (self.layers * (projections + self.mlp_operations) + self.hidden * self.vocabulary)
-        total = 0.0
-        for length in lengths:
-            # Scores and weighted sums: every token looks at itself and those before it.
-            attention = self.layers * 2 * 2 * self.query_width * length * (length + 1) / 2
-            total += per_token * length + attention
-        return total
+        # Scores and weighted sums.
+        return per_token * work.tokens + self.layers * 2 * 2 * self.query_width * float(work.pairs)
 
-    def train_flops(self, lengths: Iterable[int]) -> float:
+    def train_flops(self, work: Work) -> float:
         """Operations of one forward and backward pass; recomputed activations are not counted."""
-        return BACKWARD_FACTOR * self.forward_flops(lengths)
+        return BACKWARD_FACTOR * self.forward_flops(work)
 
 
 def peak_tflops(device_name: str, dtype: str = "bfloat16") -> float | None:
@@ -129,7 +146,7 @@ def utilization(flops: float, seconds: float, devices: int, peak_tflops_per_devi
     return flops / (seconds * devices * peak_tflops_per_device * 1e12)
 
 
-def _mlp_operations(config: "PretrainedConfig", hidden: int, layers: int) -> float:
+def _mlp_operations(config: PretrainedConfig, hidden: int, layers: int) -> float:
     matrices = 2 if getattr(config, "model_type", "") in _UNGATED else 3
     dense = matrices * hidden * (getattr(config, "intermediate_size", None) or 4 * hidden)
     experts = next(

@@ -58,7 +58,7 @@ class LocalPolicy(Policy):
     def __init__(self, worker: PolicyWorker) -> None:
         self.cfg, self.sharding_annotations = worker.cfg, _rank_grid(worker.cfg, 1)
         self.worker_group = Here(worker)  # type: ignore[assignment]
-        self._shape, self._step_lengths = None, []
+        self._shape, self.shares_prompts = None, False
 
 
 def _rollout(plain: Rollout) -> Rollout:

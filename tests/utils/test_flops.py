@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, peak_tflops, utilization
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work, peak_tflops, utilization
 
 SMALL = {
     "hidden_size": 32,
@@ -23,9 +23,15 @@ def test_a_dense_model_by_hand() -> None:
     shape = TransformerShape.from_hf_config(LlamaConfig(**SMALL))
     per_token = 3 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 48) + 32 * 100
     attention = 3 * 2 * 64 * sum(range(1, 11))
-    assert shape.forward_flops([10]) == 2 * (10 * per_token + attention)
-    assert shape.forward_flops([10, 10]) == 2 * shape.forward_flops([10])
-    assert shape.train_flops([10]) == 3 * shape.forward_flops([10])
+    ten = Work.of_sequences([10])
+    assert shape.forward_flops(ten) == 2 * (10 * per_token + attention)
+    assert shape.forward_flops(ten + ten) == 2 * shape.forward_flops(ten)
+    assert shape.train_flops(ten) == 3 * shape.forward_flops(ten)
+
+
+def test_tokens_behind_a_shared_prefix_look_at_it_too() -> None:
+    # Four tokens once, then two and three that go on from them.
+    assert Work.of([4, 2, 3], [4, 6, 7]) == Work(9, 10 + (5 + 6) + (5 + 6 + 7))
 
 
 def test_matrix_products_agree_with_the_counter_of_pytorch() -> None:
@@ -37,7 +43,7 @@ def test_matrix_products_agree_with_the_counter_of_pytorch() -> None:
     shape = TransformerShape.from_hf_config(config)
     # Eager attention multiplies the masked half too.
     masked_half = 3 * 2 * 2 * 64 * length * (length - 1) / 2
-    assert counter.get_total_flops() == shape.forward_flops([length]) + masked_half
+    assert counter.get_total_flops() == shape.forward_flops(Work.of_sequences([length])) + masked_half
 
 
 def test_a_mixture_of_experts_counts_the_experts_a_token_visits() -> None:

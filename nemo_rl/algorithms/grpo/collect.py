@@ -18,6 +18,7 @@ from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_reward
 from nemo_rl.config import GRPOConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
+from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
@@ -179,6 +180,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             score_rewards(experience.rows, cfg)
             # Whoever holds a handle alone, without the driver's columns, can judge its rows.
             tags = {name: experience.rows[name] for name in ("std", "baseline")}
+            tags |= {PROMPT: experience.rows["prompt_number"], PROMPT_TOKENS: experience.rows["prompt_lengths"]}
             experience.handle = run.store.annotate(experience.handle, tags)
         if not cfg.use_dynamic_sampling:
             experience.metrics |= filter_rows(experience.rows, cfg)

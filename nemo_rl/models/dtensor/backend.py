@@ -30,6 +30,7 @@ from nemo_rl.models.dtensor.residency import BaseModel, ReferenceWeights, model_
 from nemo_rl.models.dtensor.scorer import CausalLMScorer
 from nemo_rl.models.policy.attention import ATTENTION_NAME, kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
+from nemo_rl.models.policy.batches import shares_prompts
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
 from nemo_rl.models.policy.model_config import compute_dtype
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
@@ -90,6 +91,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         clear_cache_every=parallel.clear_cache_every_n_steps,
         adapter=_adapter_info(cfg, scorer) if lora.enabled else None,
         sends_adapters=lora.enabled and lora.sync == "adapter",
+        share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
     )
 
 
@@ -116,6 +118,7 @@ class DTensorBackend:
         clear_cache_every: Microbatches between two times that cached device memory is given back; None never.
         adapter: What a checkpoint says of the adapters; None where all weights are trained.
         sends_adapters: Whether a refit sends adapters alone.
+        share_prompts: Whether neighbours of a microbatch that begin alike share their beginning.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class DTensorBackend:
         clear_cache_every: int | None = None,
         adapter: AdapterInfo | None = None,
         sends_adapters: bool = False,
+        share_prompts: bool = False,
     ) -> None:
         self.scorer = scorer
         self.mesh = mesh
@@ -151,6 +155,7 @@ class DTensorBackend:
         self._microbatches = 0
         self._adapter = adapter
         self._sends_adapters = sends_adapters
+        self._share_prompts = share_prompts
         # What is on the host at the moment.
         self._model_memory: MovableStorages | None = None
         self._optimizer_memory: MovableStorages | None = None
@@ -205,7 +210,7 @@ class DTensorBackend:
 
     def _loss(self, data: Mapping[str, torch.Tensor], loss_fn: LossFunction) -> tuple[torch.Tensor, MicrobatchResult]:
         logits = wants_logits(loss_fn)
-        batch = pack(data, self.device, multiple=self.scorer.row_multiple(), trained_only=not logits)
+        batch = self._packed(data, trained_only=not logits, share=not logits)
         output = self.scorer(batch, self.transform, logits=logits)
         return microbatch_loss(data, loss_fn, batch, output, filters=self.transform.filters, device=self.device)
 
@@ -213,8 +218,16 @@ class DTensorBackend:
         scores: TokenScores = self.scorer(self._packed(idle_microbatch()), self.transform)
         (scores.unfiltered_T.sum() * 0.0).backward()
 
-    def _packed(self, data: Mapping[str, torch.Tensor]) -> PackedBatch:
-        return pack(data, self.device, multiple=self.scorer.row_multiple())
+    def _packed(
+        self, data: Mapping[str, torch.Tensor], *, trained_only: bool = False, share: bool = False
+    ) -> PackedBatch:
+        return pack(
+            data,
+            self.device,
+            multiple=self.scorer.row_multiple(),
+            trained_only=trained_only,
+            share=share and self._share_prompts,
+        )
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         return self.mesh.sum_over_data(values)
@@ -303,7 +316,7 @@ class DTensorBackend:
         transform = self.transform if filtered else self.transform.unfiltered()
         rows = []
         for data in microbatches:
-            batch = self._packed(data)
+            batch = self._packed(data, share=True)
             rows.append(logprob_rows(data, batch, self.scorer(batch, transform)))
         self._idle_passes(idle)
         return rows

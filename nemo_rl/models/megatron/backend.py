@@ -348,4 +348,5 @@ def _for_other_stages(result: MicrobatchResult, stages: int) -> MicrobatchResult
     """The result on the host where it travels to ranks that have another device."""
     if stages == 1:
         return result
-    return MicrobatchResult({name: value.cpu() for name, value in result.metrics.items()}, result.bad_rows_B.cpu())
+    metrics = {name: value.cpu() for name, value in result.metrics.items()}
+    return MicrobatchResult(metrics, result.bad_rows_B.cpu(), result.work)

@@ -2,10 +2,11 @@
 
 Tokens attend only to earlier tokens of their own sequence. On GPUs torch's variable-length flash attention does it
 without any mask, and flex attention with a mask of blocks; else the sequences are laid side by side in a padded batch,
-where the causal mask alone keeps them apart from padding. With context parallelism each rank holds a slice of the row
-and gathers keys and values. Invariant: the result for a sequence does not depend on what it was packed with.
+where the causal mask alone keeps them apart from padding. Sequences that share a prefix see its keys and values, of
+which each gets a copy. With context parallelism each rank holds a slice of the row and gathers keys and values.
+Invariant: the result for a sequence does not depend on what it was packed with.
 
-Shapes: T tokens, H query heads, K key/value heads, D head dimension.
+Shapes: T tokens, S keys of all segments, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -35,26 +36,50 @@ KERNELS: dict[str | None, Kernel] = {
 
 
 @dataclass(frozen=True)
+class SharedKeys:
+    """What segments see where some of them share a prefix: it, then themselves, of which they are the last tokens.
+
+    Attributes:
+        token_S: Token of the row behind each key, segment after segment.
+        cu_seqlens: Borders of the segments' keys, int32 [segments + 1].
+    """
+
+    token_S: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Segments:
     """Borders of the sequences that attention must keep apart.
 
     Attributes:
         cu_seqlens: int32 [segments + 1], over the whole row.
-        max_seqlen: Longest segment.
+        max_seqlen: Most keys of a segment.
         context_group: Ranks that share the row, or None.
         context_start: First token of this rank's slice.
+        shared: What segments see besides themselves, or None; not with a context group.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     context_group: dist.ProcessGroup | None = None
     context_start: int = 0
+    shared: SharedKeys | None = None
+
+    @property
+    def cu_seqlens_k(self) -> torch.Tensor:
+        """Borders of the keys."""
+        return self.cu_seqlens if self.shared is None else self.shared.cu_seqlens
 
     @cached_property
-    def sequence_of_token_T(self) -> torch.Tensor:
-        """Number of the segment that each token of the row is in; worked out once for all layers."""
-        lengths = self.cu_seqlens.diff().long()
-        return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+    def places_of_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Segment and position of each token of the row; worked out once for all layers."""
+        return _places(self.cu_seqlens, self.cu_seqlens_k)
+
+    @cached_property
+    def places_of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Segment and position of each key."""
+        return _places(self.cu_seqlens_k, self.cu_seqlens_k)
 
 
 def register(attn: str | None = None) -> str:
@@ -122,7 +147,9 @@ def packed_attention(
             f"{type(module).__name__}: soft-capped scores and attention sinks are not supported by the packed attention"
         )
     query_THD, key_TKD, value_TKD = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
-    borders_q, borders_k = segments.cu_seqlens, segments.cu_seqlens
+    borders_q, borders_k = segments.cu_seqlens, segments.cu_seqlens_k
+    if segments.shared is not None:
+        key_TKD, value_TKD = (copy_tokens(t, segments.shared.token_S) for t in (key_TKD, value_TKD))
     if segments.context_group is not None:
         key_TKD, value_TKD = (gather_tokens(t, segments.context_group) for t in (key_TKD, value_TKD))
         borders_q, borders_k, first = _slice_borders(segments, query_THD.shape[0])
@@ -215,13 +242,14 @@ def _flex(
 ) -> torch.Tensor:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    sequence_T, tokens = segments.sequence_of_token_T, query_THD.shape[0]
+    (segment_T, place_T), (segment_S, place_S) = segments.places_of_queries, segments.places_of_keys
 
     def visible(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = (sequence_T[query] == sequence_T[key]) & (query >= key)
-        return seen if sliding_window is None else seen & (query - key < sliding_window)
+        back = place_T[query] - place_S[key]
+        seen = (segment_T[query] == segment_S[key]) & (back >= 0)
+        return seen if sliding_window is None else seen & (back < sliding_window)
 
-    mask = create_block_mask(visible, None, None, tokens, tokens, device=query_THD.device)
+    mask = create_block_mask(visible, None, None, len(segment_T), len(segment_S), device=query_THD.device)
     query_1HTD, key_1KTD, value_1KTD = (t.transpose(0, 1).unsqueeze(0) for t in (query_THD, key_TKD, value_TKD))
     grouped = query_THD.shape[1] != key_TKD.shape[1]
     out_1HTD = _flex_kernel(query_THD.is_cuda)(
@@ -292,6 +320,13 @@ def _grid(borders: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, t
     return rows, columns
 
 
+def _places(borders: torch.Tensor, borders_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Segment of each token, and its position: a segment's tokens are the last of its keys."""
+    lengths = borders.diff().long()
+    segments, columns = _grid(borders, lengths)
+    return segments, columns + (borders_k.diff().long() - lengths)[segments]
+
+
 def _slice_borders(segments: Segments, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Borders of queries and keys for the slice `[start, start + tokens)`, and the first key token needed."""
     start, end = segments.context_start, segments.context_start + tokens
@@ -320,6 +355,27 @@ class _GatherTokens(torch.autograd.Function):
         total = grads[0].contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].contiguous(), None
+
+
+class _CopyTokens(torch.autograd.Function):
+    """Tokens by index along dim 0, some of them several times; their gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # pyrefly: ignore[bad-override]  # torch's stub takes any arguments, a function has its own
+        ctx.save_for_backward(index)
+        ctx.tokens, ctx.dtype = tensor.shape[0], tensor.dtype
+        return tensor.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = grads[0].new_zeros((ctx.tokens, *grads[0].shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, index, grads[0].float()).to(ctx.dtype), None
+
+
+def copy_tokens(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The tokens of `tensor` [T, ...] at `index` [S], differentiable."""
+    return _CopyTokens.apply(tensor, index)
 
 
 def gather_tokens(local_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -7,12 +7,13 @@ the same arguments; a chunk of a step may have any number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config import PolicyConfig
-from nemo_rl.data_plane.schema import model_inputs
+from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG, model_inputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_rl.distributed.shared_prefixes import SharedPrefixes
 
 
 class UnsupportedColumnsError(ValueError):
@@ -37,8 +38,39 @@ def refuse_model_inputs(columns: Iterable[str]) -> None:
         )
 
 
+def shares_prompts(config: PolicyConfig, *, cuda: bool) -> bool:
+    """Whether packed rows hold the tokens that a prompt's samples begin with once.
+
+    Args:
+        config: The policy section.
+        cuda: Whether training runs on GPUs.
+    """
+    packing = config.sequence_packing
+    if not packing.enabled or config.megatron_cfg.enabled or config.dtensor_cfg.context_parallel_size > 1:
+        return False
+    return cuda if packing.share_prompts is None else packing.share_prompts
+
+
+def prefixes_of(tags: Mapping[str, Sequence[int]]) -> SharedPrefixes | None:
+    """What rows with these tags say of their prompts; None where they say nothing."""
+    if PROMPT not in tags or PROMPT_TOKENS not in tags:
+        return None
+    return SharedPrefixes(tags[PROMPT], tags[PROMPT_TOKENS])
+
+
+def tags_of(data: BatchedDataDict) -> list[str]:
+    """Columns of a batch that are tags of its rows."""
+    return [name for name in data if name.startswith(TAG)]
+
+
 def shard_batch(
-    data: BatchedDataDict, config: PolicyConfig, ranks: int, batch_size: int | None, *, training: bool
+    data: BatchedDataDict,
+    config: PolicyConfig,
+    ranks: int,
+    batch_size: int | None,
+    *,
+    training: bool,
+    share: bool = False,
 ) -> tuple[list[SlicedDataDict], list[int] | None]:
     """Shards a batch over data-parallel ranks: plainly, by dynamic batching or by packing, as the configuration says.
 
@@ -48,22 +80,29 @@ def shard_batch(
         ranks: Data-parallel ranks.
         batch_size: Samples of a global batch, which is cut on its own; None takes all.
         training: Whether the token budgets of training apply, or those of log-probability passes.
+        share: Whether the samples of a prompt go into the same packed row as far as they fit.
 
     Returns:
-        One shard per rank, and the permutation that restores the caller's order (None: none needed).
+        One shard per rank, without tags, and the permutation that restores the caller's order (None: none needed).
     """
-    arguments = microbatch_arguments(config, training=training)
+    tags = tags_of(data)
+    prefixes = prefixes_of({name.removeprefix(TAG): data[name].tolist() for name in tags})
+    data = BatchedDataDict({name: column for name, column in data.items() if name not in tags})
+    arguments = microbatch_arguments(config, training=training, prefixes=prefixes if share else None)
     if arguments:
         return data.shard_by_batch_size(ranks, batch_size=batch_size, **arguments)
     return data.shard_by_batch_size(ranks, batch_size=batch_size), None
 
 
-def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, Any]:
+def microbatch_arguments(
+    config: PolicyConfig, *, training: bool, prefixes: SharedPrefixes | None = None
+) -> dict[str, Any]:
     """How the configuration forms microbatches, as the keyword argument that sharding takes; none for equal ones.
 
     Args:
         config: The policy section.
         training: Whether the token budgets of training apply, or those of log-probability passes.
+        prefixes: What rows begin with that packed rows hold once.
     """
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
@@ -82,6 +121,7 @@ def microbatch_arguments(config: PolicyConfig, *, training: bool) -> dict[str, A
             "algorithm": packing.algorithm,
             "microbatch_order": packing.microbatch_order,
             "sequence_length_pad_multiple": config.make_sequence_length_divisible_by,
+            "prefixes": prefixes,
         }
         return {"sequence_packing_args": arguments | keys}
     return {}
@@ -109,13 +149,17 @@ def chunk_rows(lengths: Sequence[int], ranks: int) -> list[list[int]] | None:
     return [sorted(own) for own in rows]
 
 
-def shard_chunk(data: BatchedDataDict, config: PolicyConfig, ranks: int) -> list[SlicedDataDict]:
-    """Shards a chunk of a step, of any size, over data-parallel ranks; a rank's shard may be empty."""
+def shard_chunk(
+    data: BatchedDataDict, config: PolicyConfig, ranks: int, *, share: bool = False
+) -> list[SlicedDataDict]:
+    """Shards a chunk of a step, of any size, over data-parallel ranks; a rank's may be empty. See `shard_batch`."""
     rows = chunk_rows([int(length) for length in data["input_lengths"]], ranks)
     if rows is None:
-        return shard_batch(data, config, ranks, None, training=True)[0]
+        return shard_batch(data, config, ranks, None, training=True, share=share)[0]
     return [
-        shard_batch(data.select_indices(own), config, 1, None, training=True)[0][0] if own else SlicedDataDict()
+        shard_batch(data.select_indices(own), config, 1, None, training=True, share=share)[0][0]
+        if own
+        else SlicedDataDict()
         for own in rows
     ]
 

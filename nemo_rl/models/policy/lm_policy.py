@@ -24,10 +24,10 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_calls import WorkerTimeoutError, wait_for_workers
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, PendingCall, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shard_chunk
+from nemo_rl.models.policy.batches import refuse_model_inputs, shard_batch, shard_chunk, shares_prompts, tags_of
 from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface, Scores, TrainResult
 from nemo_rl.models.policy.weights import PolicyWeights
-from nemo_rl.utils.flops import TransformerShape, peak_tflops
+from nemo_rl.utils.flops import TransformerShape, Work, peak_tflops
 from nemo_rl.utils.record_events import PolicyStarted
 from nemo_rl.utils.timer import timed
 
@@ -115,6 +115,7 @@ class Policy(PolicyWeights, PolicyInterface):
     ) -> None:
         self.cfg = config
         self.tokenizer = tokenizer
+        self.shares_prompts = shares_prompts(config, cuda=cluster.accelerator.is_cuda)
         workers = actors or start_policy_actors(cluster, config, **options)
         self.sharding_annotations = workers.sharding_annotations
         super().__init__(workers, cluster)
@@ -123,7 +124,6 @@ class Policy(PolicyWeights, PolicyInterface):
         self.started: PolicyStarted | None = None
         self.device_name = ""
         self._shape: TransformerShape | None = None
-        self._step_lengths: list[int] = []
 
     def wait_until_started(self) -> None:
         """Waits until every worker has loaded its model.
@@ -168,7 +168,9 @@ class Policy(PolicyWeights, PolicyInterface):
         self, data: BatchedDataDict, batch_size: int | None, *, training: bool
     ) -> tuple[list[SlicedDataDict], list[int] | None]:
         """See `shard_batch`."""
-        return shard_batch(data, self.cfg, self.data_parallel_size, batch_size, training=training)
+        return shard_batch(
+            data, self.cfg, self.data_parallel_size, batch_size, training=training, share=self.shares_prompts
+        )
 
     def _call_sharded(
         self, method: str, shards: Sequence[object], *, argument: str = "data", **common: object
@@ -190,7 +192,7 @@ class Policy(PolicyWeights, PolicyInterface):
     def _score(self, method: str, data: BatchHandle, timer: Timer | None, **common: Any) -> BatchedDataDict:
         batch = _in_process(data)
         refuse_model_inputs(batch)
-        columns = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
+        columns = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths", *tags_of(batch))})
         with timed(timer, f"{method}/shard_data"):
             shards, order = self.shard(columns, None, training=False)
         with timed(timer, submit_label(method)):
@@ -260,15 +262,11 @@ class Policy(PolicyWeights, PolicyInterface):
             shards, _ = self.shard(batch, gbs, training=True)
         with timed(timer, "policy_training/submit_training_futures"):
             future = self._call_sharded("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
-        return self._pending_training(future, batch["input_lengths"].tolist(), training=not eval_mode)
+        return self._pending_training(future, training=not eval_mode)
 
-    def _pending_training(
-        self, future: MultiWorkerFuture, lengths: Sequence[int], *, training: bool
-    ) -> PendingCall[TrainResult]:
+    def _pending_training(self, future: MultiWorkerFuture, *, training: bool) -> PendingCall[TrainResult]:
         def report(results: list[Any]) -> TrainResult:
-            result = self._aggregate(results)
-            self._add_flops(result, lengths, training=training)
-            return result
+            return self._aggregate(results, training=training)
 
         return PendingCall(self.worker_group, future, report, on_error=lambda: None)
 
@@ -280,11 +278,11 @@ class Policy(PolicyWeights, PolicyInterface):
             )
         return gbs, mbs or self.cfg.train_micro_batch_size
 
-    def _add_flops(self, result: TrainResult, lengths: Sequence[int], *, training: bool) -> None:
-        """Adds the step's floating-point operations and the devices' peak, where both are known."""
+    def _add_flops(self, result: TrainResult, work: Work, *, training: bool) -> None:
+        """Adds the operations that the ranks computed and the devices' peak, where both are known."""
         if self._shape is None:
             return
-        result["total_flops"] = self._shape.train_flops(lengths) if training else self._shape.forward_flops(lengths)
+        result["total_flops"] = self._shape.train_flops(work) if training else self._shape.forward_flops(work)
         peak = peak_tflops(self.device_name, self.cfg.precision) if self.device_name not in ("", "cpu") else None
         if peak is not None:
             result["theoretical_tflops"] = peak * self.worker_group.world_size
@@ -296,15 +294,13 @@ class Policy(PolicyWeights, PolicyInterface):
             WorkerError: A step is open already.
         """
         self.worker_group.run("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
-        self._step_lengths.clear()
 
     def submit_microbatches(self, data: BatchHandle, timer: Timer | None = None) -> PendingCall[None]:
         """See `TrainingPolicy`."""
         batch = _in_process(data)
         refuse_model_inputs(batch)
         with timed(timer, "policy_training/sharding_data"):
-            shards = shard_chunk(batch, self.cfg, self.data_parallel_size)
-        self._step_lengths += batch["input_lengths"].tolist()
+            shards = shard_chunk(batch, self.cfg, self.data_parallel_size, share=self.shares_prompts)
         with timed(timer, "policy_training/submit_microbatch_futures"):
             return self._submit_chunk("train_microbatches", shards, "data")
 
@@ -327,13 +323,9 @@ class Policy(PolicyWeights, PolicyInterface):
     def submit_finish_train_step(self) -> PendingCall[TrainResult]:
         """See `TrainingPolicy`."""
         future = self.worker_group.run_all_workers_single_data("finish_train_step")
-        lengths = self._step_lengths.copy()
-        self._step_lengths.clear()
 
         def report(results: list[Any]) -> TrainResult:
-            result = self._aggregate([result for rank, result in enumerate(results) if self._leads(rank)])
-            self._add_flops(result, lengths, training=True)
-            return result
+            return self._aggregate([result for rank, result in enumerate(results) if self._leads(rank)], training=True)
 
         return PendingCall(self.worker_group, future, report, on_error=self._abandon_step)
 
@@ -347,21 +339,19 @@ class Policy(PolicyWeights, PolicyInterface):
 
     def abort_train_step(self) -> None:
         """Closes an open step without changing the weights."""
-        self._step_lengths.clear()
         self.worker_group.run("abort_train_step")
 
     def _abandon_step(self) -> None:
         """Closes the step behind a failed call on every worker that still answers. It does not wait: a worker may hang
         in a collective with the one that failed until that collective's own deadline.
         """
-        self._step_lengths.clear()
         self.worker_group.run_all_workers_single_data("abort_train_step")
 
     def _leads(self, rank: int) -> bool:
         coordinates = self.sharding_annotations.get_worker_coords(rank)
         return all(coordinates[axis] == 0 for axis in _REPLICAS)
 
-    def _aggregate(self, results: Sequence[dict[str, Any]]) -> TrainResult:
+    def _aggregate(self, results: Sequence[dict[str, Any]], *, training: bool) -> TrainResult:
         metrics: dict[str, list[float]] = {}
         for index, result in enumerate(results):
             for name, values in result["all_mb_metrics"].items():
@@ -369,7 +359,7 @@ class Policy(PolicyWeights, PolicyInterface):
                 if index == 0 or not name.startswith("global_valid_"):
                     metrics.setdefault(name, []).extend(values)
         first = results[0]
-        return cast(
+        result = cast(
             TrainResult,
             {
                 "loss": torch.tensor(first["loss"], dtype=torch.float32),
@@ -380,6 +370,8 @@ class Policy(PolicyWeights, PolicyInterface):
                 **{key: first[key] for key in ("lr", "wd") if key in first},
             },
         )
+        self._add_flops(result, sum((part["work"] for part in results), start=Work()), training=training)
+        return result
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 and what becomes of the row's scores, whichever framework made them: loss, metrics and log-probabilities.
 
 Padded, dynamic and packed microbatches differ only in which sequences share a row; here each becomes the same packed
-row, so that no compute is spent on padding and every mode computes the same numbers. Knows losses, no framework and no
-model. Invariants: what is scattered back lies where the token lay in the padded batch; every backend computes loss,
-metrics and log-probabilities from scores in the same way.
+row, so that no compute is spent on padding and every mode computes the same numbers; neighbours that begin alike may
+share their beginning. Knows losses, no framework and no model. Invariants: what is scattered back lies where the token
+lay in the padded batch; every backend computes loss, metrics and log-probabilities from scores in the same way.
 
 Shapes: B sequences, S padded width, T tokens of the row (padding segment included), V vocabulary, k largest logits.
 """
@@ -18,8 +18,11 @@ import torch
 
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
+from nemo_rl.models.policy.attention import SharedKeys
 from nemo_rl.models.policy.scoring import TokenScores
+from nemo_rl.models.policy.shared_prompts import Run, lay_out, shared_runs
 from nemo_rl.models.policy.train_step import MicrobatchResult, non_finite_rows
+from nemo_rl.utils.flops import Work
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,14 @@ class PackedBatch:
         position_ids_T: Position of each token inside its sequence.
         target_ids_T: The token that follows inside the sequence; 0 at a sequence's last token and on padding.
         cu_seqlens: Borders of the segments, int32 [segments + 1], starting at 0 and ending at T.
-        max_seqlen: Longest segment.
-        source_N: Flat index into the padded [B, S] batch of each real token, N <= T.
+        max_seqlen: Most keys that a token may see: those of the longest sequence.
+        source_N: Flat index into the padded [B, S] batch of each real token of each sequence.
         shape: (B, S) of the padded batch.
+        work: What a pass over the row computes.
         wanted_W: Positions of the row whose next token is trained, ascending; None where every position counts.
+        place_N: Position in the row of each real token; None where sequences share nothing: they stand one after the
+            other.
+        keys: What segments see besides themselves, where sequences share a prefix.
     """
 
     input_ids_T: torch.Tensor
@@ -44,18 +51,26 @@ class PackedBatch:
     max_seqlen: int
     source_N: torch.Tensor
     shape: tuple[int, int]
+    work: Work
     wanted_W: torch.Tensor | None = None
+    place_N: torch.Tensor | None = None
+    keys: SharedKeys | None = None
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """Differentiable scatter of per-token values [T, ...] to [B, S, ...], zero on padding."""
         batch, width = self.shape
-        real = values_T[: self.source_N.numel()]
+        real = values_T[: self.source_N.numel()] if self.place_N is None else values_T[self.place_N]
         flat = values_T.new_zeros((batch * width, *values_T.shape[1:])).index_copy(0, self.source_N, real)
         return flat.view(batch, width, *values_T.shape[1:])
 
 
 def pack(
-    data: Mapping[str, torch.Tensor], device: torch.device, *, multiple: int = 1, trained_only: bool = False
+    data: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    multiple: int = 1,
+    trained_only: bool = False,
+    share: bool = False,
 ) -> PackedBatch:
     """Packs a right-padded microbatch.
 
@@ -65,39 +80,52 @@ def pack(
         multiple: The row is padded to a multiple of this by a segment of its own, which nothing attends to.
         trained_only: Scores are needed only before tokens that `token_mask [B, S]` and `sample_mask [B]` keep: the
             output projection then skips prompts.
+        share: Neighbours that begin with the same tokens have these once.
     """
-    ids_BS, lengths_B = data["input_ids"], data["input_lengths"].to(torch.long).cpu()
+    ids_BS, lengths_B = data["input_ids"].cpu(), data["input_lengths"].to(torch.long).cpu()
     batch, width = ids_BS.shape
-    positions_BS = torch.arange(width).expand(batch, width)
-    real_BS = positions_BS < lengths_B[:, None]
-    source_N = real_BS.reshape(-1).nonzero(as_tuple=True)[0]
-    ids_N = ids_BS.cpu().reshape(-1)[source_N]
-    next_BS = torch.zeros_like(ids_BS, device="cpu")
-    next_BS[:, :-1] = ids_BS[:, 1:].cpu()
-    next_BS.masked_fill_(positions_BS + 1 >= lengths_B[:, None], 0)
-    lengths = [int(n) for n in lengths_B if n > 0]
-    padding = -sum(lengths) % multiple
-    borders = torch.tensor([0, *lengths, *([padding] if padding else [])], dtype=torch.int32).cumsum(
-        0, dtype=torch.int32
-    )
+    lengths = lengths_B.tolist()
+    runs = shared_runs(ids_BS, lengths) if share else [Run(row, row + 1, 0) for row in range(batch)]
+    row = lay_out(runs, lengths, width)
+    shares = any(run.shared for run in runs)
+    source_N = (torch.arange(width) < lengths_B[:, None]).reshape(-1).nonzero(as_tuple=True)[0]
+    next_BS = torch.zeros_like(ids_BS)
+    next_BS[:, :-1] = ids_BS[:, 1:]
+    next_BS.masked_fill_(torch.arange(width) + 1 >= lengths_B[:, None], 0)
+    padding = -len(row.source_T) % multiple
     extra = torch.zeros(padding, dtype=torch.long)
+    own = [*row.lengths, *([padding] if padding else [])]
+    seen = [*row.key_lengths, *([padding] if padding else [])]
+    wanted = _trained_positions(data, source_N, row.place_N) if trained_only and "token_mask" in data else None
     return PackedBatch(
-        to_device(torch.cat([ids_N, extra]), device),
-        to_device(torch.cat([positions_BS.reshape(-1)[source_N], torch.arange(padding)]), device),
-        to_device(torch.cat([next_BS.reshape(-1)[source_N], extra]), device),
-        to_device(borders, device),
-        max([*lengths, padding], default=0),
+        to_device(torch.cat([ids_BS.reshape(-1)[row.source_T], extra]), device),
+        to_device(torch.cat([row.source_T % width, torch.arange(padding)]), device),
+        to_device(torch.cat([next_BS.reshape(-1)[row.source_T], extra]), device),
+        to_device(_borders(own), device),
+        max(seen, default=0),
         to_device(source_N, device),
         (batch, width),
-        to_device(_trained_positions(data, source_N), device) if trained_only and "token_mask" in data else None,
+        Work.of(row.lengths, row.key_lengths),
+        None if wanted is None else to_device(wanted, device),
+        to_device(row.place_N, device) if shares else None,
+        SharedKeys(
+            to_device(torch.cat([row.key_K, torch.arange(len(row.source_T), len(row.source_T) + padding)]), device),
+            to_device(_borders(seen), device),
+        )
+        if shares
+        else None,
     )
 
 
-def _trained_positions(data: Mapping[str, torch.Tensor], source_N: torch.Tensor) -> torch.Tensor:
+def _borders(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _trained_positions(data: Mapping[str, torch.Tensor], source_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
     trained_BS = (data["token_mask"].cpu() != 0) & (data["sample_mask"].cpu() != 0)[:, None]
     before_BS = torch.zeros_like(trained_BS)
     before_BS[:, :-1] = trained_BS[:, 1:]
-    wanted = before_BS.reshape(-1)[source_N].nonzero(as_tuple=True)[0]
+    wanted = place_N[before_BS.reshape(-1)[source_N]].unique()
     # Every rank must run the output projection, whose backward pass is collective, even when it trains on nothing.
     return wanted if wanted.numel() else torch.zeros(1, dtype=torch.long)
 
@@ -146,7 +174,7 @@ def microbatch_loss(
             on_device, 1.0, 1.0, next_token_logprobs=logprobs_BT, next_token_logprobs_unfiltered=unfiltered_BT
         )
     return loss, MicrobatchResult(
-        {name: torch.as_tensor(value).detach() for name, value in metrics.items()}, bad_rows_B
+        {name: torch.as_tensor(value).detach() for name, value in metrics.items()}, bad_rows_B, batch.work
     )
 
 

@@ -47,7 +47,7 @@ class RowSlice:
 
     def segments(self, batch: PackedBatch) -> Segments:
         """What attention needs to know of the row."""
-        return Segments(batch.cu_seqlens, batch.max_seqlen, self.group, self.mine(batch).start)
+        return Segments(batch.cu_seqlens, batch.max_seqlen, self.group, self.mine(batch).start, batch.keys)
 
     def wanted(self, batch: PackedBatch) -> torch.Tensor | None:
         """Wanted positions inside this rank's slice of the row."""

@@ -19,7 +19,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import PendingCall
 from nemo_rl.loss.interfaces import LossFunction
-from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, refuse_model_inputs
+from nemo_rl.models.policy.batches import chunk_rows, microbatch_arguments, prefixes_of, refuse_model_inputs
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns, TrainResult
 from nemo_rl.models.policy.lm_policy import Policy, submit_label
 from nemo_rl.utils.timer import timed
@@ -233,7 +233,7 @@ class TQPolicy(Policy):
             future = self._call_sharded(
                 "train_presharded", shards, argument="meta", loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
             )
-        return self._pending_training(future, meta.sequence_lengths or [], training=not eval_mode)
+        return self._pending_training(future, training=not eval_mode)
 
     def submit_train(
         self,
@@ -257,7 +257,6 @@ class TQPolicy(Policy):
         refuse_model_inputs(data.fields or ())
         with timed(timer, "policy_training/shard_meta"):
             shards = self._shard_chunk_meta(data.only_fields(data.fields or DP_TRAIN_FIELDS))
-        self._step_lengths += data.sequence_lengths or []
         with timed(timer, "policy_training/submit_microbatch_futures"):
             return self._submit_chunk("train_microbatches_presharded", shards, "meta")
 
@@ -287,18 +286,20 @@ class TQPolicy(Policy):
         rows = chunk_rows(meta.sequence_lengths or [], self.data_parallel_size)
         if rows is None:
             return self._shard_meta(meta, None, training=True)
-        arguments = microbatch_arguments(self.cfg, training=True)
         return [
-            shard_meta_for_dp(meta.subset(own), dp_world=1, **arguments)[0][0] if own else meta.subset([])
+            self._shard_meta(meta.subset(own), None, training=True, ranks=1)[0] if own else meta.subset([])
             for own in rows
         ]
 
-    def _shard_meta(self, meta: KVBatchMeta, batch_size: int | None, *, training: bool) -> list[KVBatchMeta]:
+    def _shard_meta(
+        self, meta: KVBatchMeta, batch_size: int | None, *, training: bool, ranks: int | None = None
+    ) -> list[KVBatchMeta]:
+        prefixes = prefixes_of(meta.common_tags()) if self.shares_prompts else None
         shards, _ = shard_meta_for_dp(
             meta,
-            dp_world=self.data_parallel_size,
+            dp_world=ranks or self.data_parallel_size,
             batch_size=batch_size,
-            **microbatch_arguments(self.cfg, training=training),
+            **microbatch_arguments(self.cfg, training=training, prefixes=prefixes),
         )
         return shards
 

@@ -21,6 +21,7 @@ import torch
 from nemo_rl.config.errors import UserError
 from nemo_rl.loss.interfaces import LossFunction
 from nemo_rl.loss.normalization import count_valid, gradient_count, normalize_metrics
+from nemo_rl.utils.flops import Work
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,13 @@ class NonFiniteStepError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """What a microbatch's backward pass gives besides gradients: metric sums, and which rows were not finite [B]."""
+    """What a microbatch's backward pass gives besides gradients: metric sums, which rows were not finite [B], and what
+    was computed.
+    """
 
     metrics: dict[str, torch.Tensor]
     bad_rows_B: torch.Tensor
+    work: Work = Work()
 
 
 class StepBackend(Protocol):
@@ -115,6 +119,7 @@ class StepResult:
         valid_toks: Tokens of the global batch that were trained on.
         stepped: Whether the optimizer stepped; False for a batch without a trained token.
         chunks: Calls of `microbatches` that made up the step.
+        work: What this rank computed.
     """
 
     loss: float
@@ -124,6 +129,7 @@ class StepResult:
     valid_toks: float
     stepped: bool = True
     chunks: int = 1
+    work: Work = Work()
 
 
 class TrainStep:
@@ -195,7 +201,8 @@ class TrainStep:
             local["loss"].double().sum().to(self._backend.device) if "loss" in local else step.counts.new_zeros(())
         )
         metrics = {name: values.tolist() for name, values in local.items()}
-        return StepResult(float(loss), grad_norm, metrics, *counts, stepped=stepped, chunks=step.chunks)
+        work = total_work(step.results)
+        return StepResult(float(loss), grad_norm, metrics, *counts, stepped=stepped, chunks=step.chunks, work=work)
 
     def _require_finite(self, step: _OpenStep, result: StepResult) -> None:
         bad = self._backend.sum_over_data(
@@ -232,6 +239,11 @@ class TrainStep:
         if self._open is None:
             raise TrainStepStateError(f"{what}: no train step open; call begin_train_step first")
         return self._open
+
+
+def total_work(results: Sequence[MicrobatchResult]) -> Work:
+    """What the passes of all microbatches computed."""
+    return sum((result.work for result in results), start=Work())
 
 
 def non_finite_rows(scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:

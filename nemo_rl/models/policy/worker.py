@@ -33,8 +33,8 @@ from nemo_rl.loss.normalization import count_valid, normalize_metrics
 from nemo_rl.models.policy.backend import BackendOptions, backend_spec
 from nemo_rl.models.policy.batches import microbatches
 from nemo_rl.models.policy.model_config import compute_dtype
-from nemo_rl.models.policy.train_step import StepResult, TrainStep, TrainStepStateError
-from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture
+from nemo_rl.models.policy.train_step import StepResult, TrainStep, TrainStepStateError, total_work
+from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
@@ -231,7 +231,8 @@ class PolicyWorker(TQWorkerMixin):
         counts = torch.stack(count_valid(batch)).to(self.backend.device)
         counts = self.backend.sum_over_data(counts).tolist()
         parts, idle = self._cut(batch, mbs)
-        sums = [result.metrics for result in self.backend.evaluate(parts, loss_fn, idle=idle)]
+        evaluated = self.backend.evaluate(parts, loss_fn, idle=idle)
+        sums = [result.metrics for result in evaluated]
         metrics = {
             name: [float(v) for v in values]
             for name, values in normalize_metrics(
@@ -241,7 +242,7 @@ class PolicyWorker(TQWorkerMixin):
         loss = self.backend.sum_over_data(
             torch.tensor(sum(metrics["loss"]), dtype=torch.float64, device=self.backend.device)
         )
-        return StepResult(float(loss), 0.0, metrics, *counts)
+        return StepResult(float(loss), 0.0, metrics, *counts, work=total_work(evaluated))
 
     def _report(self, results: Sequence[StepResult], rates: dict[str, float]) -> dict[str, object]:
         metrics: dict[str, list[float]] = {}
@@ -256,6 +257,7 @@ class PolicyWorker(TQWorkerMixin):
             "all_mb_metrics": metrics,
             "num_steps": len(results),
             "skipped_steps": sum(not result.stepped for result in results),
+            "work": sum((result.work for result in results), start=Work()),
             **rates,
         }
 

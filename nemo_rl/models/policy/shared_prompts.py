@@ -1,0 +1,143 @@
+"""Neighbours of a microbatch that begin with the same tokens, and the packed row in which these tokens stand once.
+
+A run of rows with a common beginning becomes a prefix, computed once, and the rest of each row, whose tokens attend to
+the prefix and to each other. Found in the tokens alone, whoever sorted the rows. Knows no model. Invariants: a token of
+the row sees exactly the tokens that it saw in its own sequence, at the same positions, so hidden states, scores and
+gradients are those of separate rows up to rounding; every token of every sequence has one place in the row.
+
+Shapes: B sequences, S padded width, T tokens of the row, N tokens of all sequences, K keys of the row's segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_WORTHWHILE = 16
+"""Tokens below which a prefix is not worth a segment of its own."""
+
+
+class Run(NamedTuple):
+    """Rows `[first, end)` whose first `shared` tokens stand once in the packed row; alone or with 0, they share none.
+
+    The last token that rows have in common is not among them: what it predicts differs from row to row.
+    """
+
+    first: int
+    end: int
+    shared: int
+
+
+def shared_runs(ids_BS: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
+    """Cuts neighbouring rows into the runs that save most tokens.
+
+    Args:
+        ids_BS: Token ids, right-padded.
+        lengths: Tokens of each row.
+    """
+    rows = len(lengths)
+    if rows < 2:
+        return [Run(row, row + 1, 0) for row in range(rows)]
+    common = _common_with_next(ids_BS, lengths) - 1
+    # saved[e]: the most that rows [0, e) can save; a run [f, e) saves its prefix for all rows but one.
+    saved, begun = np.zeros(rows + 1), [0] * (rows + 1)
+    shortest = np.full(rows, np.inf)
+    for end in range(1, rows + 1):
+        if end > 1:
+            np.minimum(shortest[: end - 1], common[end - 2], out=shortest[: end - 1])
+        others = np.arange(end - 1, -1, -1)
+        gain = np.where((others > 0) & (shortest[:end] >= _WORTHWHILE), shortest[:end], 0.0)
+        total = saved[:end] + np.where(others > 0, gain * others, 0.0)
+        # Of equal cuts the one with the shortest last run: rows that share nothing stay by themselves.
+        begun[end] = end - 1 - int(total[::-1].argmax())
+        saved[end] = total[begun[end]]
+    borders = [rows]
+    while borders[-1]:
+        borders.append(begun[borders[-1]])
+    return [
+        Run(first, end, int(common[first : end - 1].min()) if end - first > 1 else 0)
+        for first, end in pairwise(reversed(borders))
+    ]
+
+
+def _common_with_next(ids_BS: torch.Tensor, lengths: Sequence[int]) -> np.ndarray:
+    """Tokens that each row but the last has in common with the next one."""
+    differs = ids_BS[1:] != ids_BS[:-1]
+    first = torch.where(differs.any(dim=1), differs.int().argmax(dim=1), ids_BS.shape[1])
+    real = torch.tensor(lengths)
+    return torch.minimum(first, torch.minimum(real[1:], real[:-1])).numpy().astype(float)
+
+
+@dataclass(frozen=True)
+class SharedRow:
+    """A packed row in which runs share their prefixes, without padding.
+
+    Attributes:
+        source_T: Flat index into the padded [B, S] batch of the token at each place.
+        place_N: Place in the row of each token of each sequence, sequence after sequence.
+        lengths: Tokens of each segment.
+        key_T: Place of each key, segment after segment: a prefix that is seen again, then the segment's own tokens.
+        key_lengths: Keys of each segment.
+    """
+
+    source_T: torch.Tensor
+    place_N: torch.Tensor
+    lengths: list[int]
+    key_K: torch.Tensor
+    key_lengths: list[int]
+
+
+def lay_out(runs: Sequence[Run], lengths: Sequence[int], width: int) -> SharedRow:
+    """The row of these runs.
+
+    Args:
+        runs: All rows, in order.
+        lengths: Tokens of each row.
+        width: S.
+    """
+    source: list[torch.Tensor] = []
+    place: list[torch.Tensor] = []
+    keys: list[torch.Tensor] = []
+    for start, row, begin, end, prefix in _segments(runs, lengths):
+        own = torch.arange(start, start + end - begin)
+        seen = torch.arange(prefix, prefix + begin)
+        source.append(torch.arange(row * width + begin, row * width + end))
+        keys.append(torch.cat([seen, own]))
+        if end == lengths[row]:
+            place.append(keys[-1])
+    return SharedRow(
+        torch.cat(source),
+        torch.cat(place),
+        [len(part) for part in source],
+        torch.cat(keys),
+        [len(part) for part in keys],
+    )
+
+
+class _Segment(NamedTuple):
+    start: int
+    row: int
+    begin: int
+    end: int
+    prefix: int
+
+
+def _segments(runs: Sequence[Run], lengths: Sequence[int]) -> Iterator[_Segment]:
+    """Where each segment starts in the row, its tokens `[begin, end)` of a row of the batch, and where the prefix that
+    it sees starts (-1 without one).
+    """
+    start = 0
+    for run in runs:
+        prefix = start if run.shared else -1
+        if run.shared:
+            yield _Segment(start, run.first, 0, run.shared, -1)
+            start += run.shared
+        for row in range(run.first, run.end):
+            if lengths[row]:
+                yield _Segment(start, row, run.shared, lengths[row], prefix)
+                start += lengths[row] - run.shared
