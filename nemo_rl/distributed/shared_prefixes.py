@@ -12,6 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+WORTHWHILE = 16
+"""Tokens below which a prefix is not worth a segment of its own."""
+
 
 @dataclass(frozen=True)
 class SharedPrefixes:
@@ -82,7 +85,8 @@ def bundles(
 def _tokens(members: Sequence[int], lengths: Sequence[int], prefixes: SharedPrefixes, multiple: int) -> int:
     # A prefix's last token stays with each row: what follows it differs.
     prefix = min(prefixes.tokens_of_row[row] for row in members) - 1 if len(members) > 1 else 0
-    parts = [max(prefix, 0), *(lengths[row] - max(prefix, 0) for row in members)]
+    prefix = prefix if prefix >= WORTHWHILE else 0
+    parts = [prefix, *(lengths[row] - prefix for row in members)]
     return sum(math.ceil(part / multiple) * multiple for part in parts)
 
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from nemo_rl.config import MasterConfig, load_master_config
+from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
-from nemo_rl.models.policy.batches import shard_batch, shard_chunk
+from nemo_rl.models.policy.batches import shard_batch, shard_chunk, shares_prompts
 from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.worker import PolicyWorker
 
@@ -39,6 +41,9 @@ _BASE = (
     "grpo.num_generations_per_prompt=4",
     "cluster.cpu_slots=4",
 )
+
+
+PROMPT_LENGTH = 17
 
 
 def run_config(model: str | Path, world: int, *overrides: str) -> MasterConfig:
@@ -69,9 +74,31 @@ def training_batch() -> BatchedDataDict[Any]:
     )
 
 
+def grouped_batch() -> BatchedDataDict[Any]:
+    """`training_batch` with two prompts of four samples each, tagged as a run's samples are."""
+    data = training_batch()
+    lengths = torch.tensor([24, 20, 22, 19, 24, 23, 18, 21])
+    real = torch.arange(WIDTH) < lengths[:, None]
+    prompts = torch.randint(0, 256, (2, PROMPT_LENGTH), generator=torch.Generator().manual_seed(1))
+    responses = torch.randint(0, 256, (ROWS, WIDTH), generator=torch.Generator().manual_seed(2))
+    # Samples of a prompt differ from their first token on.
+    responses[:, PROMPT_LENGTH] = torch.arange(ROWS)
+    data["input_ids"] = responses.masked_fill(~real, 257)
+    data["input_ids"][:, :PROMPT_LENGTH] = prompts.repeat_interleave(4, dim=0)
+    data["input_lengths"] = lengths
+    trained = real & (torch.arange(WIDTH) >= PROMPT_LENGTH)
+    data["token_mask"] = trained.long()
+    for name in ("advantages", "prev_logprobs", "generation_logprobs"):
+        data[name] = torch.where(trained, training_batch()[name].roll(PROMPT_LENGTH, dims=1), 0.0)
+    data[TAG + PROMPT] = torch.arange(2).repeat_interleave(4)
+    data[TAG + PROMPT_TOKENS] = torch.full((ROWS,), PROMPT_LENGTH)
+    return data
+
+
 def shard_of(worker: PolicyWorker, data: BatchedDataDict[Any], *, training: bool = True) -> Any:
     """The part of a global batch that this rank sees."""
-    shards, _ = shard_batch(data, worker.cfg, worker.backend.sizes.dp, data.size, training=training)
+    share = shares_prompts(worker.cfg, cuda=False)
+    shards, _ = shard_batch(data, worker.cfg, worker.backend.sizes.dp, data.size, training=training, share=share)
     return shards[worker.backend.coordinates()["data_parallel"]]
 
 
@@ -103,12 +130,14 @@ def full_gradients(worker: PolicyWorker) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients(worker).values()])
 
 
-def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> dict[str, Any]:
+def one_step(
+    model: str, world: int, overrides: list[str], loss: Any = None, data: BatchedDataDict[Any] | None = None
+) -> dict[str, Any]:
     """Log-probabilities, loss, gradient and gradient norm of one global batch under one way to split it."""
     config = run_config(model, world, *overrides)
     worker = make_worker(config)
     loss_fn = loss or ClippedPGLossFn(config.loss_fn)
-    data = training_batch()
+    data = training_batch() if data is None else data
     scored = worker.get_logprobs(shard_of(worker, data, training=False))["logprobs"]
     worker.begin_train_step(loss_fn)
     worker.train_microbatches(shard_of(worker, data))
@@ -129,6 +158,7 @@ def one_step(model: str, world: int, overrides: list[str], loss: Any = None) -> 
         "loss": answer["loss"],
         "grad_norm": answer["grad_norm"],
         "metrics": answer["all_mb_metrics"],
+        "tokens": answer["work"].tokens,
         "next_loss": evaluated["loss"],
     }
     return seen
@@ -143,6 +173,20 @@ def first_step(model: str, world: int, overrides: list[str]) -> dict[str, Any]:
 def many_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """`one_step` of every case, one after the other in the same processes."""
     return {name: one_step(model, world, overrides) for name, overrides in cases.items()}
+
+
+def grouped_splits(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """`one_step` of every case on `grouped_batch`; log-probabilities in the caller's order for one rank."""
+    found = {}
+    for name, overrides in cases.items():
+        data = grouped_batch()
+        config = run_config(model, world, *overrides).policy
+        found[name] = one_step(model, world, overrides, data=data)
+        share = shares_prompts(config, cuda=False)
+        _, order = shard_batch(data, config, 1, data.size, training=False, share=share)
+        if world == 1 and order is not None:
+            found[name]["logprobs"] = found[name]["logprobs"][np.argsort(order)]
+    return found
 
 
 def moved_steps(

@@ -14,7 +14,7 @@ import torch
 from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.dtensor.checks import check_device, check_packages
 from nemo_rl.models.dtensor.load import apply_liger
-from nemo_rl.models.policy.attention import Kernel, Segments, packed_attention
+from nemo_rl.models.policy.attention import Kernel, Segments, SharedKeys, packed_attention
 from nemo_rl.models.policy.model_config import KernelUnavailableError, UnsupportedModelError
 
 
@@ -121,11 +121,15 @@ def test_kernels_of_gpus_are_refused_on_cpu_slots(kwargs: dict[str, Any]) -> Non
         check_device(cfg, cuda=False)
 
 
+SHARED = SharedKeys(torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, *range(6, 12)]), torch.tensor([0, 5, 11, 17]).int())
+
+
+@pytest.mark.parametrize("shared", [None, SHARED])
 @pytest.mark.parametrize("kernel", ["eager", "flex"])
-def test_attention_does_not_depend_on_the_kernel(kernel: Kernel) -> None:
+def test_attention_does_not_depend_on_the_kernel(kernel: Kernel, shared: SharedKeys | None) -> None:
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 12, 16, generator=draw) for heads in (4, 2, 2))
-    segments = Segments(torch.tensor([0, 5, 6, 12], dtype=torch.int32), 6)
+    segments = Segments(torch.tensor([0, 5, 6, 12], dtype=torch.int32), 6, shared=shared)
     with torch.no_grad():
         want, _ = packed_attention(
             torch.nn.Module(), query, key, value, None, scaling=0.2, segments=segments, kernel="sdpa"

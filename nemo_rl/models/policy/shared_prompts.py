@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-_WORTHWHILE = 16
-"""Tokens below which a prefix is not worth a segment of its own."""
+from nemo_rl.distributed import shared_prefixes
 
 
 class Run(NamedTuple):
@@ -51,7 +50,7 @@ def shared_runs(ids_BS: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
         if end > 1:
             np.minimum(shortest[: end - 1], common[end - 2], out=shortest[: end - 1])
         others = np.arange(end - 1, -1, -1)
-        gain = np.where((others > 0) & (shortest[:end] >= _WORTHWHILE), shortest[:end], 0.0)
+        gain = np.where((others > 0) & (shortest[:end] >= shared_prefixes.WORTHWHILE), shortest[:end], 0.0)
         total = saved[:end] + np.where(others > 0, gain * others, 0.0)
         # Of equal cuts the one with the shortest last run: rows that share nothing stay by themselves.
         begun[end] = end - 1 - int(total[::-1].argmax())
