@@ -78,6 +78,18 @@ def packing_or_dynamic_batching(config: RootConfig) -> Iterator[str]:
         )
 
 
+def shared_prompts_are_possible(config: RootConfig) -> Iterator[Problem]:
+    policy, key = config.policy, "policy.sequence_packing.share_prompts"
+    if not policy.sequence_packing.share_prompts:
+        return
+    if not policy.sequence_packing.enabled:
+        yield f"{key} is true, and policy.sequence_packing.enabled is false; rows that share prompts are packed"
+    elif policy.megatron_cfg.enabled:
+        yield not_built(key, True, "shared prompts with Megatron-Core", "leave it null")
+    elif policy.dtensor_cfg.context_parallel_size > 1:
+        yield not_built(key, True, "shared prompts with context parallelism", "leave it null")
+
+
 def parallelism_divides_the_world(config: RootConfig) -> Iterator[str]:
     world, policy = training_world_size(config), config.policy
     if world < 1:
@@ -366,6 +378,7 @@ SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     one_training_backend,
     profiles_are_possible,
     packing_or_dynamic_batching,
+    shared_prompts_are_possible,
     parallelism_divides_the_world,
     wide_tensor_parallelism_keeps_one_batch_size,
     ports_are_ranges,

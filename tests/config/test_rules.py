@@ -267,6 +267,18 @@ BROKEN = [
     ),
     (["policy.sequence_packing.enabled=false", "policy.logprob_batch_size=3"], "policy.logprob_batch_size is 3"),
     (["policy.sequence_packing.train_mb_tokens=100"], "too small for one sequence"),
+    (
+        ["policy.sequence_packing.enabled=false", "policy.sequence_packing.share_prompts=true"],
+        "rows that share prompts are packed",
+    ),
+    (
+        [
+            "cluster.gpus_per_node=2",
+            "policy.dtensor_cfg.context_parallel_size=2",
+            "policy.sequence_packing.share_prompts=true",
+        ],
+        "shared prompts with context parallelism",
+    ),
     (["grpo.batch_multiplier=2"], "needs grpo.use_dynamic_sampling: true"),
     (
         ["grpo.stop_at_validation_metric=pass_k", "grpo.stop_at_validation_threshold=1"],

@@ -9,11 +9,12 @@ from typing import Any
 from nemo_rl.data_plane import KVBatchMeta
 from nemo_rl.data_plane.client import StoredClient
 from nemo_rl.data_plane.column_io import kv_first_write
+from nemo_rl.data_plane.schema import TAG
 from nemo_rl.data_plane.sharding import shard_meta_for_dp
 from nemo_rl.loss import ClippedPGLossFn
-from nemo_rl.models.policy.batches import microbatch_arguments
+from nemo_rl.models.policy.batches import microbatch_arguments, prefixes_of, shares_prompts, tags_of
 from tests.data_plane.memory_storage import MemoryStorage
-from tests.models.policy_ranks import ROWS, WIDTH, make_worker, run_config, shard_of, training_batch
+from tests.models.policy_ranks import ROWS, WIDTH, grouped_batch, make_worker, run_config, shard_of, training_batch
 
 
 class LossOfMore(ClippedPGLossFn):
@@ -40,7 +41,8 @@ def both_ways(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, 
 def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dict[str, Any]:
     config = run_config(model, world, *overrides)
     worker = make_worker(config, init_reference_model=True)
-    loss, data = ClippedPGLossFn(config.loss_fn), training_batch()
+    share = shares_prompts(config.policy, cuda=False)
+    loss, data = ClippedPGLossFn(config.loss_fn), grouped_batch() if share else training_batch()
     rank = worker.backend.coordinates()["data_parallel"]
     sizes = {"gbs": ROWS, "mbs": config.policy.train_micro_batch_size}
     seen: dict[str, Any] = {}
@@ -55,13 +57,16 @@ def _step(model: str, world: int, overrides: list[str], *, fetched: bool) -> dic
         # Each rank has a storage of its own with the same rows: what is under test is the worker, not the way.
         storage = MemoryStorage()
         client = StoredClient(lambda: storage)
+        tags = {name.removeprefix(TAG): data.pop(name).tolist() for name in tags_of(data)}
         meta = kv_first_write(
             data, sample_ids=[str(n) for n in range(ROWS)], dp_client=client, partition_id="train", pad_to_multiple=4
         )
+        meta.set_tags(tags)
         worker.setup_data_plane(client, pad_token_id=257)
 
         def shard(*, training: bool) -> KVBatchMeta:
-            arguments = microbatch_arguments(config.policy, training=training)
+            prefixes = prefixes_of(meta.common_tags()) if share else None
+            arguments = microbatch_arguments(config.policy, training=training, prefixes=prefixes)
             return shard_meta_for_dp(
                 meta, dp_world=worker.backend.sizes.dp, batch_size=ROWS if training else None, **arguments
             )[0][rank]

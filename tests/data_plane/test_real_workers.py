@@ -13,6 +13,11 @@ NO_KL = "loss_fn.reference_policy_kl_penalty=0"
 CUTS = {
     "plain": [],
     "packed": ["policy.sequence_packing.enabled=true"],
+    "packed, prompts shared": [
+        "policy.sequence_packing.enabled=true",
+        "policy.sequence_packing.share_prompts=true",
+        "policy.sequence_packing.train_mb_tokens=64",
+    ],
     "dynamic": ["policy.dynamic_batching.enabled=true"],
 }
 
