@@ -2,10 +2,13 @@
 
     python benchmarks/train_step.py --shape 1.5b [--gpus 2] [--sequence 1024 4096] [--backends dtensor megatron]
     python benchmarks/train_step.py --shape moe --expert-parallel 2 --gpus 2
+    python benchmarks/train_step.py --shape 1.5b --backends dtensor --sequence 1024 --prompt 512 --samples 8
     python benchmarks/train_step.py --shape tiny --device cpu
 
 Random weights, packed rows of equal sequences, the token-level policy loss, one optimizer step of several microbatches
-after one that warms up. Every contender runs in processes of its own, one after the other. The peak is that of a large
+after one that warms up. With `--samples` so many sequences have a prompt in common, and DTensor runs twice: with
+prompts shared and with every sequence by itself; tokens a second count whole sequences, utilisation what was computed.
+Every contender runs in processes of its own, one after the other. The peak is that of a large
 matrix product in the same precision, measured on the same devices before and after each contender: utilisation against
 the data sheet and against what was measured are both in the table.
 """
@@ -22,7 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -34,9 +37,19 @@ from nemo_rl.distributed.ports import free_ports  # noqa: E402
 BACKENDS = ("dtensor", "megatron")
 
 
-def policy_section(args: argparse.Namespace, model: Path, backend: str, sequence: int) -> dict[str, Any]:
+class Contender(NamedTuple):
+    """What is measured: a backend, and whether the samples of a prompt share it."""
+
+    backend: str
+    shares: bool
+
+    def __str__(self) -> str:
+        return self.backend + (", prompts shared" if self.shares else "")
+
+
+def policy_section(args: argparse.Namespace, model: Path, contender: Contender, sequence: int) -> dict[str, Any]:
     """The policy section of one contender."""
-    megatron = backend == "megatron"
+    megatron = contender.backend == "megatron"
     optimizer = {"lr": 1e-6, "min_lr": 1e-6, "weight_decay": 0.0, "use_distributed_optimizer": True}
     section: dict[str, Any] = {
         "model_name": str(model),
@@ -45,7 +58,12 @@ def policy_section(args: argparse.Namespace, model: Path, backend: str, sequence
         "train_global_batch_size": rows(args, sequence),
         "train_micro_batch_size": max(1, args.tokens // sequence),
         "tokenizer": {"chat_template": None},
-        "sequence_packing": {"enabled": True, "train_mb_tokens": args.tokens, "logprob_mb_tokens": args.tokens},
+        "sequence_packing": {
+            "enabled": True,
+            "train_mb_tokens": args.tokens,
+            "logprob_mb_tokens": args.tokens,
+            "share_prompts": contender.shares,
+        },
         "dtensor_cfg": {
             "enabled": not megatron,
             "defer_fsdp_grad_sync": True,
@@ -74,22 +92,27 @@ def rows(args: argparse.Namespace, sequence: int) -> int:
     return max(1, args.tokens // sequence) * args.microbatches * args.gpus
 
 
-def batch_of(rows_here: int, sequence: int, vocabulary: int, seed: int) -> Any:
+def batch_of(args: argparse.Namespace, rows_here: int, sequence: int, vocabulary: int, seed: int) -> Any:
     """One device's rows, full of tokens."""
     import torch
 
+    from nemo_rl.data_plane.schema import PROMPT, PROMPT_TOKENS, TAG
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     draw = torch.Generator().manual_seed(seed)
     shape = (rows_here, sequence)
+    ids, prompts = torch.randint(0, vocabulary, shape, generator=draw), torch.arange(rows_here) // args.samples
+    ids[:, : args.prompt] = ids[prompts * args.samples, : args.prompt]
+    tags = {TAG + PROMPT: prompts, TAG + PROMPT_TOKENS: torch.full((rows_here,), args.prompt)}
     return BatchedDataDict(
-        input_ids=torch.randint(0, vocabulary, shape, generator=draw),
+        input_ids=ids,
         input_lengths=torch.full((rows_here,), sequence),
         token_mask=torch.ones(shape, dtype=torch.long),
         sample_mask=torch.ones(rows_here),
         advantages=torch.randn(shape, generator=draw),
         prev_logprobs=torch.full(shape, -12.0),
         generation_logprobs=torch.full(shape, -12.0),
+        **tags,
     )
 
 
@@ -112,33 +135,32 @@ def matmul_tflops(device: Any, precision: str) -> float:
     return 2 * size**3 / best / 1e12
 
 
-def run_rank(args: argparse.Namespace, backend: str, sequence: int, model: Path) -> None:
+def run_rank(args: argparse.Namespace, contender: Contender, sequence: int, model: Path) -> None:
     """One rank of one contender; rank 0 prints what was measured as JSON."""
     import torch
 
     from nemo_rl.config import MasterConfig
     from nemo_rl.loss import ClippedPGLossFn
+    from nemo_rl.models.policy.batches import shard_chunk
     from nemo_rl.models.policy.worker import PolicyWorker
     from nemo_rl.utils.flops import peak_tflops
 
     config = MasterConfig(
-        policy=policy_section(args, model, backend, sequence), loss_fn={"reference_policy_kl_penalty": 0.0}
+        policy=policy_section(args, model, contender, sequence), loss_fn={"reference_policy_kl_penalty": 0.0}
     )
     worker = PolicyWorker(config.policy, init_reference_model=False)
     worker.build()
     device = worker.backend.device
     peaks = [matmul_tflops(device, args.precision)]
     here = rows(args, sequence) // args.gpus
-    data = batch_of(here, sequence, worker.backend.model_config.vocab_size, worker.backend.rank)
+    data = batch_of(args, here, sequence, worker.backend.model_config.vocab_size, worker.backend.rank)
     data["token_mask"][:, : args.prompt] = 0
     loss = ClippedPGLossFn(config.loss_fn)
     seconds = []
 
     def step() -> Any:
         worker.begin_train_step(loss)
-        for start in range(0, here, here // args.microbatches):
-            chunk = data.slice(start, start + here // args.microbatches)
-            worker.train_microbatches(_packed(chunk, worker.cfg))
+        worker.train_microbatches(shard_chunk(data, worker.cfg, 1, share=contender.shares)[0])
         return worker.finish_train_step()
 
     for _ in range(args.steps + 1):
@@ -232,13 +254,7 @@ def print_moves(worker: Any, rounds: int = 3) -> None:
     worker.prepare_for_training()
 
 
-def _packed(chunk: Any, cfg: Any) -> Any:
-    from nemo_rl.models.policy.batches import shard_chunk
-
-    return shard_chunk(chunk, cfg, 1)[0]
-
-
-def contender(args: argparse.Namespace, backend: str, sequence: int, model: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, contender: Contender, sequence: int, model: Path) -> dict[str, Any]:
     """Runs every rank of one contender; what rank 0 measured.
 
     Raises:
@@ -257,30 +273,31 @@ def contender(args: argparse.Namespace, backend: str, sequence: int, model: Path
         }
         if args.device == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = str(rank)
-        line = [sys.executable, __file__, *sys.argv[1:], "--rank-of", backend, str(sequence), str(model)]
+        line = [sys.executable, __file__, *sys.argv[1:], "--rank-of", contender.backend]
+        line += [str(contender.shares), str(sequence), str(model)]
         processes.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True))
     deadline = time.monotonic() + args.timeout
     try:
         outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{backend} with sequences of {sequence} gave no result in {args.timeout} s") from error
+        raise RuntimeError(f"{contender} with sequences of {sequence} gave no result in {args.timeout} s") from error
     finally:
         for process in processes:
             process.kill()
             process.wait()
     told = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
     if not told:
-        raise RuntimeError(f"{backend} with sequences of {sequence} failed: see the errors above")
+        raise RuntimeError(f"{contender} with sequences of {sequence} failed: see the errors above")
     answer: dict[str, Any] = json.loads(told[0].removeprefix("RESULT "))
     return answer
 
 
-def row_of(backend: str, sequence: int, answer: dict[str, Any]) -> str:
+def row_of(contender: Contender, sequence: int, answer: dict[str, Any]) -> str:
     """One line of the table."""
     sheet = f"{answer['tflops'] / answer['sheet']:.1%}" if answer["sheet"] else "-"
     memory = f"{answer['memory_gib']:.1f}" if answer["memory_gib"] is not None else "-"
     cells = (
-        backend,
+        str(contender),
         answer["kernels"],
         str(sequence),
         f"{answer['tokens_per_s']:,.0f}",
@@ -302,34 +319,45 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--sequence", type=int, nargs="+", help="tokens of a sequence (1024 and 4096; tiny: 32)")
     parser.add_argument("--tokens", type=int, help="tokens of a microbatch (16384; tiny: 256)")
-    parser.add_argument("--microbatches", type=int, default=4, help="microbatches of a step, each a chunk")
+    parser.add_argument("--microbatches", type=int, default=4, help="microbatches of a step without shared prompts")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="torch.compile of DTensor's")
     parser.add_argument("--liger", action="store_true", help="Liger's layers for DTensor's")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a sequence that are not trained")
+    parser.add_argument("--samples", type=int, default=1, help="sequences that have a prompt in common")
     parser.add_argument("--offload", action="store_true", help="time moves of training state to the host and back")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step by their time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one contender may take")
     parser.add_argument("--work", default="/tmp/nemo_rl_train_step", help="where models are made")
-    parser.add_argument("--rank-of", nargs=3, metavar=("BACKEND", "SEQUENCE", "MODEL"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tiny = args.shape.startswith("tiny")
     args.precision = "bfloat16" if args.device == "cuda" else "float32"
     args.tokens = args.tokens or (256 if tiny else 16384)
     if args.rank_of:
-        backend, sequence, model = args.rank_of
-        run_rank(args, backend, int(sequence), Path(model))
+        backend, shares, sequence, model = args.rank_of
+        run_rank(args, Contender(backend, shares == "True"), int(sequence), Path(model))
         return
     model = make_model(args.shape, Path(args.work))
     print(f"shape={args.shape} devices={args.gpus} ({args.device}) tokens_per_microbatch={args.tokens}\n")
     header = ("backend", "kernels", "sequence", "tokens/s", "s a step", "TFLOP/s a device", "MFU, data sheet")
     header = (*header, "matmul TFLOP/s", "of matmul", "GiB")
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    contenders = [Contender(backend, False) for backend in args.backends]
+    if args.samples > 1 and "dtensor" in args.backends:
+        contenders.insert(args.backends.index("dtensor") + 1, Contender("dtensor", True))
     for sequence in args.sequence or ([32] if tiny else [1024, 4096]):
-        for backend in args.backends:
-            print(row_of(backend, sequence, contender(args, backend, sequence, model)), flush=True)
+        seconds = {}
+        for contender in contenders:
+            answer = measure(args, contender, sequence, model)
+            seconds[contender] = answer["seconds"]
+            print(row_of(contender, sequence, answer), flush=True)
+        for contender in contenders:
+            if contender.shares:
+                ratio = seconds[Contender(contender.backend, False)] / seconds[contender]
+                print(f"every sequence by itself / prompts shared, seconds a step: {ratio:.2f}", flush=True)
 
 
 if __name__ == "__main__":
