@@ -53,6 +53,7 @@ class Rollouts:
                     total_reward=rewards,
                     truncated=torch.zeros(rows, dtype=torch.bool),
                     sample_mask=torch.ones(rows),
+                    prompt_lengths=torch.full((rows,), 2),
                     response_lengths=torch.full((rows,), 2),
                     generated_lengths=torch.full((rows,), 2),
                     prompt_number=batch["prompt_number"],
