@@ -7,7 +7,9 @@ set only after every window has been loaded and the model has been finalised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ import torch
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, synchronize
-from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, checksum, unpack
+from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
 from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener, make_opener
 from nemo_rl.weight_sync.transports.nccl import NcclOpener, nccl_group
@@ -37,7 +39,7 @@ class LoadTarget(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes some of the new weights; called once per window."""
+        """Takes some of the new weights; called once per window, with a `Window`."""
         ...
 
     def finish_load(self) -> None:
@@ -49,42 +51,44 @@ class LoadTarget(Protocol):
         ...
 
 
-def encode_bucket(bucket: BucketLayout) -> dict[str, object]:
-    """A bucket's layout as plain values, which any RPC carries."""
-    return {
-        "names": [t.name for t in bucket.tensors],
-        "shapes": [list(t.shape) for t in bucket.tensors],
-        "dtypes": [t.dtype for t in bucket.tensors],
-        "offsets": list(bucket.offsets),
-        "nbytes": bucket.nbytes,
-    }
+def encode_buckets(buckets: Sequence[BucketLayout]) -> bytes:
+    """The layout of a window as one value that any RPC carries unopened."""
+    return json.dumps(
+        [
+            {
+                "names": [t.name for t in bucket.tensors],
+                "shapes": [t.shape for t in bucket.tensors],
+                "dtypes": [t.dtype for t in bucket.tensors],
+                "offsets": bucket.offsets,
+                "nbytes": bucket.nbytes,
+            }
+            for bucket in buckets
+        ]
+    ).encode()
 
 
-def decode_bucket(plain: dict[str, Any]) -> BucketLayout:
-    """The layout behind `encode_bucket`."""
-    tensors = tuple(
-        TensorMeta(n, tuple(s), d) for n, s, d in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True)
+@functools.lru_cache(maxsize=512)
+def decode_buckets(encoded: bytes) -> tuple[BucketLayout, ...]:
+    """The layout behind `encode_buckets`; sessions send the same ones again and again."""
+    return tuple(
+        BucketLayout(
+            tuple(
+                TensorMeta(name, tuple(shape), dtype)
+                for name, shape, dtype in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True)
+            ),
+            tuple(plain["offsets"]),
+            plain["nbytes"],
+        )
+        for plain in json.loads(encoded)
     )
-    return BucketLayout(tensors, tuple(plain["offsets"]), plain["nbytes"])
 
 
 @dataclass(frozen=True)
 class _Arrived:
-    """The bytes of a window, and what they are."""
+    """A window, and the checksums of its buckets where they are compared."""
 
-    received_B: torch.Tensor
-    buckets: list[BucketLayout]
+    window: Window
     checksums: list[str]
-
-    def parts(self) -> Iterator[tuple[torch.Tensor, BucketLayout]]:
-        start = 0
-        for bucket in self.buckets:
-            yield self.received_B[start : start + bucket.nbytes], bucket
-            start += align(bucket.nbytes)
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for part_B, bucket in self.parts():
-            yield from unpack(part_B, bucket)
 
 
 class WeightReceiver:
@@ -102,7 +106,7 @@ class WeightReceiver:
         self._session: dict[str, Any] = {}
         self._next_window = 0
         self._loading = False
-        self._staged: list[_Arrived] = []
+        self._staged: list[Window] = []
         self._arriving: _Arrived | None = None
         self.version: int | None = None
 
@@ -150,11 +154,8 @@ class WeightReceiver:
                 f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}"
             )
         sender = self._choose_sender(window["senders"])
-        arrived = _Arrived(
-            self._opener.open(sender["handle"]),
-            [decode_bucket(plain) for plain in window["buckets"]],
-            sender["checksums"],
-        )
+        opened_B = self._opener.open(sender["handle"])
+        arrived = _Arrived(Window(opened_B, decode_buckets(window["buckets"])), sender["checksums"])
         # While these bytes travel, those that came before them are taken in.
         if self._arriving is not None:
             self._take(self._arriving)
@@ -162,17 +163,19 @@ class WeightReceiver:
         if self._arriving is None or window["index"] + 1 == self._session["windows"]:
             self._take(arrived)
             self._arriving = None
-        synchronize(self._device)
+        # What later sessions read too stays as it is until this one ends: its bytes may still be on their way.
+        if not sender["handle"].get("keep"):
+            synchronize(self._device)
         self._next_window += 1
 
     def _take(self, arrived: _Arrived) -> None:
         self._verify(arrived)
         if not self._session.get("staged"):
-            self._target.load_weights(arrived.named_tensors())
+            self._target.load_weights(arrived.window)
         elif self._opener is not None and self._opener.copies:
-            self._staged.append(arrived)
+            self._staged.append(arrived.window)
         else:
-            self._staged.append(replace(arrived, received_B=arrived.received_B.clone()))
+            self._staged.append(replace(arrived.window, bytes_B=arrived.window.bytes_B.clone()))
 
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
         place = place_of(self._session["transport"], device_uuid(self._device))
@@ -185,7 +188,7 @@ class WeightReceiver:
     def _verify(self, arrived: _Arrived) -> None:
         if not arrived.checksums:
             return
-        for (part_B, bucket), want in zip(arrived.parts(), arrived.checksums, strict=True):
+        for (part_B, bucket), want in zip(arrived.window.parts(), arrived.checksums, strict=True):
             got = checksum(part_B, bucket.nbytes)
             if got != want:
                 raise ChecksumMismatchError(
@@ -203,8 +206,8 @@ class WeightReceiver:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
         if self._session.get("staged"):
             self._begin_load()
-            for arrived in self._staged:
-                self._target.load_weights(arrived.named_tensors())
+            for window in self._staged:
+                self._target.load_weights(window)
         self._target.finish_load()
         self._loading = False
         synchronize(self._device)
@@ -219,6 +222,7 @@ class WeightReceiver:
         try:
             if self._loading:
                 self._target.abandon_load()
+            synchronize(self._device)
         finally:
             self._loading = False
             self._close()

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from nemo_rl.utils.record_events import SyncFinished
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
-from nemo_rl.weight_sync.receiver import encode_bucket
+from nemo_rl.weight_sync.receiver import encode_buckets
 from nemo_rl.weight_sync.routes import RoutePlan, place_of, plan_routes
 from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
 from nemo_rl.weight_sync.transports.base import TransportError
@@ -180,7 +180,10 @@ class SyncSession:
         # Shared memory is scarce in containers, and each session registers what it stages there with CUDA: two buckets
         # are enough.
         staged_on_host = not self._source.maps_host_memory and any("host" in names for names in plan.lanes.values())
-        windows = plan_windows(buckets, min(budget, self._options.bucket_bytes) if staged_on_host else budget)
+        bucket_bytes = self._options.bucket_bytes
+        windows = plan_windows(
+            buckets, min(budget, bucket_bytes) if staged_on_host else steady_window(budget, bucket_bytes)
+        )
         spec = self._spec(windows, plan)
         marks = {}
         try:
@@ -267,7 +270,7 @@ class SyncSession:
                     senders |= {place_of(name, sources[source]): (published[source] or {})[name] for name in lanes}
                 sums += next(iter(senders.values()))["checksums"]
                 self._targets.receive_window(
-                    {"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left()
+                    {"index": index, "buckets": encode_buckets(buckets), "senders": senders}, self._left()
                 )
                 if sent is not None:
                     self._result(sent, f"window {index} to be sent")
@@ -292,6 +295,13 @@ class SyncSession:
                 f"weight_sync.timeout_s={self._options.timeout_s:.0f}"
             )
         return left
+
+
+def steady_window(budget: int, bucket_bytes: int) -> int:
+    """The most bytes of a window that stay the same while the budget, a share of free memory, wanders from session to
+    session: receivers know windows again by their layout.
+    """
+    return budget if budget < bucket_bytes else bucket_bytes << (budget // bucket_bytes).bit_length() - 1
 
 
 def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:
