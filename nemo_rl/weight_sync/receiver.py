@@ -20,7 +20,8 @@ from nemo_rl.distributed.devices import device_uuid, synchronize
 from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
 from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener, make_opener
-from nemo_rl.weight_sync.transports.nccl import NcclOpener, nccl_group
+from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
+from nemo_rl.weight_sync.transports.nccl import NcclOpener
 
 
 class SyncProtocolError(RuntimeError):
@@ -108,18 +109,20 @@ class WeightReceiver:
         self._loading = False
         self._staged: list[Window] = []
         self._arriving: _Arrived | None = None
+        self._groups = KeptGroup()
         self.version: int | None = None
 
     def begin(self, session: dict[str, Any]) -> None:
         """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport,
         nccl}`.
 
-        `nccl` is `{address, port, world_size, rank}` where the route is the session's group, else None.
+        `nccl` is `{rank}` and the values of a `GroupMeeting` where the route is the session's group, else None.
 
         In a staged session windows are kept beside the live weights, which stay untouched until `finish`.
 
         Raises:
             SyncProtocolError: Another session is open.
+            TransportError: The session counts on a group that this worker does not hold.
         """
         if self._session:
             raise SyncProtocolError(
@@ -127,11 +130,10 @@ class WeightReceiver:
             )
         nccl = session.get("nccl")
         if nccl:
-            group = nccl_group(
-                nccl["address"], nccl["port"], nccl["rank"], nccl["world_size"], session["timeout_s"], self._device
-            )
-            self._opener = NcclOpener(group)
+            meeting = GroupMeeting(**{name: value for name, value in nccl.items() if name != "rank"})
+            self._opener = NcclOpener(self._groups.join(meeting, nccl["rank"], session["timeout_s"], self._device))
         else:
+            self._groups.drop()
             self._opener = make_opener(session["transport"], self._device)
         self._session = session
         self._next_window = 0
@@ -212,7 +214,10 @@ class WeightReceiver:
         self._loading = False
         synchronize(self._device)
         self.version = version
+        keeps = bool((self._session.get("nccl") or {}).get("keep"))
         self._close()
+        if not keeps:
+            self._groups.drop()
         return version
 
     def abort(self, session_id: str | None = None) -> None:
@@ -226,6 +231,16 @@ class WeightReceiver:
         finally:
             self._loading = False
             self._close()
+            self._groups.drop()
+
+    @property
+    def kept_group(self) -> str | None:
+        """Id of the group that is held for the next session, if one is."""
+        return self._groups.group_id
+
+    def drop_group(self) -> None:
+        """Gives the memory of the held group back."""
+        self._groups.drop()
 
     def _close(self) -> None:
         self._staged.clear()

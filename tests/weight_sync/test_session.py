@@ -65,10 +65,13 @@ class Trainer:
     def send_window(self, index: int, timeout_s: float) -> None:
         raise AssertionError("the host transport does not push")
 
-    def close(self) -> None:
+    def kept_group(self, timeout_s: float) -> str | None:
+        raise AssertionError("the host transport needs no group")
+
+    def close(self, *, failed: bool = False) -> None:
         self.closed += 1
         if self.sender is not None:
-            self.sender.close()
+            self.sender.close(failed=failed)
 
 
 def segments() -> set[str]:

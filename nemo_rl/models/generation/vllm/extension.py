@@ -254,6 +254,14 @@ class VllmInternalWorkerExtension(ReceiverMethods):
         """Ends a session without a new version, if it is the open one."""
         self._nrl_receiver().abort(session_id)
 
+    def nrl_kept_group(self) -> str | None:
+        """Id of the group that this rank holds for the next session, if it does."""
+        return self._nrl_receiver().kept_group
+
+    def nrl_drop_group(self) -> None:
+        """Gives the memory of the held group back."""
+        self._nrl_receiver().drop_group()
+
     def nrl_release_memory(self, level: int) -> dict[str, int]:
         """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back; resident bytes before
         and after.
