@@ -171,7 +171,7 @@ class CopyPlans:
             self.refusal = seen
             self._plans.clear()
             self._seen.clear()
-            logger.info("copy_plan=refused reason=%s", seen.replace(" ", "_"))
+            logger.warning("copy_plan=refused reason=%s", seen.replace(" ", "_"))
         return False
 
     def finish(self) -> None:
