@@ -4,8 +4,10 @@ loaders; ends with an error where one differs. A process of its own: vLLM's para
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from nemo_rl.weight_sync.copy_plan import CopyPlans
-from tests.weight_sync.test_copy_plan import equal, session, state, windows
+from nemo_rl.models.generation.vllm.extension import _VllmModel
+from nemo_rl.weight_sync.layout import Window
+from tests.weight_sync.test_copy_plan import equal, state, windows
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -67,25 +70,35 @@ def main() -> None:
                     init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
                     initialize_model_parallel(1)
                 model = initialize_model(vllm_config)
-                check(config, model)
+                check(config, vllm_config, model)
 
 
-def check(config: PretrainedConfig, model: torch.nn.Module) -> None:
+def check(config: PretrainedConfig, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """A second session is replayed, and leaves what the loader leaves."""
-    plans = CopyPlans(lambda: model)
+    # Only the kind of device matters: on CPU slots the layer-wise reload takes the place of plans.
+    runner = SimpleNamespace(get_model=lambda: model)
+    worker = SimpleNamespace(device=torch.device("cuda"), vllm_config=vllm_config, model_runner=runner)
     first, later = (windows(dict(sent(config, seed)), bucket_bytes=64 << 10, together=2) for seed in (1, 2))
-    assert len(first) > 1 and not any(session(plans, first, model.load_weights)), plans.refusal
+    target = _VllmModel(worker)
+    take(target, model, first)
+    assert target._plans is not None and len(target._plans) == len(first) > 1, target._plans
+    own = model.load_weights
+    model.load_weights = lambda weights: sys.exit("the loader ran again")
+    replayed = take(target, model, later)
+    model.load_weights = own
+    assert equal(replayed, take(_VllmModel(worker), model, later))
+
+
+def take(target: _VllmModel, model: torch.nn.Module, parts: list[Window]) -> dict[str, torch.Tensor]:
+    """What a session leaves in a model that had lost its weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)
-    assert all(session(plans, later, model.load_weights)), plans.refusal
-    replayed = state(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(7)
-    for window in later:
-        model.load_weights(iter(window))
-    assert equal(replayed, state(model))
+    target.begin_load()
+    for window in parts:
+        target.load_weights(window)
+    target.finish_load()
+    return state(model)
 
 
 if __name__ == "__main__":
