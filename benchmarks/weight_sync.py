@@ -64,6 +64,7 @@ class CacheOwner:
         self._metas = metas_of(Path(model), dtype)
         self._builder = CacheBuilder(bucket_bytes, torch.device("cpu"))
         self._sender: Any = None
+        self._groups: Any = None
 
     def build(self, version: int, served: str | None) -> CacheManifest:
         """Packs a version beside the buffer that is served."""
@@ -80,8 +81,15 @@ class CacheOwner:
         from nemo_rl.distributed.devices import device_of_process
         from nemo_rl.weight_sync.cache import CACHE_OWNER
         from nemo_rl.weight_sync.sender import WeightSender
+        from nemo_rl.weight_sync.transports.kept_group import KeptGroup
 
-        self._sender = WeightSender(spec, iter(manifest.weights()), device_of_process(), source=CACHE_OWNER)
+        self._groups = self._groups or KeptGroup()
+        weights, device = iter(manifest.weights()), device_of_process()
+        self._sender = WeightSender(spec, weights, device, source=CACHE_OWNER, groups=self._groups)
+
+    def kept_group(self) -> str | None:
+        """Id of the group that this rank holds for the next session."""
+        return self._groups.group_id if self._groups is not None else None
 
     def export_window(self, index: int) -> Any:
         """Packs a window on the device."""
@@ -91,10 +99,10 @@ class CacheOwner:
         """Broadcasts a window."""
         self._sender.send_window(index)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Ends the session."""
         if self._sender is not None:
-            self._sender.close()
+            self._sender.close(failed=failed)
             self._sender = None
 
 
@@ -113,6 +121,9 @@ class RemoteOwner:
     def rendezvous(self) -> tuple[str, int]:
         return self._cluster.get_master_address_and_port()
 
+    def kept_group(self, timeout_s: float) -> str | None:
+        return self._get(self._actor.kept_group.remote(), timeout=timeout_s)
+
     def begin_cached(self, spec: Any, manifest: CacheManifest, timeout_s: float) -> None:
         self._get(self._actor.begin.remote(spec, manifest), timeout=timeout_s)
 
@@ -122,8 +133,8 @@ class RemoteOwner:
     def send_window(self, index: int, timeout_s: float) -> None:
         self._get(self._actor.send_window.remote(index), timeout=timeout_s)
 
-    def close(self) -> None:
-        self._get(self._actor.close.remote(), timeout=60.0)
+    def close(self, *, failed: bool = False) -> None:
+        self._get(self._actor.close.remote(failed), timeout=60.0)
 
 
 class Cache:

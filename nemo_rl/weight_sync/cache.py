@@ -252,6 +252,10 @@ class CachedSender(Protocol):
         """Address of the owner and a free port there."""
         ...
 
+    def kept_group(self, timeout_s: float) -> str | None:
+        """Id of the group that the owner holds, if it does."""
+        ...
+
     def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
         """Opens a session that sends a built version."""
         ...
@@ -264,8 +268,8 @@ class CachedSender(Protocol):
         """Pushes a window."""
         ...
 
-    def close(self) -> None:
-        """Ends the session."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the session; after a failure no group is kept."""
         ...
 
 
@@ -303,6 +307,10 @@ class CachedSource:
     def rendezvous(self) -> tuple[str, int]:
         """Where the owner meets receivers."""
         return self._owner().rendezvous()
+
+    def kept_group(self, timeout_s: float) -> str | None:
+        """The group that the owner holds."""
+        return self._owner().kept_group(timeout_s)
 
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Begins to read.
@@ -344,11 +352,11 @@ class CachedSource:
         """Pushes a window from the owner."""
         self._owner().send_window(index, timeout_s)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Ends the reading."""
         try:
             if self._spec is not None and CACHE_OWNER in self._spec.lanes:
-                self._owner().close()
+                self._owner().close(failed=failed)
         finally:
             if self._manifest is not None:
                 self._cache.release()

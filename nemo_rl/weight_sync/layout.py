@@ -158,6 +158,30 @@ def unpack(buffer_B: torch.Tensor, layout: BucketLayout) -> Iterator[tuple[str, 
         yield meta.name, view(buffer_B, offset, meta)
 
 
+@dataclass(frozen=True)
+class Window:
+    """Buckets that arrived together; iterating gives every tensor as a named view.
+
+    Attributes:
+        bytes_B: uint8, the buckets one after the other, each at an aligned start.
+        buckets: What they hold.
+    """
+
+    bytes_B: torch.Tensor
+    buckets: tuple[BucketLayout, ...]
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, BucketLayout]]:
+        """The bytes of each bucket, and its layout."""
+        start = 0
+        for bucket in self.buckets:
+            yield self.bytes_B[start : start + bucket.nbytes], bucket
+            start += align(bucket.nbytes)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for part_B, bucket in self.parts():
+            yield from unpack(part_B, bucket)
+
+
 def checksum(buffer_B: torch.Tensor, nbytes: int) -> str:
     """Checksum of the first `nbytes` bytes of a uint8 tensor, as text."""
     whole = nbytes // 4 * 4

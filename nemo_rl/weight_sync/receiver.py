@@ -7,7 +7,9 @@ set only after every window has been loaded and the model has been finalised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,10 +17,11 @@ import torch
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.devices import device_uuid, synchronize
-from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, align, checksum, unpack
+from nemo_rl.weight_sync.layout import BucketLayout, TensorMeta, Window, checksum
 from nemo_rl.weight_sync.routes import place_of
 from nemo_rl.weight_sync.transports.base import Opener, make_opener
-from nemo_rl.weight_sync.transports.nccl import NcclOpener, nccl_group
+from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
+from nemo_rl.weight_sync.transports.nccl import NcclOpener
 
 
 class SyncProtocolError(RuntimeError):
@@ -37,7 +40,7 @@ class LoadTarget(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes some of the new weights; called once per window."""
+        """Takes some of the new weights; called once per window, with a `Window`."""
         ...
 
     def finish_load(self) -> None:
@@ -49,42 +52,44 @@ class LoadTarget(Protocol):
         ...
 
 
-def encode_bucket(bucket: BucketLayout) -> dict[str, object]:
-    """A bucket's layout as plain values, which any RPC carries."""
-    return {
-        "names": [t.name for t in bucket.tensors],
-        "shapes": [list(t.shape) for t in bucket.tensors],
-        "dtypes": [t.dtype for t in bucket.tensors],
-        "offsets": list(bucket.offsets),
-        "nbytes": bucket.nbytes,
-    }
+def encode_buckets(buckets: Sequence[BucketLayout]) -> bytes:
+    """The layout of a window as one value that any RPC carries unopened."""
+    return json.dumps(
+        [
+            {
+                "names": [t.name for t in bucket.tensors],
+                "shapes": [t.shape for t in bucket.tensors],
+                "dtypes": [t.dtype for t in bucket.tensors],
+                "offsets": bucket.offsets,
+                "nbytes": bucket.nbytes,
+            }
+            for bucket in buckets
+        ]
+    ).encode()
 
 
-def decode_bucket(plain: dict[str, Any]) -> BucketLayout:
-    """The layout behind `encode_bucket`."""
-    tensors = tuple(
-        TensorMeta(n, tuple(s), d) for n, s, d in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True)
+@functools.lru_cache(maxsize=512)
+def decode_buckets(encoded: bytes) -> tuple[BucketLayout, ...]:
+    """The layout behind `encode_buckets`; sessions send the same ones again and again."""
+    return tuple(
+        BucketLayout(
+            tuple(
+                TensorMeta(name, tuple(shape), dtype)
+                for name, shape, dtype in zip(plain["names"], plain["shapes"], plain["dtypes"], strict=True)
+            ),
+            tuple(plain["offsets"]),
+            plain["nbytes"],
+        )
+        for plain in json.loads(encoded)
     )
-    return BucketLayout(tensors, tuple(plain["offsets"]), plain["nbytes"])
 
 
 @dataclass(frozen=True)
 class _Arrived:
-    """The bytes of a window, and what they are."""
+    """A window, and the checksums of its buckets where they are compared."""
 
-    received_B: torch.Tensor
-    buckets: list[BucketLayout]
+    window: Window
     checksums: list[str]
-
-    def parts(self) -> Iterator[tuple[torch.Tensor, BucketLayout]]:
-        start = 0
-        for bucket in self.buckets:
-            yield self.received_B[start : start + bucket.nbytes], bucket
-            start += align(bucket.nbytes)
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for part_B, bucket in self.parts():
-            yield from unpack(part_B, bucket)
 
 
 class WeightReceiver:
@@ -102,20 +107,22 @@ class WeightReceiver:
         self._session: dict[str, Any] = {}
         self._next_window = 0
         self._loading = False
-        self._staged: list[_Arrived] = []
+        self._staged: list[Window] = []
         self._arriving: _Arrived | None = None
+        self._groups = KeptGroup()
         self.version: int | None = None
 
     def begin(self, session: dict[str, Any]) -> None:
         """Opens a session: `{id, windows, verify, timeout_s, staged}` and this worker's route in it, `{transport,
         nccl}`.
 
-        `nccl` is `{address, port, world_size, rank}` where the route is the session's group, else None.
+        `nccl` is `{rank}` and the values of a `GroupMeeting` where the route is the session's group, else None.
 
         In a staged session windows are kept beside the live weights, which stay untouched until `finish`.
 
         Raises:
             SyncProtocolError: Another session is open.
+            TransportError: The session counts on a group that this worker does not hold.
         """
         if self._session:
             raise SyncProtocolError(
@@ -123,11 +130,10 @@ class WeightReceiver:
             )
         nccl = session.get("nccl")
         if nccl:
-            group = nccl_group(
-                nccl["address"], nccl["port"], nccl["rank"], nccl["world_size"], session["timeout_s"], self._device
-            )
-            self._opener = NcclOpener(group)
+            meeting = GroupMeeting(**{name: value for name, value in nccl.items() if name != "rank"})
+            self._opener = NcclOpener(self._groups.join(meeting, nccl["rank"], session["timeout_s"], self._device))
         else:
+            self._groups.drop()
             self._opener = make_opener(session["transport"], self._device)
         self._session = session
         self._next_window = 0
@@ -150,11 +156,8 @@ class WeightReceiver:
                 f"window {window['index']} arrived, expected {self._next_window if self._opener else 'a begin'}"
             )
         sender = self._choose_sender(window["senders"])
-        arrived = _Arrived(
-            self._opener.open(sender["handle"]),
-            [decode_bucket(plain) for plain in window["buckets"]],
-            sender["checksums"],
-        )
+        opened_B = self._opener.open(sender["handle"])
+        arrived = _Arrived(Window(opened_B, decode_buckets(window["buckets"])), sender["checksums"])
         # While these bytes travel, those that came before them are taken in.
         if self._arriving is not None:
             self._take(self._arriving)
@@ -162,17 +165,19 @@ class WeightReceiver:
         if self._arriving is None or window["index"] + 1 == self._session["windows"]:
             self._take(arrived)
             self._arriving = None
-        synchronize(self._device)
+        # What later sessions read too stays as it is until this one ends: its bytes may still be on their way.
+        if not sender["handle"].get("keep"):
+            synchronize(self._device)
         self._next_window += 1
 
     def _take(self, arrived: _Arrived) -> None:
         self._verify(arrived)
         if not self._session.get("staged"):
-            self._target.load_weights(arrived.named_tensors())
+            self._target.load_weights(arrived.window)
         elif self._opener is not None and self._opener.copies:
-            self._staged.append(arrived)
+            self._staged.append(arrived.window)
         else:
-            self._staged.append(replace(arrived, received_B=arrived.received_B.clone()))
+            self._staged.append(replace(arrived.window, bytes_B=arrived.window.bytes_B.clone()))
 
     def _choose_sender(self, senders: dict[str, Any]) -> dict[str, Any]:
         place = place_of(self._session["transport"], device_uuid(self._device))
@@ -185,7 +190,7 @@ class WeightReceiver:
     def _verify(self, arrived: _Arrived) -> None:
         if not arrived.checksums:
             return
-        for (part_B, bucket), want in zip(arrived.parts(), arrived.checksums, strict=True):
+        for (part_B, bucket), want in zip(arrived.window.parts(), arrived.checksums, strict=True):
             got = checksum(part_B, bucket.nbytes)
             if got != want:
                 raise ChecksumMismatchError(
@@ -203,13 +208,16 @@ class WeightReceiver:
             raise SyncProtocolError(f"finish after {self._next_window} of {self._session.get('windows', 0)} windows")
         if self._session.get("staged"):
             self._begin_load()
-            for arrived in self._staged:
-                self._target.load_weights(arrived.named_tensors())
+            for window in self._staged:
+                self._target.load_weights(window)
         self._target.finish_load()
         self._loading = False
         synchronize(self._device)
         self.version = version
+        keeps = bool((self._session.get("nccl") or {}).get("keep"))
         self._close()
+        if not keeps:
+            self._groups.drop()
         return version
 
     def abort(self, session_id: str | None = None) -> None:
@@ -219,9 +227,20 @@ class WeightReceiver:
         try:
             if self._loading:
                 self._target.abandon_load()
+            synchronize(self._device)
         finally:
             self._loading = False
             self._close()
+            self._groups.drop()
+
+    @property
+    def kept_group(self) -> str | None:
+        """Id of the group that is held for the next session, if one is."""
+        return self._groups.group_id
+
+    def drop_group(self) -> None:
+        """Gives the memory of the held group back."""
+        self._groups.drop()
 
     def _close(self) -> None:
         self._staged.clear()

@@ -16,16 +16,8 @@ import torch
 
 from nemo_rl.weight_sync.layout import BucketLayout, LayoutError, align, checksum, pack_tensor
 from nemo_rl.weight_sync.transports.base import Staging, TransportError, TransportName, make_staging
-from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, nccl_group
-
-
-@dataclass(frozen=True)
-class NcclSpec:
-    """Where a session's NCCL group meets: the sender's address, a free port there, and the number of members."""
-
-    address: str
-    port: int
-    world_size: int
+from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, KeptGroup
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup
 
 
 @dataclass(frozen=True)
@@ -37,14 +29,14 @@ class SendSpec:
         verify: Whether checksums are taken.
         timeout_s: Deadline of collectives, in seconds.
         lanes: The transports that each source stages for, by its number.
-        nccl: The session's group, where a lane is one.
+        nccl: The session's NCCL group, where a lane is one.
     """
 
     windows: Sequence[Sequence[BucketLayout]]
     verify: bool
     timeout_s: float
     lanes: Mapping[int, tuple[TransportName, ...]] = field(default_factory=dict)
-    nccl: NcclSpec | None = None
+    nccl: GroupMeeting | None = None
 
 
 def window_bytes(buckets: Sequence[BucketLayout]) -> int:
@@ -60,15 +52,24 @@ class WeightSender:
         weights: The collective export: (name, full tensor) in layout order.
         device: This rank's device.
         source: This rank's number among the session's sources: without a lane it only takes part in the export.
+        groups: Holds the group between this rank's sessions; without it each session makes its own.
     """
 
     def __init__(
-        self, spec: SendSpec, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device, *, source: int
+        self,
+        spec: SendSpec,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        device: torch.device,
+        *,
+        source: int,
+        groups: KeptGroup | None = None,
     ) -> None:
         self._spec = spec
         self._weights = weights
         self._published: dict[int, int] = {}
         self._group: BroadcastGroup | None = None
+        self._groups = groups or KeptGroup()
+        self._keeps = groups is not None and spec.nccl is not None and spec.nccl.keep
         self._lanes = spec.lanes.get(source, ())
         # A collective sends from any memory of the device: beside CUDA IPC it needs no buffer of its own.
         self._staged: list[TransportName] = [
@@ -78,7 +79,7 @@ class WeightSender:
         try:
             self._open(device)
         except BaseException:
-            self._free()
+            self._free(failed=True)
             raise
 
     def _open(self, device: torch.device) -> None:
@@ -90,7 +91,9 @@ class WeightSender:
                 slot.append(make_staging(name, size, device))
         nccl = self._spec.nccl
         if "nccl" in self._lanes and nccl is not None:
-            self._group = nccl_group(nccl.address, nccl.port, 0, nccl.world_size, self._spec.timeout_s, device)
+            self._group = self._groups.join(nccl, 0, self._spec.timeout_s, device)
+        else:
+            self._groups.drop()
 
     @torch.no_grad()
     def export_window(self, index: int) -> dict[str, Any] | None:
@@ -136,16 +139,16 @@ class WeightSender:
         pushed = stagings[self._staged.index("nccl" if "nccl" in self._staged else "cuda_ipc")]
         self._group.broadcast(pushed.buffer_B[: self._published[index]])
 
-    def close(self) -> None:
-        """Drains the export and frees buffers and group."""
+    def close(self, *, failed: bool = False) -> None:
+        """Drains the export and frees the buffers, and the group where it is not to be kept or the session failed."""
         for _ in self._weights:
             pass
-        self._free()
+        self._free(failed)
 
-    def _free(self) -> None:
+    def _free(self, failed: bool) -> None:
         for staging in (staging for slot in self._stagings for staging in slot):
             staging.close()
         self._stagings = []
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._group = None
+        if failed or not self._keeps:
+            self._groups.drop()

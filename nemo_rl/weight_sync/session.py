@@ -15,15 +15,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from nemo_rl.utils.record_events import SyncFinished
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta, plan_buckets, plan_windows
-from nemo_rl.weight_sync.receiver import encode_bucket
+from nemo_rl.weight_sync.receiver import encode_buckets
 from nemo_rl.weight_sync.routes import RoutePlan, place_of, plan_routes
-from nemo_rl.weight_sync.sender import NcclSpec, SendSpec
+from nemo_rl.weight_sync.sender import SendSpec
 from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.kept_group import GroupMeeting, is_of, members_digest, new_group_id
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +59,10 @@ class WeightSource(Protocol):
         """Address of the first source on a GPU and a free port there."""
         ...
 
+    def kept_group(self, timeout_s: float) -> str | None:
+        """Id of the group that the first source on a GPU holds from a session before, if it does."""
+        ...
+
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Starts the export on every rank."""
         ...
@@ -70,8 +75,8 @@ class WeightSource(Protocol):
         """Pushes a packed window where the transport pushes."""
         ...
 
-    def close(self) -> None:
-        """Ends the export on every rank."""
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the export on every rank; after a failure no group is kept."""
         ...
 
 
@@ -80,6 +85,10 @@ class WeightTargets(Protocol):
 
     def devices(self) -> list[str]:
         """Device identity of each receiving worker, in rank order."""
+        ...
+
+    def kept_groups(self, timeout_s: float) -> list[str | None]:
+        """Id of the group that each receiving worker holds from a session before, in the order of `devices`."""
         ...
 
     def begin(self, session: dict[str, object], routes: Sequence[dict[str, Any]], timeout_s: float) -> None:
@@ -126,12 +135,14 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """The keys of `weight_sync.*` that a session uses."""
+    """The keys of `weight_sync.*` that a session uses, and whether its group stays for the next one."""
 
     transport: str = "auto"
     bucket_bytes: int = 256 << 20
     verify: bool = False
     timeout_s: float = 150.0
+    # Not where a GPU is lent: a group would hold memory there when it has gone back.
+    keep_group: bool = True
 
 
 class SyncSession:
@@ -176,24 +187,31 @@ class SyncSession:
                     "raise policy.refit_buffer_size_gb or free device memory"
                 )
         sources = self._source.devices()
-        plan = plan_routes(self._options.transport, sources, self._targets.devices())
+        devices = self._targets.devices()
+        plan = plan_routes(self._options.transport, sources, devices)
         # Shared memory is scarce in containers, and each session registers what it stages there with CUDA: two buckets
         # are enough.
         staged_on_host = not self._source.maps_host_memory and any("host" in names for names in plan.lanes.values())
-        windows = plan_windows(buckets, min(budget, self._options.bucket_bytes) if staged_on_host else budget)
-        spec = self._spec(windows, plan)
+        bucket_bytes = self._options.bucket_bytes
+        windows = plan_windows(
+            buckets, min(budget, bucket_bytes) if staged_on_host else steady_window(budget, bucket_bytes)
+        )
+        meeting = self._meeting(plan, sources, devices) if plan.group_size else None
+        spec = SendSpec(windows, self._options.verify, self._options.timeout_s, plan.lanes, meeting)
         marks = {}
+        failed = True
         try:
             self._begin(spec, plan)
             marks["begin"] = time.monotonic() - started
             checksum = self._transfer(spec, sources)
             marks["transfer"] = time.monotonic() - started - marks["begin"]
             pauses_s = self._targets.finish(self.version, self._left())
+            failed = False
         except BaseException:
             self._targets.abort(self.session_id)
             raise
         finally:
-            self._source.close()
+            self._source.close(failed=failed)
         marks["total"] = time.monotonic() - started
         marks["finish"] = marks["total"] - marks["begin"] - marks["transfer"]
         nbytes = sum(meta.nbytes for meta in metas)
@@ -207,12 +225,19 @@ class SyncSession:
         )
         return SyncReport(self.version, plan.summary, nbytes, len(windows), marks, pauses_s, checksum)
 
-    def _spec(self, windows: Sequence[Sequence[Any]], plan: RoutePlan) -> SendSpec:
-        nccl = None
-        if plan.group_size:
-            address, port = self._source.rendezvous()
-            nccl = NcclSpec(address, port, plan.group_size)
-        return SendSpec(windows, self._options.verify, self._options.timeout_s, plan.lanes, nccl)
+    def _meeting(self, plan: RoutePlan, sources: Sequence[str], devices: Sequence[str]) -> GroupMeeting:
+        grouped = [number for number, route in enumerate(plan.routes) if route.transport == "nccl"]
+        sender = sources[plan.routes[grouped[0]].source]
+        members = members_digest(sender, [devices[number] for number in grouped], self._options.timeout_s)
+        keep = self._options.keep_group
+        kept = self._source.kept_group(self._left()) if keep else None
+        if kept is not None and is_of(kept, members):
+            held = self._targets.kept_groups(self._left())
+            # One that was built anew, or slept, holds nothing: then all of them meet again.
+            if all(held[number] == kept for number in grouped):
+                return GroupMeeting(kept, plan.group_size, held=True, keep=keep)
+        address, port = self._source.rendezvous()
+        return GroupMeeting(new_group_id(members), plan.group_size, address, port, keep=keep)
 
     def _begin(self, spec: SendSpec, plan: RoutePlan) -> None:
         session: dict[str, object] = {
@@ -225,17 +250,9 @@ class SyncSession:
         }
         routes = []
         for route in plan.routes:
-            group = spec.nccl if route.transport == "nccl" else None
-            meeting = (
-                None
-                if group is None
-                else {
-                    "address": group.address,
-                    "port": group.port,
-                    "world_size": group.world_size,
-                    "rank": route.group_rank,
-                }
-            )
+            meeting = None
+            if spec.nccl is not None and route.transport == "nccl":
+                meeting = asdict(spec.nccl) | {"rank": route.group_rank}
             routes.append({"transport": route.transport, "nccl": meeting})
         with ThreadPoolExecutor(1) as pool:
             opened = pool.submit(self._source.begin, spec, self._left())
@@ -267,7 +284,7 @@ class SyncSession:
                     senders |= {place_of(name, sources[source]): (published[source] or {})[name] for name in lanes}
                 sums += next(iter(senders.values()))["checksums"]
                 self._targets.receive_window(
-                    {"index": index, "buckets": [encode_bucket(b) for b in buckets], "senders": senders}, self._left()
+                    {"index": index, "buckets": encode_buckets(buckets), "senders": senders}, self._left()
                 )
                 if sent is not None:
                     self._result(sent, f"window {index} to be sent")
@@ -292,6 +309,13 @@ class SyncSession:
                 f"weight_sync.timeout_s={self._options.timeout_s:.0f}"
             )
         return left
+
+
+def steady_window(budget: int, bucket_bytes: int) -> int:
+    """The most bytes of a window that stay the same while the budget, a share of free memory, wanders from session to
+    session: receivers know windows again by their layout.
+    """
+    return budget if budget < bucket_bytes else bucket_bytes << (budget // bucket_bytes).bit_length() - 1
 
 
 def pause_quantiles(pauses_s: Sequence[float]) -> dict[str, float]:

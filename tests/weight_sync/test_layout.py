@@ -18,7 +18,7 @@ from nemo_rl.weight_sync.layout import (
     plan_windows,
     unpack,
 )
-from nemo_rl.weight_sync.receiver import decode_bucket, encode_bucket
+from nemo_rl.weight_sync.receiver import decode_buckets, encode_buckets
 
 DTYPES = ["float32", "bfloat16", "float16", "int8"]
 
@@ -62,7 +62,7 @@ def test_a_packed_bucket_gives_back_every_tensor_bit_for_bit(tensors: list[Tenso
         }
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             pack_tensor(buffer, offset, meta, originals[meta.name])
-        for name, tensor in unpack(buffer, decode_bucket(encode_bucket(bucket))):
+        for name, tensor in unpack(buffer, decode_buckets(encode_buckets([bucket]))[0]):
             assert torch.equal(tensor, originals[name])
 
 

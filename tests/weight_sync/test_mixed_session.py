@@ -10,6 +10,7 @@ import glob
 import os
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,12 @@ from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
 from nemo_rl.weight_sync.session import SyncOptions, SyncSession
-from nemo_rl.weight_sync.transports import base
+from nemo_rl.weight_sync.transports import base, kept_group
 from nemo_rl.weight_sync.transports.base import Opener, Staging
 from tests.weight_sync.models import DictModel, Engines, weights
 
 NAMES = {0: "gpu0@a", 1: "gpu1@a", 2: "gpu2@a", 8: "gpu8@b", 9: "gpu9@b"}
-OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0)
+OPTIONS = SyncOptions(bucket_bytes=4096, verify=True, timeout_s=20.0, keep_group=False)
 
 
 class Wires:
@@ -99,12 +100,11 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
         "make_opener",
         lambda name, device: IpcOpener(shared) if name == "cuda_ipc" else make_opener(name, device),
     )
-    for module in (sender_module, receiver_module):
-        monkeypatch.setattr(
-            module,
-            "nccl_group",
-            lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size),
-        )
+    monkeypatch.setattr(
+        kept_group,
+        "nccl_group",
+        lambda address, port, rank, world_size, timeout_s, device: Group(shared, rank, world_size),
+    )
     monkeypatch.setattr(receiver_module, "device_uuid", lambda device: NAMES[device.index])
     yield shared
     assert not shared.mapped and not shared.groups_open
@@ -164,9 +164,12 @@ class TwoRanks:
     def send_window(self, index: int, timeout_s: float) -> None:
         self.senders[0].send_window(index)
 
-    def close(self) -> None:
+    def kept_group(self, timeout_s: float) -> str | None:
+        return None
+
+    def close(self, *, failed: bool = False) -> None:
         for sender in self.senders:
-            sender.close()
+            sender.close(failed=failed)
 
 
 def test_live_weights_reach_three_kinds_of_targets_in_one_session(wires: Wires) -> None:
@@ -227,9 +230,12 @@ class Owner:
         assert self.sender is not None
         self.sender.send_window(index)
 
-    def close(self) -> None:
+    def kept_group(self, timeout_s: float) -> str | None:
+        return None
+
+    def close(self, *, failed: bool = False) -> None:
         assert self.sender is not None
-        self.sender.close()
+        self.sender.close(failed=failed)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_a_cache_disturbs_its_owner_only_for_targets_that_cannot_map_it(
 ) -> None:
     owner, engines = Owner(), Placed(*numbers)
     owner.cache.build(5)
-    options = SyncOptions(transport, OPTIONS.bucket_bytes, verify=True, timeout_s=20.0)
+    options = replace(OPTIONS, transport=transport)
     report = SyncSession(owner.cache.source(5, owner), engines, version=5, options=options).run()
     owner.builder.close()
     assert report.transport == used and bool(owner.begun) == owner_pushes

@@ -20,7 +20,7 @@ from nemo_rl.distributed.devices import device_uuid
 from nemo_rl.weight_sync.layout import LayoutError, TensorMeta
 from nemo_rl.weight_sync.receiver import ChecksumMismatchError, SyncProtocolError, WeightReceiver
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
-from nemo_rl.weight_sync.session import SyncOptions, SyncSession, SyncTimeoutError
+from nemo_rl.weight_sync.session import SyncOptions, SyncSession, SyncTimeoutError, steady_window
 from nemo_rl.weight_sync.transports.base import TransportError
 from nemo_rl.weight_sync.transports.host import HostOpener, HostStaging, remove_stale_segments
 from tests.weight_sync.models import DictModel, Engines, weights
@@ -65,10 +65,13 @@ class Trainer:
     def send_window(self, index: int, timeout_s: float) -> None:
         raise AssertionError("the host transport does not push")
 
-    def close(self) -> None:
+    def kept_group(self, timeout_s: float) -> str | None:
+        raise AssertionError("the host transport needs no group")
+
+    def close(self, *, failed: bool = False) -> None:
         self.closed += 1
         if self.sender is not None:
-            self.sender.close()
+            self.sender.close(failed=failed)
 
 
 def segments() -> set[str]:
@@ -180,6 +183,11 @@ def test_bytes_that_a_receiver_copies_travel_while_those_before_them_are_taken_i
         assert told == expected
         assert engines.receivers[0].version == 3
         assert all(torch.equal(engines.models[0].weights[name], tensor) for name, tensor in trainer.weights.items())
+
+
+def test_windows_stay_the_same_while_free_memory_wanders() -> None:
+    assert {steady_window(budget, 256) for budget in range(1024, 2048)} == {1024}
+    assert [steady_window(budget, 256) for budget in (100, 255, 256, 511, 512)] == [100, 255, 256, 256, 512]
 
 
 def test_a_flipped_byte_is_caught_and_no_target_takes_the_version() -> None:

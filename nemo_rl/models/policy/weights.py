@@ -117,6 +117,10 @@ class PolicyWeights:
         """Address of rank 0 and a free port there."""
         return self._cluster.get_master_address_and_port()
 
+    def kept_group(self, timeout_s: float) -> str | None:
+        """Id of the group that rank 0 holds from a session before, if it does."""
+        return self._on_first("kept_group", timeout_s)
+
     def begin(self, spec: SendSpec, timeout_s: float) -> None:
         """Starts the export on every rank."""
         self.worker_group.run("begin_export", spec=spec, timeout_s=timeout_s)
@@ -127,13 +131,16 @@ class PolicyWeights:
 
     def send_window(self, index: int, timeout_s: float) -> None:
         """Pushes a window from rank 0."""
-        ref = self.worker_group.run_single_worker_single_data("send_window", 0, index=index)
-        wait_for_workers([ref], self.worker_group.identities[:1], what="send_window", timeout_s=timeout_s)
+        self._on_first("send_window", timeout_s, index=index)
 
-    def close(self) -> None:
-        """Ends the export on every rank that still answers."""
-        refs: list[ObjectRef[object]] = [worker.close_export.remote() for worker in self.worker_group.workers]
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the export on every rank that still answers; after a failure no group is kept."""
+        refs: list[ObjectRef[object]] = [worker.close_export.remote(failed) for worker in self.worker_group.workers]
         ray.wait(refs, num_returns=len(refs), timeout=60.0)
+
+    def _on_first(self, method: str, timeout_s: float, **kwargs: object) -> Any:
+        ref = self.worker_group.run_single_worker_single_data(method, 0, **kwargs)
+        return wait_for_workers([ref], self.worker_group.identities[:1], what=method, timeout_s=timeout_s)[0]
 
 
 class PolicyWeightCache:
@@ -191,6 +198,10 @@ class PolicyWeightCache:
         """Address of the owner and a free port there."""
         return self._policy.rendezvous()
 
+    def kept_group(self, timeout_s: float) -> str | None:
+        """Id of the group that the owner holds, if it does."""
+        return self._on_owner("kept_group", timeout_s)
+
     def begin_cached(self, spec: SendSpec, manifest: CacheManifest, timeout_s: float) -> None:
         """Opens a session that sends a built version from the owner."""
         self._on_owner("begin_cached_export", timeout_s, spec=spec, manifest=manifest)
@@ -203,9 +214,9 @@ class PolicyWeightCache:
         """Pushes a window from the owner."""
         self._on_owner("send_window", timeout_s, index=index)
 
-    def close(self) -> None:
-        """Ends the session on the owner."""
-        self._on_owner("close_export", 60.0)
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the session on the owner; after a failure no group is kept."""
+        self._on_owner("close_export", 60.0, failed=failed)
 
     def _on_owner(self, method: str, timeout_s: float, **kwargs: object) -> Any:
         group = self._policy.worker_group

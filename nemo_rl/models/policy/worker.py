@@ -38,6 +38,7 @@ from nemo_rl.utils.flops import TransformerShape, UnknownArchitecture, Work
 from nemo_rl.weight_sync.cache import CACHE_OWNER, CacheBuilder, CacheManifest
 from nemo_rl.weight_sync.layout import TensorMeta
 from nemo_rl.weight_sync.sender import SendSpec, WeightSender
+from nemo_rl.weight_sync.transports.kept_group import KeptGroup
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class PolicyWorker(TQWorkerMixin):
         self._options = BackendOptions(init_optimizer, init_reference_model, weights_path, optimizer_path)
         self._mbs = cfg.train_micro_batch_size
         self._sender: WeightSender | None = None
+        self._groups = KeptGroup()
         self._cache: CacheBuilder | None = None
         backend_spec(cfg).load()
 
@@ -292,7 +294,8 @@ class PolicyWorker(TQWorkerMixin):
         """Gives the memory of device communicators back until they are needed; none may be in use."""
         if self.step.is_open:
             raise TrainStepStateError("a train step is open: finish or abort it before communicators are dropped")
-        self.close_export()
+        self.close_export(failed=True)
+        self._groups.drop()
         self.backend.drop_communicators()
         release_cached_memory(self.backend.device)
 
@@ -326,9 +329,9 @@ class PolicyWorker(TQWorkerMixin):
     def begin_export(self, spec: SendSpec) -> None:
         """Starts a session's export on this rank."""
         self._bring_weights()
-        self.close_export()
+        self.close_export(failed=True)
         weights = self.backend.export(self._export_dtype())
-        self._sender = WeightSender(spec, weights, self.backend.device, source=self.backend.rank)
+        self._sender = WeightSender(spec, weights, self.backend.device, source=self.backend.rank, groups=self._groups)
 
     def build_cpu_bucket_cache(self, step: int, bucket_bytes: int, served: str | None = None) -> CacheManifest | None:
         """Packs the current weights as version `step` into host memory on the first rank; every rank takes part in the
@@ -354,8 +357,9 @@ class PolicyWorker(TQWorkerMixin):
 
     def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:
         """Starts a session that sends a built version from this rank."""
-        self.close_export()
-        self._sender = WeightSender(spec, iter(manifest.weights()), self.backend.device, source=CACHE_OWNER)
+        self.close_export(failed=True)
+        weights = iter(manifest.weights())
+        self._sender = WeightSender(spec, weights, self.backend.device, source=CACHE_OWNER, groups=self._groups)
 
     def export_window(self, index: int) -> dict[str, Any] | None:
         """Packs and publishes one window."""
@@ -370,11 +374,15 @@ class PolicyWorker(TQWorkerMixin):
             raise RuntimeError("no weight export is open on this rank")
         return self._sender
 
-    def close_export(self) -> None:
-        """Ends an open export; nothing to do when there is none."""
+    def close_export(self, failed: bool = False) -> None:
+        """Ends an open export, after a failure without keeping its group; nothing to do when there is none."""
         if self._sender is not None:
-            self._sender.close()
+            self._sender.close(failed=failed)
             self._sender = None
+
+    def kept_group(self) -> str | None:
+        """Id of the group that this rank holds for the next session, if it does."""
+        return self._groups.group_id
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -403,6 +411,7 @@ class PolicyWorker(TQWorkerMixin):
         if self._cache is not None:
             self._cache.close()
         self.close_data_plane()
+        self._groups.drop()
         synchronize(self.backend.device)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 """One sender broadcasts its staging buffer to receivers elsewhere: over NCCL between GPUs, the `nccl` transport, and
 over gloo between CPU slots, for services that drive receivers one by one.
 
-A group is made for one session or update and torn down with it; it needs no default process group on either side.
+It needs no default process group on either side. Whoever made a group closes it: `KeptGroup` for sessions.
 Invariant: every member broadcasts the same windows in the same order, which the session's fixed layout guarantees.
 """
 
@@ -66,7 +66,7 @@ class BroadcastGroup:
 def nccl_group(
     address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
 ) -> BroadcastGroup:
-    """The group of a session; see `BroadcastGroup`.
+    """A group of sessions; see `BroadcastGroup`.
 
     Raises:
         TransportError: The device is no GPU.
@@ -107,6 +107,5 @@ class NcclOpener(Opener):
         return received
 
     def close(self) -> None:
-        """Frees the buffer and leaves the group."""
+        """Frees the buffer."""
         self._buffer_B = torch.empty(0, dtype=torch.uint8)
-        self._group.close()

@@ -30,6 +30,7 @@ class EngineMemory:
 
     Attributes:
         asleep: Which of `weights` and `kv_cache` are not resident.
+        holds_group: Whether ranks may hold a sync session's group, which they drop before they sleep.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class EngineMemory:
         self._engine, self._rpc, self._alive, self._shard = engine, rpc, alive, shard
         self._cuda, self._sleep_level = cuda, sleep_level
         self.asleep: set[str] = set()
+        self.holds_group = False
 
     async def sleep(self, level: int) -> dict[str, int]:
         """Drops weights and KV cache (level 1: keeps the weights on the host); bytes in use before and after, over
@@ -53,6 +55,7 @@ class EngineMemory:
         Raises:
             MemoryNotFreedError: The memory did not come back.
         """
+        await self._drop_group()
         if self.asleep and self._cuda:
             # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
             await self._alive(self._engine.wake_up(["kv_cache"]))
@@ -65,6 +68,11 @@ class EngineMemory:
         expected = sum(rank["kv_cache"] + (rank["weights"] if level == 2 or self._cuda else 0) for rank in resident)
         self.asleep = {"weights", "kv_cache"}
         return {"before": before, "after": await self._freed(before, expected)}
+
+    async def _drop_group(self) -> None:
+        if self.holds_group:
+            await self._rpc("nrl_drop_group")
+            self.holds_group = False
 
     async def in_use(self) -> int:
         """Bytes over ranks."""
@@ -111,6 +119,7 @@ class EngineMemory:
             await self._alive(self._engine.reset_prefix_cache())
 
     async def _back_to_sleep(self) -> None:
+        await self._drop_group()
         resident = (
             0 if "weights" in self.asleep else sum(rank["weights"] for rank in await self._rpc("nrl_model_bytes"))
         )

@@ -21,6 +21,8 @@ from nemo_rl.distributed.devices import device_uuid, free_memory, memory_in_use,
 from nemo_rl.distributed.nsight import capture
 from nemo_rl.models.generation.vllm.engine_processes import end_without_last_collection, follow_owner
 from nemo_rl.models.generation.vllm.receiver_methods import ReceiverMethods
+from nemo_rl.weight_sync.copy_plan import CopyPlans
+from nemo_rl.weight_sync.layout import Window
 from nemo_rl.weight_sync.receiver import LoadTarget, WeightReceiver
 
 FACTORS = ("lora_A", "lora_B")
@@ -88,9 +90,15 @@ class _VllmModel:
         self._worker = worker
         self._layerwise = worker.device.type == "cpu"
         self._adapters = ArrivedAdapters()
+        # Layers that are rebuilt, weights that are packed into few bits and experts that move leave nothing to replay.
+        config = worker.vllm_config
+        plain = not self._layerwise and config.quant_config is None and not config.parallel_config.enable_eplb
+        self._plans = CopyPlans(worker.model_runner.get_model) if plain else None
 
     def begin_load(self) -> None:
         self._adapters.forget()
+        if self._plans is not None:
+            self._plans.begin()
         # On CPU vLLM repacks linear weights when it loads them and empties the originals, so that a plain
         # load_weights has nothing to copy into; its layer-wise reload rebuilds and repacks them.
         if self._layerwise:
@@ -99,6 +107,12 @@ class _VllmModel:
             initialize_layerwise_reload(self._worker.model_runner.get_model())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._plans is not None and isinstance(weights, Window):
+            self._plans.load(weights, self._take)
+        else:
+            self._take(weights)
+
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         whole = list(self._adapters.take(weights))
         if whole:
             self._load(whole)
@@ -114,6 +128,8 @@ class _VllmModel:
             self._worker.model_runner.get_model().load_weights(weights)
 
     def finish_load(self) -> None:
+        if self._plans is not None:
+            self._plans.finish()
         if self._adapters:
             self._load(self._adapters.merged(self._files(), self._worker.device))
             self._adapters.forget()
@@ -136,6 +152,8 @@ class _VllmModel:
 
     def abandon_load(self) -> None:
         self._adapters.forget()
+        if self._plans is not None:
+            self._plans.abandon()
         # Layers keep what came of their weights until they have all of it; the next load would count that in.
         if self._layerwise:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -235,6 +253,14 @@ class VllmInternalWorkerExtension(ReceiverMethods):
     def nrl_abort_sync(self, session_id: str) -> None:
         """Ends a session without a new version, if it is the open one."""
         self._nrl_receiver().abort(session_id)
+
+    def nrl_kept_group(self) -> str | None:
+        """Id of the group that this rank holds for the next session, if it does."""
+        return self._nrl_receiver().kept_group
+
+    def nrl_drop_group(self) -> None:
+        """Gives the memory of the held group back."""
+        self._nrl_receiver().drop_group()
 
     def nrl_release_memory(self, level: int) -> dict[str, int]:
         """CPU slots: frees the KV cache and, at level 2, the weights, and gives the memory back; resident bytes before

@@ -62,6 +62,11 @@ class ShardTargets:
         """Device identity of every engine rank, shard by shard."""
         return [device for shard in self._devices for device in shard]
 
+    def kept_groups(self, timeout_s: float) -> list[str | None]:
+        """Id of the group that each engine rank holds from a session before, in the order of `devices`."""
+        refs: list[ObjectRef[object]] = [worker.kept_groups.remote(timeout_s=timeout_s) for worker in self._workers]
+        return [held for shard in self._wait(refs, "kept_groups", timeout_s) for held in shard]
+
     def begin(self, session: dict[str, object], routes: Sequence[dict[str, object]], timeout_s: float) -> None:
         """Opens the session on every target, each rank by its own route.
 

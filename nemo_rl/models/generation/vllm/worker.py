@@ -257,10 +257,8 @@ class VllmGenerationWorker:
         deadline = time.monotonic() + timeout_s
         while self._tasks:
             if time.monotonic() > deadline:
-                raise ShardStateError(
-                    f"shard {self._shard}: {len(self._tasks)} requests did not end within {timeout_s:.0f} s "
-                    "of being aborted"
-                )
+                left = len(self._tasks)
+                raise ShardStateError(f"shard {self._shard}: {left} aborted requests run after {timeout_s:.0f} s")
             # A request may be on its way into the engine, where an abort does not find it yet.
             await self.abort_all_requests()
             await asyncio.wait(list(self._tasks.values()), timeout=_ABORT_AGAIN_S)
@@ -278,9 +276,7 @@ class VllmGenerationWorker:
                 "wake it before it takes requests"
             )
         if self._weights_lost:
-            raise ShardStateError(
-                f"shard {self._shard} slept at level 2 and has had no weights since; sync it before it takes requests"
-            )
+            raise ShardStateError(f"shard {self._shard} slept at level 2 and has had no weights since; sync it first")
         self._leaving = False
         return self._versions.version
 
@@ -344,14 +340,13 @@ class VllmGenerationWorker:
             StaleVersionError: The session's version is older than the shard's.
         """
         if "weights" in self._memory.asleep:
-            raise ShardStateError(
-                f"shard {self._shard} sleeps: wake its weights before session {session['id']} syncs them"
-            )
+            raise ShardStateError(f"shard {self._shard} sleeps: wake its weights before session {session['id']}")
         if session.get("version", self._versions.version) < self._versions.version:
             raise StaleVersionError(
                 f"session {session['id']} brings version {session['version']} to shard {self._shard}, which "
                 f"has {self._versions.version}"
             )
+        self._memory.holds_group |= any(route.get("nccl") for route in routes)
         await self._rpc("nrl_begin_sync", session, routes, timeout_s=timeout_s)
         self._session = session
         if not session.get("staged"):
@@ -427,6 +422,10 @@ class VllmGenerationWorker:
             self._receiving = self._weights_lost = False
             await self._resume()
         return answers
+
+    async def kept_groups(self, timeout_s: float) -> list[str | None]:
+        """Id of the group that each rank holds from a sync session before, if it does."""
+        return await self._rpc("nrl_kept_group", timeout_s=timeout_s)
 
     async def memory_in_use(self) -> list[int]:
         """Bytes in use on the device of each rank (resident memory of its process on a CPU slot)."""

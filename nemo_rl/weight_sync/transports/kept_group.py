@@ -1,0 +1,83 @@
+"""One member's end of the group that sessions of the same members share, for making and leaving one costs seconds.
+
+At most one group is held. Its id begins with a digest of its members, and goes on with letters of its own for each
+meeting: a member that was built anew does not know them, and a session uses a group only where every member has said
+that it holds that very id. Knows neither sessions nor windows. Invariants: nobody waits for a member that holds another
+group, for a held one needs no meeting; what is dropped here needs nobody else to drop it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.weight_sync.transports.base import TransportError
+from nemo_rl.weight_sync.transports.nccl import BroadcastGroup, nccl_group
+
+
+@dataclass(frozen=True)
+class GroupMeeting:
+    """A session's group.
+
+    Attributes:
+        group_id: See `new_group_id`.
+        world_size: The sender and its receivers.
+        address: Of the sender, and `port` a free one there; of no use where the group is held already.
+        held: Whether every member holds it from a session before.
+        keep: Whether members hold it for sessions to come.
+    """
+
+    group_id: str
+    world_size: int
+    address: str = ""
+    port: int = 0
+    held: bool = False
+    keep: bool = False
+
+
+def members_digest(sender: str, receivers: Sequence[str], timeout_s: float) -> str:
+    """What a group's id begins with: who sends, who receives in rank order, and the deadline of its collectives."""
+    return hashlib.blake2b(repr((sender, list(receivers), timeout_s)).encode(), digest_size=8).hexdigest()
+
+
+def new_group_id(members: str) -> str:
+    """An id that no other meeting of the same members has."""
+    return f"{members}-{uuid.uuid4().hex}"
+
+
+def is_of(group_id: str | None, members: str) -> bool:
+    """Whether an id is that of a group of these members."""
+    return group_id is not None and group_id.startswith(f"{members}-")
+
+
+class KeptGroup:
+    """What one member holds; empty at first."""
+
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+        self.group_id: str | None = None
+
+    def join(self, meeting: GroupMeeting, rank: int, timeout_s: float, device: torch.device) -> BroadcastGroup:
+        """The session's group: the one that is held, or a new one in its place.
+
+        Raises:
+            TransportError: The session counts on a group that is not held, or the device is no GPU.
+        """
+        if self._group is not None and self.group_id == meeting.group_id:
+            return self._group
+        self.drop()
+        if meeting.held:
+            raise TransportError(f"rank {rank} does not hold group {meeting.group_id}, which the session counts on")
+        self._group = nccl_group(meeting.address, meeting.port, rank, meeting.world_size, timeout_s, device)
+        self.group_id = meeting.group_id
+        return self._group
+
+    def drop(self) -> None:
+        """Leaves the group, without waiting for the others; nothing to do where none is held."""
+        group, self._group, self.group_id = self._group, None, None
+        if group is not None:
+            group.close()
