@@ -70,8 +70,9 @@ class VllmConfig(Section):
         NotYet("engines whose ranks another launcher starts", ("external_launcher",), "choose mp, or null"),
     ] = Field(
         None,
-        description="How vLLM starts the ranks of one engine; null is mp where there are several. An engine's ranks "
-        "are on one node, where ray would start what mp starts: it is taken as mp.",
+        description="How vLLM starts the ranks of one engine: mp, each in a process beside the one that schedules, or "
+        "uni, its only one in that process. null is mp on GPUs, and on CPU slots where there are several ranks. An "
+        "engine's ranks are on one node, where ray would start what mp starts: it is taken as mp.",
     )
     gpu_memory_utilization: float = Field(
         0.6, gt=0, le=1, description="Share of the accelerator's memory that the engine may use."

@@ -13,15 +13,31 @@ CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_c
 
 
 @pytest.mark.parametrize(
-    ("ranks", "named", "started"),
-    [(1, "null", None), (2, "null", "mp"), (2, "mp", "mp"), (2, "ray", "mp"), (2, "uni", "uni")],
+    ("cuda", "ranks", "named", "started"),
+    [
+        (False, 1, "null", None),
+        (False, 1, "mp", "mp"),
+        (False, 2, "null", "mp"),
+        (False, 2, "mp", "mp"),
+        (False, 2, "ray", "mp"),
+        (False, 2, "uni", "uni"),
+        (True, 1, "null", "mp"),
+        (True, 1, "ray", "mp"),
+        (True, 1, "uni", "uni"),
+        (True, 2, "null", "mp"),
+    ],
 )
-def test_the_ranks_of_an_engine_are_processes_of_its_node(ranks: int, named: str, started: str | None) -> None:
+def test_the_ranks_of_an_engine_are_processes_of_its_node(
+    cuda: bool, ranks: int, named: str, started: str | None
+) -> None:
     vllm = "policy.generation.vllm_cfg"
     overrides = [f"{vllm}.tensor_parallel_size={ranks}", f"{vllm}.distributed_executor_backend={named}"]
     policy = load_master_config(CONFIG, [*overrides, "cluster.gpus_per_node=2"]).policy
-    spec = engine_spec(policy, cuda=False, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
+    spec = engine_spec(policy, cuda=cuda, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
     assert spec.engine_kwargs.get("distributed_executor_backend") == started
+    # vLLM makes mp of uni on CPUs, unless it is told that there is no other process.
+    one_process = spec.env.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    assert one_process == (not cuda and started in (None, "uni"))
 
 
 @pytest.mark.parametrize(("wanted", "on_cpu", "on_gpus"), [("null", True, False), ("true", True, True)])

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -100,13 +101,13 @@ def engine_spec(
         batched_tokens = max(vllm.max_model_len, 4096)
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
         kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
-    if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
-        named = vllm.distributed_executor_backend
-        kwargs["distributed_executor_backend"] = "mp" if named in (None, "ray") else named
-        if cuda:
-            # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at
-            # their end.
-            kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    executor = _executor(vllm, cuda=cuda)
+    if executor is not None:
+        kwargs["distributed_executor_backend"] = executor
+    if cuda and vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
+        # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their
+        # end.
+        kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return EngineSpec(
         kwargs | dict(generation.vllm_kwargs),
         _environment(policy, cuda=cuda, threads=threads),
@@ -119,14 +120,22 @@ def engine_spec(
     )
 
 
+def _executor(vllm: VllmConfig, *, cuda: bool) -> str | None:
+    """What starts an engine's ranks; None leaves it to vLLM."""
+    named = vllm.distributed_executor_backend
+    if named is not None:
+        return "mp" if named == "ray" else named
+    # Scheduling takes Python as long as kernels of a small model take a GPU: in one process each waits for the other.
+    return "mp" if cuda or vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1 else None
+
+
 def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str, str]:
     vllm = policy.generation.vllm_cfg
     env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_SKIP_P2P_CHECK": "1"}
     if not cuda:
-        ranks = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(threads)
-        if ranks == 1:
+        if _executor(vllm, cuda=cuda) in (None, "uni"):
             # One engine process without a separate worker process: half the start time and memory.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env | vllm.env_vars
