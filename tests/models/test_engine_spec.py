@@ -40,6 +40,22 @@ def test_the_ranks_of_an_engine_are_processes_of_its_node(
     assert one_process == (not cuda and started in (None, "uni"))
 
 
+@pytest.mark.parametrize("engines", [1, 3])
+def test_engines_of_a_device_share_its_memory_and_its_turns(engines: int) -> None:
+    vllm = "policy.generation.vllm_cfg"
+    keys = [f"{vllm}.engines_per_gpu={engines}", f"{vllm}.gpu_memory_utilization=0.6"]
+    policy = load_master_config(CONFIG, [*keys, "~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]).policy
+    rest = {"seed": 0, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 6.0, "threads": 1}
+    on_gpu, on_cpu = (engine_spec(policy, cuda=cuda, **rest) for cuda in (True, False))
+    assert on_gpu.engine_kwargs["gpu_memory_utilization"] == pytest.approx(0.6 / engines)
+    assert on_cpu.engine_kwargs["kv_cache_memory_bytes"] == (6 << 30) // 4 // engines
+    devices = [on_gpu.shared_device(shard) for shard in range(6)]
+    assert len(set(devices)) == (1 if engines == 1 else 2)
+    if engines > 1:
+        assert devices[:3] == [devices[0]] * 3 and None not in devices
+        assert devices[0] != on_cpu.shared_device(0)
+
+
 @pytest.mark.parametrize(("wanted", "on_cpu", "on_gpus"), [("null", True, False), ("true", True, True)])
 def test_requests_have_seeds_of_their_own_or_engines_have(wanted: str, on_cpu: bool, on_gpus: bool) -> None:
     policy = load_master_config(CONFIG, [f"policy.generation.vllm_cfg.request_seeds={wanted}"]).policy
