@@ -16,7 +16,8 @@ from contextlib import asynccontextmanager
 
 from nemo_rl.models.generation.interfaces import GenerationError
 
-_WAIT_S = 600.0
+# Several engines that compile for the first time are minutes apart.
+_WAIT_S = 1800.0
 _LOOK_S = 0.01
 
 
