@@ -1,7 +1,7 @@
 """Seconds per phase of a GRPO step on one GPU, against plain vLLM and TRL's GRPOTrainer in the same run.
 
     python benchmarks/grpo_step.py --shape 0.5b [--steps 4] [--trl 8,defaults 8 8,liger 16,liger 32,liger] [--skip trl]
-    [--work DIR]
+    [--engines-per-gpu N] [--work DIR]
 
 Random weights of a Qwen2.5 shape, bfloat16, colocated, 64 prompts x 8 samples, 512 + 512 tokens, no KL penalty,
 strictly on-policy, and a tokenizer that knows every id. First TRL runs three steps with every setting of `--trl`: a
@@ -83,6 +83,7 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
                     "gpu_memory_utilization": args.gpu_memory,
                     "enable_vllm_metrics_logger": False,
                     "enable_prefix_caching": True,
+                    "engines_per_gpu": args.engines_per_gpu,
                 },
                 "vllm_kwargs": {"max_num_seqs": 512},
             },
@@ -280,6 +281,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--mb-tokens", type=int, default=32768, help="of a microbatch of ours in training")
     parser.add_argument("--gpu-memory", type=float, default=0.4)
+    parser.add_argument("--engines-per-gpu", type=int, default=1, help="of our run")
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.generation_rules import engines_share_accelerators
 from nemo_rl.config.infrastructure import ClusterConfig
 from nemo_rl.config.master import CompleteConfig
 from nemo_rl.config.policy import TokenizerConfig
@@ -125,6 +126,10 @@ def engines_divide_the_slots(config: EvalMasterConfig) -> Iterator[str]:
         )
 
 
+def engines_of_an_accelerator_are_possible(config: EvalMasterConfig) -> Iterator[str]:
+    yield from engines_share_accelerators(config.generation.vllm_cfg, "generation.vllm_cfg")
+
+
 def responses_fit(config: EvalMasterConfig) -> Iterator[str]:
     generation = config.generation
     if generation.max_new_tokens > generation.vllm_cfg.max_model_len:
@@ -138,5 +143,6 @@ EVAL_RULES: tuple[Callable[[EvalMasterConfig], Iterator[str]], ...] = (
     k_answers_are_drawn,
     several_answers_may_differ,
     engines_divide_the_slots,
+    engines_of_an_accelerator_are_possible,
     responses_fit,
 )

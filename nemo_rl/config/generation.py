@@ -70,11 +70,19 @@ class VllmConfig(Section):
         NotYet("engines whose ranks another launcher starts", ("external_launcher",), "choose mp, or null"),
     ] = Field(
         None,
-        description="How vLLM starts the ranks of one engine; null is mp where there are several. An engine's ranks "
-        "are on one node, where ray would start what mp starts: it is taken as mp.",
+        description="How vLLM starts the ranks of one engine: mp, each in a process beside the one that schedules, or "
+        "uni, its only one in that process. null is mp on GPUs, and on CPU slots where there are several ranks. An "
+        "engine's ranks are on one node, where ray would start what mp starts: it is taken as mp.",
+    )
+    engines_per_gpu: PositiveInt = Field(
+        1,
+        description="Engines of one rank each that share every accelerator (a GPU or a CPU slot) and what "
+        "gpu_memory_utilization gives it, in equal parts. For small models and many requests, where an engine's own "
+        "work for each request takes longer than its kernels. Each engine has weights and a prefix cache of its own, "
+        "and what vllm_kwargs says of memory is of each.",
     )
     gpu_memory_utilization: float = Field(
-        0.6, gt=0, le=1, description="Share of the accelerator's memory that the engine may use."
+        0.6, gt=0, le=1, description="Share of an accelerator's memory that its engines may use together."
     )
     max_model_len: Annotated[PositiveInt, DefaultFrom("${policy.max_total_sequence_length}")] = Field(
         512, description="Longest sequence, in tokens."

@@ -14,11 +14,11 @@ from nemo_rl.config.async_rl import AsyncRLConfig
 from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
+from nemo_rl.config.generation_rules import GENERATION_RULES
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.placement import (
     ParallelSizesError,
     data_parallel_size,
-    generation_slots_per_node,
     model_parallel_size,
     parallel_sizes,
     replica_sizes,
@@ -169,66 +169,6 @@ def adapters_are_possible(config: RootConfig) -> Iterator[Problem]:
         )
 
 
-def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
-    colocated, cluster = config.policy.generation.colocated, config.cluster
-    if colocated.enabled:
-        return
-    key = "policy.generation.colocated.resources"
-    gpus, nodes = colocated.resources.gpus_per_node, colocated.resources.num_nodes
-    if cluster.num_nodes == 1:
-        if gpus is None or not 0 < gpus < cluster.gpus_per_node:
-            yield (
-                f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training one of "
-                f"cluster.gpus_per_node={cluster.gpus_per_node}"
-            )
-        if nodes not in (None, 1):
-            yield f"{key}.num_nodes is {nodes}, but the cluster has one node"
-        return
-    if nodes is None or not 0 < nodes < cluster.num_nodes:
-        yield (
-            f"{key}.num_nodes is {_shown(nodes)}; without colocation it must leave training at least one "
-            f"of cluster.num_nodes={cluster.num_nodes}"
-        )
-    if gpus not in (None, cluster.gpus_per_node):
-        yield (
-            f"{key}.gpus_per_node is {gpus}; in a cluster of several nodes generation takes whole nodes: "
-            f"{cluster.gpus_per_node}"
-        )
-
-
-def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
-    vllm, slots = config.policy.generation.vllm_cfg, generation_slots_per_node(config)
-    engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
-    if config.policy.generation.backend != "vllm":
-        return
-    if slots > 1 and engine > slots and engine % slots == 0 and config.cluster.num_nodes >= engine // slots:
-        yield not_built(
-            "policy.generation.vllm_cfg.tensor_parallel_size",
-            vllm.tensor_parallel_size,
-            "engines over several nodes",
-            f"an engine takes at most the {slots} accelerators of a node",
-        )
-    elif slots > 0 and slots % engine:
-        yield (
-            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which "
-            f"does not divide the {slots} generating accelerators "
-            "of a node; an engine lies inside one node, whose memory its ranks share; lower one of the two, "
-            "or give generation more accelerators per node"
-        )
-    if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
-        yield (
-            f"policy.generation.vllm_cfg.expert_parallel_size is {vllm.expert_parallel_size}, "
-            f"which is not a multiple of tensor_parallel_size {vllm.tensor_parallel_size}"
-        )
-    elif vllm.expert_parallel_size > vllm.tensor_parallel_size:
-        yield not_built(
-            "policy.generation.vllm_cfg.expert_parallel_size",
-            vllm.expert_parallel_size,
-            "experts shared among several engines",
-            f"the ranks of one engine share them: tensor_parallel_size {vllm.tensor_parallel_size}, or 1",
-        )
-
-
 def async_training_is_possible(config: MasterConfig) -> Iterator[str]:
     if not config.grpo.async_grpo.enabled:
         return
@@ -352,28 +292,6 @@ def rollouts_are_recorded_or_replayed(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[str]:
-    generation = config.policy.generation
-    if generation.temperature == 0:
-        yield (
-            "policy.generation.temperature is 0: every sample of a group would be the same greedy one, with nothing to "
-            "learn from; sample with a temperature above 0 (val_temperature may be 0)"
-        )
-        return
-    plain = {"temperature": 1, "top_p": 1, "top_k": None}
-    changed = [f"{name} {generation[name]}" for name, value in plain.items() if generation[name] != value]
-    if generation.vllm_cfg.logprobs_mode == "raw_logprobs" and changed:
-        yield (
-            "policy.generation.vllm_cfg.logprobs_mode is raw_logprobs, of before temperature and filters, but "
-            f"policy.generation samples with {', '.join(changed)} and training scores what was sampled; set it to "
-            "processed_logprobs"
-        )
-
-
-def _shown(value: int | None) -> str:
-    return "null" if value is None else str(value)
-
-
 SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     one_training_backend,
     profiles_are_possible,
@@ -389,11 +307,9 @@ SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     *MEGATRON_RULES,
 )
 GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
-    generation_has_its_own_accelerators,
-    engines_fit_into_nodes,
+    *GENERATION_RULES,
     async_training_is_possible,
     streaming_is_possible,
     draft_models_need_megatron,
     rollouts_are_recorded_or_replayed,
-    log_probabilities_are_of_what_was_sampled,
 )

@@ -82,7 +82,7 @@ class RayWorkerGroup:
         workers_per_node: Limits the slots used on each node; all by default.
         name_prefix: Start of the actors' names in messages.
         bundle_indices_list: Tied groups `(node_rank, [bundle, ...])`; the group's actor sits on its first slot and sees
-            all devices.
+            all devices. Actors on one slot share it in equal parts.
         sharding_annotations: Rank grid with named axes for sharded calls; a plain data-parallel grid by default.
         env_vars: Environment of every actor.
         max_concurrency: Calls an actor may run at once (asynchronous actors).
@@ -141,7 +141,7 @@ class RayWorkerGroup:
         if self.workers[rank] is not None:
             ray.kill(self.workers[rank])
         slots = self._slots[rank]
-        env = self._environment(rank, slots, *self._rendezvous) | self._env_vars
+        env = self._environment(rank, *self._rendezvous) | self._env_vars
         env = {"PYTHONPATH": os.pathsep.join(_import_path()), **env}
         runtime_env = nsight.runtime_env(env, f"{self.name_prefix}-{rank}" if rank in self.profiled else None)
         options = self._options(slots, runtime_env, self._max_concurrency)
@@ -159,12 +159,13 @@ class RayWorkerGroup:
             self.workers[rank] = actor
             return
 
-    def _environment(self, rank: int, slots: list[Slot], address: str, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, address: str, port: int) -> dict[str, str]:
+        slots = self._slots[rank]
         first = slots[0]
-        on_node = [group for group in self._slots if group[0].node_rank == first.node_rank]
+        on_node = [number for number, group in enumerate(self._slots) if group[0].node_rank == first.node_rank]
         env = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(on_node.index(slots)),
+            "LOCAL_RANK": str(on_node.index(rank)),
             "WORLD_SIZE": str(len(self._slots)),
             "NODE_RANK": str(first.node_rank),
             "MASTER_ADDR": address,
@@ -176,7 +177,7 @@ class RayWorkerGroup:
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot.device_index) for slot in slots)
         else:
-            env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(group) for group in on_node)))
+            env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(self._slots[number]) for number in on_node)))
             # Threads that wait by spinning take the cores from whoever they wait for when the machine has other work
             # too.
             env["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -186,18 +187,17 @@ class RayWorkerGroup:
     def _options(
         self, slots: list[Slot], runtime_env: dict[str, object], max_concurrency: int | None
     ) -> dict[str, object]:
-        # Slightly less than an equal share, so that helper probes on the same bundle still fit.
-        share = 0.9 / self.cluster.max_colocated_worker_groups
         first = slots[0]
+        share = slot_share(self.cluster.max_colocated_worker_groups * sum(each[0] == first for each in self._slots))
         options: dict[str, object] = {
             "num_cpus": 0,
             "scheduling_strategy": self.cluster.strategy_for(first.node_rank, first.bundle_index),
             "runtime_env": runtime_env,
         }
         if self.cluster.accelerator.is_cuda:
-            options["num_gpus"] = round(share, 3)
+            options["num_gpus"] = share
         else:
-            options["resources"] = {self.cluster.accelerator.ray_resource: round(share, 3)}
+            options["resources"] = {self.cluster.accelerator.ray_resource: share}
         if max_concurrency is not None:
             options["max_concurrency"] = max_concurrency
         return options
@@ -343,6 +343,14 @@ def _group_slots(
         return [[slot] for slot in slots if workers_per_node is None or slot.bundle_index < workers_per_node]
     at = {(slot.node_rank, slot.bundle_index): slot for slot in slots}
     return [[at[node, bundle] for bundle in bundles] for node, bundles in tied]
+
+
+def slot_share(actors: int) -> float:
+    """What each of `actors` actors takes of a slot in Ray's books: slightly less than an equal part, so that helper
+    probes on the same bundle still fit.
+    """
+    # Ray counts in parts of 1/10000.
+    return 9000 // actors / 10000
 
 
 def _put_leaves(value: Any, depth: int) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo import validation
+from nemo_rl.algorithms.grpo.control_plane import check_control_plane
 from nemo_rl.algorithms.grpo.loop import async_grpo_train, grpo_train
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
@@ -118,6 +119,16 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
     world.run.val_loader, world.run.validation_rollouts = Loader(), world
     async_grpo_train(world.run, Hooks(world, refits=True))
     assert world.happened[-4:] == ["after training 1", "before training 2", "save 2", "clear"]
+
+
+def test_a_control_plane_takes_no_engines_that_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = load_master_config(None, ["policy.generation.vllm_cfg.engines_per_gpu=2"])
+    monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
+    check_control_plane(several)
+    monkeypatch.setenv("RLIX_CONTROL_PLANE", "rlix")
+    check_control_plane(load_master_config(None))
+    with pytest.raises(ConfigError, match="engines_per_gpu is 2, but RLIX_CONTROL_PLANE is set"):
+        check_control_plane(several)
 
 
 def test_a_control_plane_whose_hooks_do_not_publish_the_steps_version_is_an_error(

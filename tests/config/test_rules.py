@@ -76,6 +76,14 @@ ACCEPTED = [
     ["policy.generation.vllm_cfg.enable_expert_parallel=true"],
     ["policy.generation.vllm_cfg.distributed_executor_backend=mp"],
     ["policy.generation.vllm_cfg.distributed_executor_backend=ray"],
+    ["policy.generation.vllm_cfg.engines_per_gpu=4", "cluster.gpus_per_node=2", "cluster.num_nodes=2"],
+    ["policy.generation.vllm_cfg.engines_per_gpu=2", "weight_sync.transport=nccl"],
+    [
+        "policy.generation.vllm_cfg.engines_per_gpu=2",
+        "cluster.gpus_per_node=2",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+    ],
     ["policy.generation.vllm_cfg.env_vars=null", "policy.generation.vllm_cfg.http_server_serving_chat_kwargs=null"],
     ["policy.dtensor_cfg.lora_cfg={enabled: true, dim: 128, alpha: 512, exclude_modules: ['*out_proj*']}"],
     ["data.custom_dataloader=a.b", "data.num_prompts_per_dataloader=16"],
@@ -312,6 +320,38 @@ BROKEN = [
         ],
         "not built yet: LoRA with tensor parallelism; set policy.dtensor_cfg.tensor_parallel_size to 1",
     ),
+    (
+        [
+            "policy.generation.vllm_cfg.engines_per_gpu=2",
+            "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+            "cluster.gpus_per_node=2",
+        ],
+        "engines_per_gpu is 2, and tensor_parallel_size * pipeline_parallel_size is 2: only engines of one rank",
+    ),
+    (
+        ["policy.generation.vllm_cfg.engines_per_gpu=2", "policy.generation.vllm_cfg.enable_expert_parallel=true"],
+        "engines_per_gpu is 2, and the ranks of an engine share experts",
+    ),
+    (
+        [
+            "policy.generation.vllm_cfg.engines_per_gpu=2",
+            "cluster.gpus_per_node=2",
+            "policy.generation.colocated.enabled=false",
+            "policy.generation.colocated.resources.gpus_per_node=1",
+            "weight_sync.transport=nccl",
+        ],
+        "weight_sync.transport is nccl: policy.generation.vllm_cfg.engines_per_gpu is 2, and NCCL cannot put two ranks",
+    ),
+    (
+        [
+            "policy.generation.vllm_cfg.engines_per_gpu=2",
+            "cluster.num_nodes=2",
+            "policy.generation.colocated.enabled=false",
+            "policy.generation.colocated.resources.num_nodes=1",
+        ],
+        "colocated.enabled is false and cluster.num_nodes 2, so that weights travel between nodes by NCCL",
+    ),
+    (["policy.generation.vllm_cfg.engines_per_gpu=0"], "engines_per_gpu: 0: input should be greater than 0"),
     (["policy.generation.vllm_cfg.expert_parallel_size=2"], "not built yet: experts shared among several engines"),
     (
         ["policy.generation.vllm_cfg.distributed_executor_backend=external_launcher"],

@@ -14,7 +14,7 @@ from ray._private import worker
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError, WorkerTimeoutError
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, resolve_fqn
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, resolve_fqn, slot_share
 
 pytestmark = pytest.mark.ray
 
@@ -92,6 +92,27 @@ def test_every_worker_knows_its_place(grid: RayWorkerGroup) -> None:
     assert {env["WORLD_SIZE"] for env in environments} == {"4"}
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
     assert all(int(env["OMP_NUM_THREADS"]) >= 1 for env in environments)
+
+
+def test_actors_that_share_a_slot_are_workers_of_their_own(cluster: RayVirtualCluster, grid: RayWorkerGroup) -> None:
+    # Beside the grid, which has a part of every slot.
+    group = RayWorkerGroup(
+        cluster, RayWorkerBuilder(PROBE), name_prefix="shared", bundle_indices_list=[(0, [0])] * 2 + [(0, [1])]
+    )
+    try:
+        environments = group.run("environment")
+        assert [env["RANK"] for env in environments] == [env["LOCAL_RANK"] for env in environments] == ["0", "1", "2"]
+        assert len(set(group.run("pid"))) == 3
+    finally:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("engines", [1, 2, 3, 4, 7, 16])
+def test_actors_of_a_slot_leave_room_for_a_probe_and_take_what_is_theirs(groups: int, engines: int) -> None:
+    share = slot_share(groups * engines)
+    assert groups * engines * share <= 0.9 + 1e-9
+    assert share > 0 and share == pytest.approx(0.9 / groups / engines, abs=1e-4)
 
 
 def test_sharded_data_goes_along_its_axis_and_replicas_see_the_same(grid: RayWorkerGroup) -> None:

@@ -64,6 +64,10 @@ def test_a_checkpoint_is_evaluated_and_every_answer_written(
         ("eval.metric=pass", "eval.metric: 'pass' is not one of"),
         ("cluster.gpus_per_node=3", "cluster.gpus_per_node is 3, but cluster.cpu_slots offers 1"),
         ("generation.max_new_tokens=64", "above generation.vllm_cfg.max_model_len 32"),
+        (
+            "generation.vllm_cfg={engines_per_gpu: 2, enable_expert_parallel: true}",
+            "engines_per_gpu is 2, and the ranks",
+        ),
         ("generation.model_name=/nowhere", "/nowhere"),
         ("env.math.num_worker=3", "Did you mean 'num_workers'"),
         ("data.env_name=maths", "'maths' is no environment"),

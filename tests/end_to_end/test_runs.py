@@ -192,8 +192,12 @@ OWN_SLOTS = (
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
 )
-# With generation beside training and with slots of its own: a storage knows nothing of where engines are.
-ON_THE_DATA_PLANE = {"simple": OWN_SLOTS, "mooncake_cpu": ()}
+# With generation beside training and with slots of its own, one of several engines: a storage knows nothing of where
+# engines are.
+ON_THE_DATA_PLANE = {
+    "simple": (*OWN_SLOTS, "policy.generation.vllm_cfg.engines_per_gpu=2"),
+    "mooncake_cpu": (),
+}
 
 
 @pytest.fixture(scope="module")

@@ -92,19 +92,26 @@ def assert_engines_agree(metrics: Any) -> None:
 
 
 @needs[1]
-def test_colocated_weights_travel_by_cuda_ipc(tmp_path: Path, model: Path) -> None:
-    assert_engines_agree(run_grpo(tmp_path, model))
+@pytest.mark.parametrize("engines", [1, 3])
+def test_colocated_weights_travel_by_cuda_ipc(tmp_path: Path, model: Path, engines: int) -> None:
+    shared = {"generation": {"vllm_cfg": {"engines_per_gpu": engines}}}
+    assert_engines_agree(run_grpo(tmp_path, model, policy=shared))
 
 
 @needs[1]
-def test_colocated_weights_travel_through_host_memory(tmp_path: Path, model: Path) -> None:
-    assert_engines_agree(run_grpo(tmp_path, model, weight_sync={"transport": "host"}))
+@pytest.mark.parametrize("executor", ["mp", "uni"])
+def test_colocated_weights_travel_through_host_memory(tmp_path: Path, model: Path, executor: str) -> None:
+    vllm = {"engines_per_gpu": 2, "distributed_executor_backend": executor}
+    assert_engines_agree(
+        run_grpo(tmp_path, model, policy={"generation": {"vllm_cfg": vllm}}, weight_sync={"transport": "host"})
+    )
 
 
 @needs[2]
-@pytest.mark.parametrize("transport", ["auto", "nccl"])
-def test_separate_placement(tmp_path: Path, model: Path, transport: str) -> None:
-    placement = {"generation": {"colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}}
+@pytest.mark.parametrize(("transport", "engines"), [("auto", 1), ("auto", 2), ("nccl", 1)])
+def test_separate_placement(tmp_path: Path, model: Path, transport: str, engines: int) -> None:
+    colocated = {"enabled": False, "resources": {"gpus_per_node": 1}}
+    placement = {"generation": {"colocated": colocated, "vllm_cfg": {"engines_per_gpu": engines}}}
     assert_engines_agree(
         run_grpo(tmp_path, model, policy=placement, cluster={"gpus_per_node": 2}, weight_sync={"transport": transport})
     )

@@ -13,15 +13,47 @@ CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "grpo_arithmetic_c
 
 
 @pytest.mark.parametrize(
-    ("ranks", "named", "started"),
-    [(1, "null", None), (2, "null", "mp"), (2, "mp", "mp"), (2, "ray", "mp"), (2, "uni", "uni")],
+    ("cuda", "ranks", "named", "started"),
+    [
+        (False, 1, "null", None),
+        (False, 1, "mp", "mp"),
+        (False, 2, "null", "mp"),
+        (False, 2, "mp", "mp"),
+        (False, 2, "ray", "mp"),
+        (False, 2, "uni", "uni"),
+        (True, 1, "null", "mp"),
+        (True, 1, "ray", "mp"),
+        (True, 1, "uni", "uni"),
+        (True, 2, "null", "mp"),
+    ],
 )
-def test_the_ranks_of_an_engine_are_processes_of_its_node(ranks: int, named: str, started: str | None) -> None:
+def test_the_ranks_of_an_engine_are_processes_of_its_node(
+    cuda: bool, ranks: int, named: str, started: str | None
+) -> None:
     vllm = "policy.generation.vllm_cfg"
     overrides = [f"{vllm}.tensor_parallel_size={ranks}", f"{vllm}.distributed_executor_backend={named}"]
     policy = load_master_config(CONFIG, [*overrides, "cluster.gpus_per_node=2"]).policy
-    spec = engine_spec(policy, cuda=False, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
+    spec = engine_spec(policy, cuda=cuda, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
     assert spec.engine_kwargs.get("distributed_executor_backend") == started
+    # vLLM makes mp of uni on CPUs, unless it is told that there is no other process.
+    one_process = spec.env.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    assert one_process == (not cuda and started in (None, "uni"))
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_engines_of_a_device_share_its_memory_and_its_turns(engines: int) -> None:
+    vllm = "policy.generation.vllm_cfg"
+    keys = [f"{vllm}.engines_per_gpu={engines}", f"{vllm}.gpu_memory_utilization=0.6"]
+    policy = load_master_config(CONFIG, [*keys, "~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]).policy
+    rest = {"seed": 0, "sleeps": True, "refits": True, "cpu_slot_memory_gb": 6.0, "threads": 1}
+    on_gpu, on_cpu = (engine_spec(policy, cuda=cuda, **rest) for cuda in (True, False))
+    assert on_gpu.engine_kwargs["gpu_memory_utilization"] == pytest.approx(0.6 / engines)
+    assert on_cpu.engine_kwargs["kv_cache_memory_bytes"] == (6 << 30) // 4 // engines
+    devices = [on_gpu.shared_device(shard) for shard in range(6)]
+    assert len(set(devices)) == (1 if engines == 1 else 2)
+    if engines > 1:
+        assert devices[:3] == [devices[0]] * 3 and None not in devices
+        assert devices[0] != on_cpu.shared_device(0)
 
 
 @pytest.mark.parametrize(("wanted", "on_cpu", "on_gpus"), [("null", True, False), ("true", True, True)])

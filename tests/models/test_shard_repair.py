@@ -1,5 +1,5 @@
-"""Real engines that are killed between requests: the run goes on with the others, and each comes back with the weights
-of the next refit.
+"""Real engines that share a slot and are killed between requests: the run goes on with the others, and each comes back
+with the weights of the next refit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def serving(engines: Colocated, version: int) -> set[int]:
 def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_comes_back(
     ray_session: None, tiny_model: Path
 ) -> None:
-    with colocated(tiny_model, 2) as engines:
+    with colocated(tiny_model, 1, "policy.generation.vllm_cfg.engines_per_gpu=2") as engines:
         generation = engines.generation
         repair = ShardRepair(generation)
         taking_turns = Refitter(
@@ -46,6 +46,10 @@ def test_a_shard_that_was_killed_between_requests_costs_nothing_but_itself_and_c
         )
         taking_turns.bring_to(0)
         assert serving(engines, 0) == {0, 1}
+        resident = [rank for shard in generation.group.run("model_bytes") for rank in shard]
+        taking_turns.release_device()
+        assert taking_turns._released_bytes >= 0.9 * sum(rank["weights"] + rank["kv_cache"] for rank in resident)
+        taking_turns.bring_to(0)
 
         # The engine's own process, while nothing runs; the actor around it lives on.
         pids = sorted({worker["pid"] for worker in generation._workers[1]})

@@ -123,6 +123,13 @@ def test_the_wrappers_of_the_seeds_are_read(tmp_path: Path) -> None:
             },
             "5 does not divide over 2 data-parallel ranks",
         ),
+        (
+            {
+                "nemo_config_path": str(GRPO),
+                "nemo_config_overrides": ["policy.generation.vllm_cfg.engines_per_gpu=2"],
+            },
+            "engines_per_gpu is 2, but a scheduler lends GPUs to one engine each",
+        ),
         ({"external": {"command": []}}, "external.command"),
         ({"external": {"command": ["true"], "gpu": 1}}, "external.gpu"),
         ({"external": {"command": ["true"]}, "grpo": {}}, "has no other; found grpo"),

@@ -43,6 +43,12 @@ def test_a_cache_is_read_where_it_lies_and_its_owner_only_sends_to_other_hosts()
     assert plan.lanes == {0: ("host",), 1: ("nccl",)}
 
 
+def test_engines_that_share_a_gpu_are_reached_alike() -> None:
+    plan = plan_routes("auto", LIVE, ["gpu1@a", "gpu1@a", "gpu2@a", "gpu2@a"])
+    assert plan.routes == (Route("cuda_ipc", 1), Route("cuda_ipc", 1), Route("host", 0), Route("host", 0))
+    assert plan_routes("nccl", LIVE, ["gpu0@a", "gpu0@a"]).routes == (Route("cuda_ipc", 0), Route("cuda_ipc", 0))
+
+
 def test_cpu_slots_share_memory() -> None:
     plan = plan_routes("auto", ["cpu@a"] * 2, ["cpu@a"] * 3)
     assert plan.routes == (Route("host", 0),) * 3 and plan.group_size == 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.algorithms.grpo.control_plane import check_control_plane
 from nemo_rl.algorithms.grpo.placement import Built, Clusters, OwnPlacement, Placement
 from nemo_rl.algorithms.grpo.run import DeviceCount, GRPORun, GRPOState
 from nemo_rl.algorithms.grpo.streaming import check_streaming
@@ -146,6 +147,7 @@ def _check(config: MasterConfig) -> PretrainedConfig:
     model = check_model(config)
     make_loss(config.loss_fn)
     check_streaming(config)
+    check_control_plane(config)
     return model
 
 

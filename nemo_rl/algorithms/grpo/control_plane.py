@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from nemo_rl.experience.hooks import CONTROL_PLANE_VARIABLE, HooksError, RLixHooksProtocol
+from nemo_rl.config import ConfigError, MasterConfig
+from nemo_rl.experience.hooks import CONTROL_PLANE_VARIABLE, HooksError, RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.utils.timer import Timer
 
 if TYPE_CHECKING:
@@ -25,6 +26,22 @@ ReportProgress = Callable[[int, int], None]
 DemandKind = Literal["training", "validation"]
 
 _FIFTIETHS = 50
+
+
+def check_control_plane(config: MasterConfig) -> None:
+    """Whether a control plane, where one owns the accelerators, can tell the run's engines apart by their GPUs.
+
+    Raises:
+        ConfigError: Several engines share each GPU.
+    """
+    engines = config.policy.generation.vllm_cfg.engines_per_gpu
+    if engines > 1 and time_sharing_enabled():
+        raise ConfigError(
+            [
+                f"policy.generation.vllm_cfg.engines_per_gpu is {engines}, but {CONTROL_PLANE_VARIABLE} is set, and a "
+                "control plane lends GPUs to one engine each; set it to 1, or unset the variable"
+            ]
+        )
 
 
 class ControlPlane(Protocol):

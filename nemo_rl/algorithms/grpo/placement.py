@@ -51,7 +51,7 @@ class Built:
         record: Run record.
         timer: Times of the current step.
         progress: What a person watches.
-        slept: What the shards said when generation was put to sleep before it ever served.
+        slept: What the engines said when generation was put to sleep before it ever served.
     """
 
     config: MasterConfig

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig, RootConfig, SFTMasterConfig, load_master_config
+from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.layers import merge, read_layers
 from nemo_rl.config.load import kind_of_file
 from nemo_rl.config.overrides import parse_override
@@ -111,13 +112,8 @@ class Job:
         """GPUs of one rank of what is elastic."""
         if isinstance(self.config, CommandConfig):
             return self.config.gpus
-        if isinstance(self.config, SFTMasterConfig):
-            return 1
-        if isinstance(self.config, EvalMasterConfig):
-            vllm = self.config.generation.vllm_cfg
-        else:
-            vllm = self.config.policy.generation.vllm_cfg
-        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+        engines = _engines(self.config)
+        return 1 if engines is None else engines.tensor_parallel_size * engines.pipeline_parallel_size
 
     def placed(self, pool: Pool, others: Iterable[placement.Mapped]) -> Job:
         """The same job; one that may train anywhere trains on the GPUs on which the least goes on.
@@ -298,6 +294,13 @@ def _name(wanted: str, taken: Sequence[str]) -> str:
     return name
 
 
+def _engines(config: Config) -> VllmConfig | None:
+    """The options of its engines; None where it has none."""
+    if isinstance(config, EvalMasterConfig):
+        return config.generation.vllm_cfg
+    return config.policy.generation.vllm_cfg if isinstance(config, MasterConfig) else None
+
+
 def _train_mapping(given: Sequence[int] | None, config: RootConfig, pool: Pool, name: str) -> tuple[int, ...]:
     """The training GPUs: those that are named, else the first ones, until the job is placed."""
     if given is not None:
@@ -323,6 +326,12 @@ def _check(job: Job) -> None:
         problems += _divides(job.name, job.config, len(job.train))
     if isinstance(job.config, MasterConfig) and job.config.grpo.rollout_replay is not None:
         problems.append(f"{job.name}: grpo.rollout_replay generates nothing; there is nothing to share")
+    engines = _engines(job.config)
+    if engines is not None and engines.engines_per_gpu > 1:
+        problems.append(
+            f"{job.name}: vllm_cfg.engines_per_gpu is {engines.engines_per_gpu}, but a scheduler lends GPUs to one "
+            "engine each; set it to 1"
+        )
     if problems:
         raise ConfigError(problems)
 

@@ -9,9 +9,11 @@ derived here.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -33,6 +35,8 @@ class EngineSpec:
         stats_interval_s: Seconds between readings of the engine's statistics; None reads none.
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
         seeds_requests: Whether each request is drawn from its own seed, or all from the engine's.
+        engines_per_device: Engines that share each device; neighbours in the order of shards.
+        run: Name of these engines that no others on the machine have.
     """
 
     engine_kwargs: dict[str, object]
@@ -43,6 +47,12 @@ class EngineSpec:
     cuts_to_room: bool = True
     seeds_requests: bool = True
     stats_interval_s: float | None = None
+    engines_per_device: int = 1
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def shared_device(self, shard: int) -> str | None:
+        """Name on this machine of the device that a shard shares with other engines; None where it has its own."""
+        return None if self.engines_per_device == 1 else f"{self.run}-{shard // self.engines_per_device}"
 
     def kwargs_of(self, shard: int) -> dict[str, object]:
         """Keyword arguments of one shard's engine: no two draw the same numbers."""
@@ -61,7 +71,7 @@ def engine_spec(
         seed: Seed of the first engine; shard n takes `seed + n`.
         sleeps: Whether the engine must be able to sleep.
         refits: Whether training sends its weights, so that loading them from disk can be skipped.
-        cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV cache.
+        cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV caches of its engines.
         threads: CPU threads of one engine rank.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
@@ -91,7 +101,7 @@ def engine_spec(
     if cuda:
         kwargs |= {
             "enforce_eager": vllm.enforce_eager,
-            "gpu_memory_utilization": vllm.gpu_memory_utilization,
+            "gpu_memory_utilization": vllm.gpu_memory_utilization / vllm.engines_per_gpu,
             "enable_sleep_mode": sleeps,
         }
     else:
@@ -99,14 +109,14 @@ def engine_spec(
         # stay whole.
         batched_tokens = max(vllm.max_model_len, 4096)
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
-        kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4)
-    if vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
-        named = vllm.distributed_executor_backend
-        kwargs["distributed_executor_backend"] = "mp" if named in (None, "ray") else named
-        if cuda:
-            # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at
-            # their end.
-            kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        kwargs["kv_cache_memory_bytes"] = int(cpu_slot_memory_gb * (1 << 30) / 4 / vllm.engines_per_gpu)
+    executor = _executor(vllm, cuda=cuda)
+    if executor is not None:
+        kwargs["distributed_executor_backend"] = executor
+    if cuda and vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1:
+        # FlashInfer's fused all-reduce holds memory that sleep cannot free, and its workers can spin for ever at their
+        # end.
+        kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return EngineSpec(
         kwargs | dict(generation.vllm_kwargs),
         _environment(policy, cuda=cuda, threads=threads),
@@ -116,17 +126,26 @@ def engine_spec(
         vllm.cap_max_tokens_to_context,
         stats_interval_s=vllm.vllm_metrics_logger_interval if vllm.enable_vllm_metrics_logger else None,
         seeds_requests=not cuda if vllm.request_seeds is None else vllm.request_seeds,
+        engines_per_device=vllm.engines_per_gpu,
     )
+
+
+def _executor(vllm: VllmConfig, *, cuda: bool) -> str | None:
+    """What starts an engine's ranks; None leaves it to vLLM."""
+    named = vllm.distributed_executor_backend
+    if named is not None:
+        return "mp" if named == "ray" else named
+    # Scheduling takes Python as long as kernels of a small model take a GPU: in one process each waits for the other.
+    return "mp" if cuda or vllm.tensor_parallel_size * vllm.pipeline_parallel_size > 1 else None
 
 
 def _environment(policy: PolicyConfig, *, cuda: bool, threads: int) -> dict[str, str]:
     vllm = policy.generation.vllm_cfg
     env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_SKIP_P2P_CHECK": "1"}
     if not cuda:
-        ranks = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(threads)
-        if ranks == 1:
+        if _executor(vllm, cuda=cuda) in (None, "uni"):
             # One engine process without a separate worker process: half the start time and memory.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env | vllm.env_vars
@@ -166,7 +185,8 @@ def start_engine_actors(
     """Starts the actors on the slots of a cluster; they import what an engine needs.
 
     Args:
-        cluster: Slots; tensor x pipeline parallel size of them form one shard, inside one node.
+        cluster: Slots; tensor x pipeline parallel size of them form one shard, inside one node, or each of them holds
+            `engines_per_gpu` shards.
         policy: The policy section, generation below it.
         cluster_cfg: Accelerator budget of CPU slots.
         seed: Base seed of the engines.
@@ -177,7 +197,8 @@ def start_engine_actors(
         name_prefix: Name in messages.
         profile: Which shards start under Nsight Systems; none by default.
     """
-    width = policy.generation.vllm_cfg.tensor_parallel_size * policy.generation.vllm_cfg.pipeline_parallel_size
+    vllm = policy.generation.vllm_cfg
+    tied = _tie_bundles(cluster, vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     spec = engine_spec(
         policy,
         cuda=cluster.accelerator.is_cuda,
@@ -185,13 +206,13 @@ def start_engine_actors(
         sleeps=colocated or lent if sleeps is None else sleeps,
         refits=refits,
         cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
-        threads=cores_per_slot(cluster.world_size() // cluster.node_count()),
+        threads=cores_per_slot(cluster.world_size() // cluster.node_count() * vllm.engines_per_gpu),
     )
     group = RayWorkerGroup(
         cluster,
         RayWorkerBuilder(_WORKER, spec, policy.generation.bad_words),
         name_prefix=name_prefix,
-        bundle_indices_list=_tie_bundles(cluster, width),
+        bundle_indices_list=[slots for slots in tied for _ in range(vllm.engines_per_gpu)],
         env_vars=spec.env,
         max_concurrency=4096,
         profile=profile,

@@ -1,7 +1,7 @@
 """What of an engine is resident: puts its weights and KV cache to sleep, and wakes them.
 
 Knows neither requests nor versions. Invariants: memory that was slept is measured to be free, or an error says that it
-is not; an engine that could not wake sleeps as before.
+is not, and no engine of the same device moves meanwhile; an engine that could not wake sleeps as before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from nemo_rl.models.generation.interfaces import MemoryNotFreedError, WakeError
+from nemo_rl.models.generation.vllm.device_turns import device_turn
 
 _FREED_SHARE = 0.9
 _FREED_WITHIN_S = 10.0
@@ -27,6 +28,7 @@ class EngineMemory:
         shard: Its number, for messages.
         cuda: Whether vLLM itself gives memory back; on CPU slots the worker extension does.
         sleep_level: 2 drops the weights, 1 keeps them on the host.
+        device: Name of the device that it shares with other engines; None where it has its own.
 
     Attributes:
         asleep: Which of `weights` and `kv_cache` are not resident.
@@ -42,9 +44,10 @@ class EngineMemory:
         shard: int,
         cuda: bool,
         sleep_level: int,
+        device: str | None = None,
     ) -> None:
         self._engine, self._rpc, self._alive, self._shard = engine, rpc, alive, shard
-        self._cuda, self._sleep_level = cuda, sleep_level
+        self._cuda, self._sleep_level, self._device = cuda, sleep_level, device
         self.asleep: set[str] = set()
         self.holds_group = False
 
@@ -55,6 +58,10 @@ class EngineMemory:
         Raises:
             MemoryNotFreedError: The memory did not come back.
         """
+        async with device_turn(self._device):
+            return await self._sleep(level)
+
+    async def _sleep(self, level: int) -> dict[str, int]:
         await self._drop_group()
         if self.asleep and self._cuda:
             # vLLM 0.26 does not put an engine to sleep a part of which sleeps.
@@ -98,7 +105,10 @@ class EngineMemory:
         Raises:
             WakeError: The memory is not there; the engine sleeps as before.
         """
-        wanted = [tag for tag in ("weights", "kv_cache") if tag in tags and tag in self.asleep]
+        async with device_turn(self._device):
+            await self._wake([tag for tag in ("weights", "kv_cache") if tag in tags and tag in self.asleep])
+
+    async def _wake(self, wanted: list[str]) -> None:
         if not wanted:
             return
         try:

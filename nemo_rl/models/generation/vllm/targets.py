@@ -6,6 +6,7 @@ by their plain messages. Invariant: shards that are not targets never notice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +124,13 @@ class ShardTargets:
     def staging_fits(self, nbytes: int) -> bool:
         """Whether every target has room for a second copy of the weights beside the live ones."""
         free = self._wait([worker.free_memory.remote() for worker in self._workers], "free_memory", _ANSWER_S)
-        # CPU slots of a host share one memory, so their copies add up.
-        together = len({device for shard in self._devices for device in shard}) < sum(
-            len(shard) for shard in self._devices
+        # Copies on one device add up: on a GPU that several engines share, in the one memory of a host's CPU slots.
+        copies = Counter(self.devices())
+        return all(
+            rank > _STAGING_MARGIN * nbytes * copies[device]
+            for shard, devices in zip(free, self._devices, strict=True)
+            for rank, device in zip(shard, devices, strict=True)
         )
-        copies = sum(len(shard) for shard in self._devices) if together else 1
-        return min(min(shard) for shard in free) > _STAGING_MARGIN * nbytes * copies
 
     def _wait(self, refs: list[ObjectRef[object]], what: str, timeout_s: float) -> list[Any]:
         try:

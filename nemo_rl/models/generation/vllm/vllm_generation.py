@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -250,12 +251,14 @@ class VllmGeneration(GenerationInterface):
 
     def sleep(self, dp_ranks: Sequence[int] | None = None) -> list[dict[str, int]]:
         """Sleeps shards, all that are not quarantined by default, none of which may run requests; bytes in use before
-        and after, per shard.
+        and after, per accelerator: those of its engines, which sleep one after the other, in one sum.
         """
-        report = list(self.shards.call_healthy("sleep", dp_ranks).values())
+        freed: dict[int, Counter[str]] = {}
+        for shard, moved in self.shards.call_healthy("sleep", dp_ranks).items():
+            freed.setdefault(shard // self.cfg.vllm_cfg.engines_per_gpu, Counter()).update(moved)
         if self.cfg.vllm_cfg.sleep_level == 2:
             self.weights_resident = False
-        return report
+        return [dict(bytes_in_use) for bytes_in_use in freed.values()]
 
     def invalidate_kv_cache(self) -> None:
         """Forgets cached prefixes on every shard."""

@@ -22,6 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     StaleVersionError,
 )
 from nemo_rl.models.generation.resumable_request import safe_cut
+from nemo_rl.models.generation.vllm.device_turns import device_turn
 from nemo_rl.models.generation.vllm.engine_actors import EngineSpec
 from nemo_rl.models.generation.vllm.engine_memory import EngineMemory
 from nemo_rl.models.generation.vllm.engine_processes import (
@@ -34,6 +35,7 @@ from nemo_rl.models.generation.vllm.engine_processes import (
 )
 from nemo_rl.models.generation.vllm.engine_stats import EngineSample, EngineStats
 from nemo_rl.models.generation.vllm.request_state import RequestFailure, ResultBuffer, VersionTracker, failure_of
+from nemo_rl.models.generation.vllm.sampling import sampling_params
 
 T = TypeVar("T")
 
@@ -91,12 +93,31 @@ class VllmGenerationWorker:
         """
         self._stop_token_ids = stop_token_ids
         await self.prepare()
+        spec, device = self._spec, self._spec.shared_device(self._shard)
+        # vLLM reads how much memory is free before and after it takes its own.
+        async with device_turn(device):
+            self._engine = self._new_engine()
+        self._memory = EngineMemory(
+            self._engine,
+            self._rpc,
+            self._alive,
+            shard=self._shard,
+            cuda=spec.cuda,
+            sleep_level=spec.sleep_level,
+            device=device,
+        )
+        self._versions = VersionTracker(self._engine)
+        await self._versions.publish(0, kv_recomputed=True)
+        self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
+        return await self._rpc("nrl_describe")
+
+    def _new_engine(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             with temporary_files_in(os.environ["VLLM_RPC_BASE_PATH"]), forked_engine():
-                self._engine = AsyncLLM.from_engine_args(
+                return AsyncLLM.from_engine_args(
                     AsyncEngineArgs(**self._spec.kwargs_of(self._shard)),
                     stat_loggers=[self._stats] if self._stats else None,
                 )
@@ -104,14 +125,6 @@ class VllmGenerationWorker:
             raise GenerationError(
                 f"the engine of shard {self._shard} could not start: {failure_of('', error).message}"
             ) from error
-        spec = self._spec
-        self._memory = EngineMemory(
-            self._engine, self._rpc, self._alive, shard=self._shard, cuda=spec.cuda, sleep_level=spec.sleep_level
-        )
-        self._versions = VersionTracker(self._engine)
-        await self._versions.publish(0, kv_recomputed=True)
-        self._weights_lost = self._spec.engine_kwargs.get("load_format") == "dummy"
-        return await self._rpc("nrl_describe")
 
     async def _rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         return await self._alive(self._engine.collective_rpc(method, timeout=timeout_s, args=args))
@@ -182,7 +195,14 @@ class VllmGenerationWorker:
         # requests.
         prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": f"version {self._versions.version}"}
         final = None
-        async for output in self._engine.generate(prompt, self._sampling(request, limit), request.request_id):
+        sampling = sampling_params(
+            request,
+            limit,
+            seeded=self._spec.seeds_requests,
+            stop_token_ids=self._stop_token_ids,
+            bad_words=self._bad_words,
+        )
+        async for output in self._engine.generate(prompt, sampling, request.request_id):
             final = output
         if final is None:
             raise RuntimeError(f"the engine gave no output for request {request.request_id}")
@@ -207,29 +227,6 @@ class VllmGenerationWorker:
         if not looked_for:
             return result
         return result.first(safe_cut(result.token_ids, looked_for, self._engine.output_processor.tokenizer.decode))
-
-    def _sampling(self, request: GenerationRequest, limit: int) -> object:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        drawn = request.sampling
-        greedy = drawn.temperature == 0
-        return SamplingParams(
-            temperature=drawn.temperature,
-            top_p=1.0 if greedy else drawn.top_p,
-            top_k=1 if greedy else (drawn.top_k or -1),
-            max_tokens=limit,
-            logprobs=0,
-            flat_logprobs=True,  # one list per request, not an object per token: half the cost of a token here
-            seed=request.seed if self._spec.seeds_requests else None,
-            stop_token_ids=self._stop_token_ids,
-            ignore_eos=True,
-            stop=list(request.stop_strings) or None,
-            include_stop_str_in_output=True,
-            bad_words=self._bad_words,
-            detokenize=bool(request.stop_strings),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     async def cancel(self, request_ids: list[str]) -> None:
         """Ends requests that nobody waits for any more, without a result."""

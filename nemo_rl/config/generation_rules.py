@@ -1,0 +1,149 @@
+"""Rules between the keys of generation: where its engines are, how they share accelerators, what they sample.
+
+Knows the schemas only. Invariant: no rule depends on another's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from nemo_rl.config.errors import Problem
+from nemo_rl.config.generation import VllmConfig
+from nemo_rl.config.master import MasterConfig
+from nemo_rl.config.placement import generation_slots_per_node
+from nemo_rl.config.section import not_built
+
+
+def generation_has_its_own_accelerators(config: MasterConfig) -> Iterator[str]:
+    colocated, cluster = config.policy.generation.colocated, config.cluster
+    if colocated.enabled:
+        return
+    key = "policy.generation.colocated.resources"
+    gpus, nodes = colocated.resources.gpus_per_node, colocated.resources.num_nodes
+    if cluster.num_nodes == 1:
+        if gpus is None or not 0 < gpus < cluster.gpus_per_node:
+            yield (
+                f"{key}.gpus_per_node is {_shown(gpus)}; without colocation it must leave training one of "
+                f"cluster.gpus_per_node={cluster.gpus_per_node}"
+            )
+        if nodes not in (None, 1):
+            yield f"{key}.num_nodes is {nodes}, but the cluster has one node"
+        return
+    if nodes is None or not 0 < nodes < cluster.num_nodes:
+        yield (
+            f"{key}.num_nodes is {_shown(nodes)}; without colocation it must leave training at least one "
+            f"of cluster.num_nodes={cluster.num_nodes}"
+        )
+    if gpus not in (None, cluster.gpus_per_node):
+        yield (
+            f"{key}.gpus_per_node is {gpus}; in a cluster of several nodes generation takes whole nodes: "
+            f"{cluster.gpus_per_node}"
+        )
+
+
+def engines_fit_into_nodes(config: MasterConfig) -> Iterator[Problem]:
+    vllm, slots = config.policy.generation.vllm_cfg, generation_slots_per_node(config)
+    engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    if config.policy.generation.backend != "vllm":
+        return
+    if slots > 1 and engine > slots and engine % slots == 0 and config.cluster.num_nodes >= engine // slots:
+        yield not_built(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            vllm.tensor_parallel_size,
+            "engines over several nodes",
+            f"an engine takes at most the {slots} accelerators of a node",
+        )
+    elif slots > 0 and slots % engine:
+        yield (
+            f"policy.generation.vllm_cfg: tensor_parallel_size * pipeline_parallel_size is {engine}, which "
+            f"does not divide the {slots} generating accelerators "
+            "of a node; an engine lies inside one node, whose memory its ranks share; lower one of the two, "
+            "or give generation more accelerators per node"
+        )
+    if vllm.expert_parallel_size > 1 and vllm.expert_parallel_size % vllm.tensor_parallel_size:
+        yield (
+            f"policy.generation.vllm_cfg.expert_parallel_size is {vllm.expert_parallel_size}, "
+            f"which is not a multiple of tensor_parallel_size {vllm.tensor_parallel_size}"
+        )
+    elif vllm.expert_parallel_size > vllm.tensor_parallel_size:
+        yield not_built(
+            "policy.generation.vllm_cfg.expert_parallel_size",
+            vllm.expert_parallel_size,
+            "experts shared among several engines",
+            f"the ranks of one engine share them: tensor_parallel_size {vllm.tensor_parallel_size}, or 1",
+        )
+
+
+def engines_share_accelerators(vllm: VllmConfig, section: str) -> Iterator[str]:
+    """Why `engines_per_gpu` engines cannot share an accelerator, one line per reason.
+
+    Args:
+        vllm: The engine's options.
+        section: Dotted key that they are under, for messages.
+    """
+    if vllm.engines_per_gpu == 1:
+        return
+    asked = f"{section}.engines_per_gpu is {vllm.engines_per_gpu}"
+    ranks = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    if ranks > 1:
+        yield (
+            f"{asked}, and tensor_parallel_size * pipeline_parallel_size is {ranks}: only engines of one rank share "
+            "an accelerator; set both sizes to 1, or engines_per_gpu to 1"
+        )
+    if vllm.enable_expert_parallel or vllm.expert_parallel_size > 1:
+        yield (
+            f"{asked}, and the ranks of an engine share experts (enable_expert_parallel or expert_parallel_size): only "
+            "engines of one rank share an accelerator; switch expert parallelism off, or set engines_per_gpu to 1"
+        )
+
+
+def engines_of_an_accelerator_are_possible(config: MasterConfig) -> Iterator[str]:
+    yield from engines_share_accelerators(config.policy.generation.vllm_cfg, "policy.generation.vllm_cfg")
+
+
+def weights_reach_engines_that_share(config: MasterConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if generation.vllm_cfg.engines_per_gpu == 1 or generation.colocated.enabled:
+        return
+    asked = (
+        f"policy.generation.vllm_cfg.engines_per_gpu is {generation.vllm_cfg.engines_per_gpu}, and NCCL cannot put two "
+        "ranks on one GPU"
+    )
+    if config.weight_sync.transport == "nccl":
+        yield f"weight_sync.transport is nccl: {asked}; set weight_sync.transport to auto, or engines_per_gpu to 1"
+    elif config.cluster.num_nodes > 1:
+        yield (
+            f"policy.generation.colocated.enabled is false and cluster.num_nodes {config.cluster.num_nodes}, so that "
+            f"weights travel between nodes by NCCL: {asked}; set engines_per_gpu to 1, or colocate"
+        )
+
+
+def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if generation.temperature == 0:
+        yield (
+            "policy.generation.temperature is 0: every sample of a group would be the same greedy one, with nothing to "
+            "learn from; sample with a temperature above 0 (val_temperature may be 0)"
+        )
+        return
+    plain = {"temperature": 1, "top_p": 1, "top_k": None}
+    changed = [f"{name} {generation[name]}" for name, value in plain.items() if generation[name] != value]
+    if generation.vllm_cfg.logprobs_mode == "raw_logprobs" and changed:
+        yield (
+            "policy.generation.vllm_cfg.logprobs_mode is raw_logprobs, of before temperature and filters, but "
+            f"policy.generation samples with {', '.join(changed)} and training scores what was sampled; set it to "
+            "processed_logprobs"
+        )
+
+
+def _shown(value: int | None) -> str:
+    return "null" if value is None else str(value)
+
+
+GENERATION_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
+    generation_has_its_own_accelerators,
+    engines_fit_into_nodes,
+    engines_of_an_accelerator_are_possible,
+    weights_reach_engines_that_share,
+    log_probabilities_are_of_what_was_sampled,
+)

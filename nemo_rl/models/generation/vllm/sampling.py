@@ -1,0 +1,53 @@
+"""How vLLM is asked to draw one response. Knows requests, no engine.
+
+Invariant: a response comes once, whole, with the log-probability of each of its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_rl.models.generation.interfaces import GenerationRequest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+
+def sampling_params(
+    request: GenerationRequest,
+    limit: int,
+    *,
+    seeded: bool,
+    stop_token_ids: list[int],
+    bad_words: list[str] | None,
+) -> SamplingParams:
+    """vLLM's parameters.
+
+    Args:
+        request: What is asked for.
+        limit: Tokens of the response, at most.
+        seeded: Whether it is drawn from the request's own seed, rather than the engine's.
+        stop_token_ids: Tokens that end a response.
+        bad_words: Strings that are never generated.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    drawn = request.sampling
+    greedy = drawn.temperature == 0
+    return SamplingParams(
+        temperature=drawn.temperature,
+        top_p=1.0 if greedy else drawn.top_p,
+        top_k=1 if greedy else (drawn.top_k or -1),
+        max_tokens=limit,
+        logprobs=0,
+        flat_logprobs=True,  # one list per request, not an object per token: half the cost of a token here
+        seed=request.seed if seeded else None,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=True,
+        stop=list(request.stop_strings) or None,
+        include_stop_str_in_output=True,
+        bad_words=bad_words,
+        detokenize=bool(request.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
