@@ -315,8 +315,10 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for name in [*contenders, *(() if args.once else reversed(contenders))]:
         found = _in_own_process(name, ["--trl", str(args.trl[0]), "--steps", str(args.steps)])
-        print(f"{name}: steps of {_seconds(found.get('steps', []))} s", flush=True)
-        results[name] += [found] if found else []
+        if not found:
+            raise SystemExit(f"{name} failed, so there is nothing to compare")
+        print(f"{name}: steps of {_seconds(found['steps'])} s", flush=True)
+        results[name].append(found)
     _print_table(args, {name: _joined(runs) for name, runs in results.items() if runs})
 
 

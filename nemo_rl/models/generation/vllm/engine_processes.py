@@ -29,6 +29,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -82,18 +83,28 @@ def may_fork() -> bool:
 
 @contextmanager
 def forked_engine() -> Iterator[None]:
-    """Inside the block vLLM forks the engine's process, where that `may_fork`; the processes of that one, and it itself
-    elsewhere, start by vLLM's own rules.
+    """Inside the block vLLM forks the engine's process, and that one its workers, where they `may_fork`: each would
+    import vLLM anew otherwise. Elsewhere they start by vLLM's own rules.
     """
     if not may_fork():
         yield
         return
     global _forking  # noqa: PLW0603 - what is registered at fork cannot be taken back
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    own_rules = multiproc_executor.get_mp_context
+
+    def context() -> BaseContext:
+        return multiprocessing.get_context("fork") if may_fork() else own_rules()
 
     _forking = True
     try:
-        with patch.object(utils, "get_mp_context", lambda: multiprocessing.get_context("fork")):
+        # The engine's process is made in here and keeps both.
+        with (
+            patch.object(utils, "get_mp_context", context),
+            patch.object(multiproc_executor, "get_mp_context", context),
+        ):
             yield
     finally:
         _forking = False
