@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 
-from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
+from shapes import SHAPES, host_speed_s, make_model, make_prompts  # noqa: E402
 
 PROMPTS, GENERATIONS, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 512, 512
 
@@ -85,7 +85,7 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
                     "enable_prefix_caching": True,
                     "engines_per_gpu": args.engines_per_gpu,
                 },
-                "vllm_kwargs": {"max_num_seqs": 512},
+                "vllm_kwargs": {"max_num_seqs": 512} | _cache_of_each_engine(args),
             },
         },
         "data": {
@@ -104,6 +104,17 @@ def our_config(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str
         "logger": {"log_dir": str(Path(args.work) / "logs"), "monitor_gpus": False},
         "checkpointing": {"enabled": False},
     }
+
+
+def _cache_of_each_engine(args: argparse.Namespace) -> dict[str, int]:
+    """Bytes of KV cache for an engine's part of a step and a quarter more: engines that know them start together."""
+    if args.engines_per_gpu == 1:
+        return {}
+    shape, item = SHAPES[args.shape], 2 if args.precision == "bfloat16" else 4
+    width = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"]) * shape["num_key_value_heads"]
+    token = 2 * shape["num_hidden_layers"] * width * item
+    tokens = args.prompts * args.generations * (args.prompt_tokens + args.new_tokens)
+    return {"kv_cache_memory_bytes": max(tokens * token * 5 // 4 // args.engines_per_gpu, 64 << 20)}
 
 
 def run_ours(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Any]:
