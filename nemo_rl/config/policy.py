@@ -194,7 +194,7 @@ class SequencePackingConfig(Section):
     microbatch_order: Literal["packer", "largest_first"] = Field(
         "packer", description="Order of the packed rows within a step."
     )
-    sequence_length_round: PositiveInt = Field(64, description="Packed rows are padded to a multiple of this.")
+    sequence_length_round: PositiveInt = Field(64, description="On GPUs packed rows are padded to a multiple of this.")
     share_prompts: bool | None = Field(
         None,
         description="Compute what the samples of a prompt begin with once per packed row instead of once per sample, "

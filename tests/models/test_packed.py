@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from nemo_rl.config import SequencePackingConfig
 from nemo_rl.models.policy.attention import Segments, _side_by_side, _slice_borders, packed_attention
-from nemo_rl.models.policy.packed import PackedBatch, pack
+from nemo_rl.models.policy.packed import PackedBatch, pack, row_round
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,13 @@ def test_only_positions_before_trained_tokens_are_wanted(data: dict[str, torch.T
     real = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
     trained = (data["token_mask"] * data["sample_mask"][:, None]).bool() & real
     assert bool((packed.unpack(marks)[:, :-1].bool() >= trained[:, 1:]).all()), "a trained token would have no score"
+
+
+def test_rows_are_rounded_up_on_gpus_alone_and_only_where_packing_is_on() -> None:
+    packing = SequencePackingConfig(sequence_length_round=96)
+    assert row_round(packing, torch.device("cuda", 0)) == 96
+    assert row_round(packing, CPU) == 1
+    assert row_round(SequencePackingConfig(enabled=False), torch.device("cuda", 0)) == 1
 
 
 def test_gradients_flow_back_through_unpack() -> None:

@@ -7,6 +7,7 @@ once each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from nemo_rl.models.policy.packed import (
     logprob_rows,
     microbatch_loss,
     pack,
+    row_round,
     wants_logits,
 )
 from nemo_rl.models.policy.residency import MovableStorages
@@ -92,6 +94,7 @@ def build_backend(cfg: PolicyConfig, sizes: ParallelSizes, options: BackendOptio
         adapter=_adapter_info(cfg, scorer) if lora.enabled else None,
         sends_adapters=lora.enabled and lora.sync == "adapter",
         share_prompts=shares_prompts(cfg, cuda=mesh.device.type == "cuda"),
+        row_multiple=math.lcm(scorer.row_multiple(), row_round(cfg.sequence_packing, mesh.device)),
     )
 
 
@@ -119,6 +122,7 @@ class DTensorBackend:
         adapter: What a checkpoint says of the adapters; None where all weights are trained.
         sends_adapters: Whether a refit sends adapters alone.
         share_prompts: Whether neighbours of a microbatch that begin alike share their beginning.
+        row_multiple: Packed rows are padded to a multiple of this.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class DTensorBackend:
         adapter: AdapterInfo | None = None,
         sends_adapters: bool = False,
         share_prompts: bool = False,
+        row_multiple: int = 1,
     ) -> None:
         self.scorer = scorer
         self.mesh = mesh
@@ -156,6 +161,7 @@ class DTensorBackend:
         self._adapter = adapter
         self._sends_adapters = sends_adapters
         self._share_prompts = share_prompts
+        self._row_multiple = row_multiple
         # What is on the host at the moment.
         self._model_memory: MovableStorages | None = None
         self._optimizer_memory: MovableStorages | None = None
@@ -224,7 +230,7 @@ class DTensorBackend:
         return pack(
             data,
             self.device,
-            multiple=self.scorer.row_multiple(),
+            multiple=self._row_multiple,
             trained_only=trained_only,
             share=share and self._share_prompts,
         )

@@ -37,6 +37,7 @@ from nemo_rl.models.policy.packed import (
     largest_logits,
     logprob_rows,
     microbatch_loss,
+    row_round,
     wants_logits,
 )
 from nemo_rl.models.policy.residency import MovableStorages
@@ -104,7 +105,7 @@ class MegatronBackend:
         self._clears_cache = cfg.megatron_cfg.empty_unused_memory_level
         generation = cfg.generation
         self.transform = logit_transform(generation.temperature, generation.top_p, generation.top_k, hf)
-        self._pipeline = Pipeline(model, groups, cfg.logprob_chunk_size)
+        self._pipeline = Pipeline(model, groups, cfg.logprob_chunk_size, row_round(cfg.sequence_packing, groups.device))
         frozen = ".mlp.router." if cfg.megatron_cfg.freeze_moe_router else None
         self._trained = {weight.name: frozen is None or frozen not in weight.name for weight in weights.described}
         self.chunks: list[Any] = model.chunks

@@ -7,6 +7,7 @@ computed; a failure on the last stage is one on all of them, and leaves none wai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,15 +38,17 @@ class Pipeline:
         model: This rank's part of the model.
         groups: This rank's.
         chunk_size: Tokens whose logits exist at once; None for all.
+        row_round: Packed rows are padded to a multiple of this too.
 
     Attributes:
         chunks: What the schedule drives: the model's chunks, or what holds their gradients.
     """
 
-    def __init__(self, model: BuiltModel, groups: MegatronGroups, chunk_size: int | None) -> None:
+    def __init__(self, model: BuiltModel, groups: MegatronGroups, chunk_size: int | None, row_round: int = 1) -> None:
         self.chunks: list[nn.Module] = model.chunks
         self._model, self._groups, self._chunk_size = model, groups, chunk_size
         sizes = groups.sizes
+        self._row_multiple = math.lcm(sizes.tp * sizes.cp, row_round)
         self._cut = RowSlice(groups.cp_group if sizes.cp > 1 else None, groups.cp_group.rank(), sizes.cp)
 
     def run(
@@ -119,11 +122,10 @@ class Pipeline:
             raise PipelineStageError(f"the last pipeline stage of this replica failed: {said[0]}")
 
     def _packed(self, data: Mapping[str, torch.Tensor] | None, *, trained_only: bool = False) -> PackedBatch:
-        multiple = self._groups.sizes.tp * self._groups.sizes.cp
         return pack(
             data if data is not None else idle_microbatch(),
             self._groups.device,
-            multiple=multiple,
+            multiple=self._row_multiple,
             trained_only=trained_only,
         )
 

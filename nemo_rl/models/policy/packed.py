@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nemo_rl.config import SequencePackingConfig
 from nemo_rl.distributed.devices import to_device
 from nemo_rl.loss.interfaces import LossFunction, LossInputType
 from nemo_rl.models.policy.attention import SharedKeys
@@ -62,6 +63,13 @@ class PackedBatch:
         real = values_T[: self.source_N.numel()] if self.place_N is None else values_T[self.place_N]
         flat = values_T.new_zeros((batch * width, *values_T.shape[1:])).index_copy(0, self.source_N, real)
         return flat.view(batch, width, *values_T.shape[1:])
+
+
+def row_round(packing: SequencePackingConfig, device: torch.device) -> int:
+    """What the length of a packed row is rounded up to a multiple of: on GPUs, where few lengths make for little
+    fragmented memory and matrix products like even ones.
+    """
+    return packing.sequence_length_round if packing.enabled and device.type == "cuda" else 1
 
 
 def pack(
