@@ -7,6 +7,7 @@ defaults. A seed draws how many jobs there are, how large they are, where they l
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,88 @@ def _any(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
     return gpus, jobs
 
 
+def _long_tail(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
+    """A long-tailed job on half of 32 GPUs, and two dozen short ones with short answers that come over forty
+    minutes.
+    """
+    tokens = {"median": 1000, "sigma": 1.4, "max": 16384}
+    keys = {"steps": rng.randint(12, 20), "staleness": rng.choice([0, 1]), "tokens": tokens}
+    jobs = [_job(rng, "tail", rng.choice([0, 8, 16]), 16, rng.choice([4, 8]), tp=rng.choice([1, 2]), **keys)]
+    for number in range(24):
+        tokens = {"median": 300, "sigma": 0.5, "max": 4096}
+        keys = {"steps": rng.randint(2, 5), "arrive_s": round(rng.uniform(0, 2400), 1), "tokens": tokens}
+        width = rng.choice([4, 8])
+        jobs.append(_job(rng, f"short{number}", rng.randrange(32 // width) * width, width, width // 2, **keys))
+    return 32, jobs
+
+
+def _half_each(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
+    """Six to ten jobs that each want 8 of 16 GPUs and train on 2 to 8 of these."""
+    jobs = []
+    for number in range(rng.randint(6, 10)):
+        keys = {"steps": rng.randint(4, 12), "arrive_s": round(rng.uniform(0, 900), 1)}
+        jobs.append(_job(rng, f"job{number}", rng.choice([0, 8]), 8, rng.choice([2, 4, 8]), **keys))
+    return 16, jobs
+
+
+def _on_policy_and_ahead(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
+    """Ten jobs on 32 GPUs, every second one on-policy and the others one to three steps ahead."""
+    jobs = []
+    for number in range(10):
+        keys = {"steps": rng.randint(6, 16), "arrive_s": round(rng.uniform(0, 600), 1)}
+        keys["staleness"] = rng.randint(1, 3) if number % 2 else 0
+        width = rng.choice([8, 8, 16])
+        start = rng.randrange(32 // width) * width
+        jobs.append(_job(rng, f"job{number}", start, width, width // rng.choice([2, 4]), **keys))
+    return 32, jobs
+
+
+def _long_training(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
+    """Twelve jobs on 32 GPUs that train for two to five minutes after generation of less than one, on all of their GPUs
+    or half.
+    """
+    jobs = []
+    for number in range(12):
+        keys = {"steps": rng.randint(4, 12), "arrive_s": round(rng.uniform(0, 900), 1)}
+        keys["train_s"] = round(rng.uniform(120, 300), 1)
+        width = rng.choice([4, 8, 8, 16])
+        start, train = rng.randrange(32 // width) * width, width // rng.choice([1, 2])
+        jobs.append(_job(rng, f"job{number}", start, width, train, size=0.3, **keys))
+    return 32, jobs
+
+
+def _steady_stream(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
+    """Forty equal jobs on 8 of 32 GPUs that come one after the other, so that a pool which gave each its GPUs to itself
+    would be busy for 80 to 90 % of the time.
+    """
+    alike = _job(rng, "job", 0, 8, rng.choice([2, 4, 8]), steps=rng.randint(4, 8))
+    (median, sigma, _), per_rank = alike["tokens"].values(), alike["groups"]
+    longest = median * math.exp(sigma * math.sqrt(2 * math.log(8 * per_rank)))
+    generation_s = (min(longest, 8192) + per_rank / 32 * median * math.exp(sigma**2 / 2)) / 60
+    alone_s = alike["steps"] * (generation_s + alike["train_s"] + 17) + alike["init_s"] + 50
+    every_s = alone_s / 4 / rng.uniform(0.8, 0.9)
+    jobs = []
+    for number in range(40):
+        start = rng.randrange(4) * 8
+        gpus = {key: [gpu + start for gpu in alike[key]] for key in ("infer", "train")}
+        jobs.append({**alike, **gpus, "name": f"job{number}", "arrive_s": round((number + rng.random()) * every_s, 1)})
+    return 32, jobs
+
+
+def _quarter_giant(rng: random.Random) -> tuple[int, list[dict[str, Any]]]:
+    """A giant on a quarter of 64 GPUs, and thirty on four to sixteen GPUs all over the pool that come over half an
+    hour.
+    """
+    keys = {"steps": rng.randint(16, 24), "train_s": round(rng.uniform(30, 90), 1)}
+    jobs = [_job(rng, "giant", rng.randrange(4) * 16, 16, rng.choice([8, 16]), tp=rng.choice([1, 2, 4]), **keys)]
+    for number in range(30):
+        keys = {"steps": rng.randint(3, 8), "arrive_s": round(rng.uniform(0, 1800), 1)}
+        width = rng.choice([4, 8, 16])
+        start = rng.randrange(64 // width) * width
+        jobs.append(_job(rng, f"small{number}", start, width, width // 2, size=rng.choice([0.3, 1.0]), **keys))
+    return 64, jobs
+
+
 DRAWN: dict[str, Draw] = {
     "giant_and_small": _giant_and_small,
     "day_of_bursts": _bursts,
@@ -168,4 +251,10 @@ DRAWN: dict[str, Draw] = {
     "ahead_of_training": _ahead,
     "whole_pool": _whole_pool,
     "anything": _any,
+    "long_tail": _long_tail,
+    "half_each": _half_each,
+    "on_policy_and_ahead": _on_policy_and_ahead,
+    "long_training": _long_training,
+    "steady_stream": _steady_stream,
+    "quarter_giant": _quarter_giant,
 }
