@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.named_gpus import least_s
 from nemo_rl.time_sharing.simulation.baselines import GAP_RATIO, OURS, SERIAL
-from nemo_rl.time_sharing.simulation.named_gpus import least_s
 from nemo_rl.time_sharing.simulation.results import AloneTimes, compose, run_way
 from nemo_rl.time_sharing.simulation.scenario import Scenario, parse_scenario
 
