@@ -40,19 +40,30 @@ def shared_runs(ids_BS: torch.Tensor, lengths: Sequence[int]) -> list[Run]:
         lengths: Tokens of each row.
     """
     rows = len(lengths)
-    if rows < 2:
-        return [Run(row, row + 1, 0) for row in range(rows)]
-    common = _common_with_next(ids_BS, lengths) - 1
+    common = _common_with_next(ids_BS, lengths) - 1 if rows > 1 else np.zeros(0)
+    # No run goes on where neighbours have too little in common: what lies between such places is cut by itself.
+    borders = [0, *(int(row) + 1 for row in np.flatnonzero(common < shared_prefixes.WORTHWHILE)), rows]
+    return [
+        Run(first + run.first, first + run.end, run.shared)
+        for first, end in pairwise(borders)
+        for run in _best_runs(common[first : end - 1])
+    ]
+
+
+def _best_runs(common: np.ndarray) -> list[Run]:
+    """The runs of rows that have `common` tokens to share with their next neighbours; one row more than numbers."""
+    rows = len(common) + 1
+    if rows == 1:
+        return [Run(0, 1, 0)]
     # saved[e]: the most that rows [0, e) can save; a run [f, e) saves its prefix for all rows but one.
     saved, begun = np.zeros(rows + 1), [0] * (rows + 1)
-    shortest = np.full(rows, np.inf)
+    shortest = np.zeros(rows)
     for end in range(1, rows + 1):
         if end > 1:
+            shortest[end - 2] = np.inf
             np.minimum(shortest[: end - 1], common[end - 2], out=shortest[: end - 1])
-        others = np.arange(end - 1, -1, -1)
-        gain = np.where((others > 0) & (shortest[:end] >= shared_prefixes.WORTHWHILE), shortest[:end], 0.0)
-        total = saved[:end] + np.where(others > 0, gain * others, 0.0)
-        # Of equal cuts the one with the shortest last run: rows that share nothing stay by themselves.
+        total = saved[:end] + shortest[:end] * np.arange(end - 1, -1, -1)
+        # Of equal cuts the one with the shortest last run.
         begun[end] = end - 1 - int(total[::-1].argmax())
         saved[end] = total[begun[end]]
     borders = [rows]
