@@ -86,9 +86,9 @@ def shard_batch(
         One shard per rank, without tags, and the permutation that restores the caller's order (None: none needed).
     """
     tags = tags_of(data)
-    prefixes = prefixes_of({name.removeprefix(TAG): data[name].tolist() for name in tags})
+    prefixes = prefixes_of({name.removeprefix(TAG): data[name].tolist() for name in tags}) if share else None
     data = BatchedDataDict({name: column for name, column in data.items() if name not in tags})
-    arguments = microbatch_arguments(config, training=training, prefixes=prefixes if share else None)
+    arguments = microbatch_arguments(config, training=training, prefixes=prefixes)
     if arguments:
         return data.shard_by_batch_size(ranks, batch_size=batch_size, **arguments)
     return data.shard_by_batch_size(ranks, batch_size=batch_size), None
