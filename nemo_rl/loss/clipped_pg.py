@@ -17,7 +17,7 @@ import torch
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
 from nemo_rl.loss.normalization import EPSILON, masked_mean, sequence_mean
-from nemo_rl.loss.policy_ratios import Truncation, calculate_kl, importance_weights, jensen_shannon
+from nemo_rl.loss.policy_ratios import Truncation, bounded_exp, calculate_kl, importance_weights, jensen_shannon
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class ClippedPGLossFn:
         log_ratio_BT = tokens.current_BT - tokens.previous_BT
         if self.cfg.sequence_level_importance_ratios:
             log_ratio_BT = masked_mean(log_ratio_BT, tokens.mask_BT, dim=-1)[:, None].expand_as(log_ratio_BT)
-        ratio_BT = log_ratio_BT.exp()
+        ratio_BT = bounded_exp(log_ratio_BT)
         return ratio_BT, ratio_BT.clamp(1 - self.cfg.ratio_clip_min, 1 + self.cfg.ratio_clip_max)
 
     def _policy_loss(self, tokens: _Tokens, ratio_BT: torch.Tensor, clamped_BT: torch.Tensor) -> torch.Tensor:
@@ -215,9 +215,9 @@ class ClippedPGLossFn:
         if tokens.reference_BT is None:
             return tokens.current_BT.new_zeros(())
         current_BT = tokens.current_unfiltered_BT
-        weight_BT = (
+        weight_BT = bounded_exp(
             current_BT - (tokens.generation_BT if self.cfg.use_on_policy_kl_approximation else current_BT.detach())
-        ).exp()
+        )
         kl_BT = calculate_kl(
             current_BT,
             tokens.reference_BT,
@@ -383,11 +383,11 @@ def agreement_metrics(
         return masked_mean(values_BT, mask_BT, global_normalization_factor=global_valid_toks)
 
     return {
-        "token_mult_prob_error": mean((generation_BT - previous_BT).abs().exp()),
+        "token_mult_prob_error": mean(bounded_exp((generation_BT - previous_BT).abs())),
         "gen_kl_error": mean(calculate_kl(generation_BT, previous_BT, "k3", None, None)),
         "policy_kl_error": mean(calculate_kl(previous_BT, generation_BT, "k3", None, None)),
         "js_divergence_error": mean(jensen_shannon(previous_BT, generation_BT)),
-        "approx_entropy": -mean((current_BT - generation_BT).exp() * current_BT),
+        "approx_entropy": -mean(bounded_exp(current_BT - generation_BT) * current_BT),
     }
 
 

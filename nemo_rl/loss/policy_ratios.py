@@ -4,7 +4,8 @@ weights.
 KL is between any two policies; importance weights between the training engine (o) and the engine that generated the
 tokens (g), with their truncation. Decides how much each token counts when engines, or weight versions, disagree; knows
 nothing of advantages. Invariants: tokens whose log-ratio the input clamp cut carry no gradient through their weight, so
-one broken token cannot push the policy; importance weights carry no gradient, and one that is not finite counts as 0.
+one broken token cannot push the policy; importance weights carry no gradient, and one that is not finite counts as 0;
+with bounds, a ratio too large for a float ends at its bound.
 
 Shapes: B rows, T next-token positions (a padded row's length minus one).
 """
@@ -16,8 +17,19 @@ import torch
 
 from nemo_rl.loss.normalization import masked_mean
 
+_LARGEST_LOG = 60.0
+"""Ratios stay below e**60: their exponential, and its product with an advantage, are finite in float32."""
+
 KLType: TypeAlias = Literal["k1", "k2", "k3"]
 TruncationType: TypeAlias = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The ratio of a log-ratio, finite and with a finite gradient wherever the log-ratio is not infinite or NaN.
+
+    A plain exponential overflows to infinity, whose gradient is NaN even where a clamp of the ratio drops it.
+    """
+    return log_ratio.clamp(max=_LARGEST_LOG).exp()
 
 
 def calculate_kl(
@@ -54,7 +66,7 @@ def calculate_kl(
     elif kl_type == "k2":
         kl = log_ratio.square() / 2
     elif kl_type == "k3":
-        kl = torch.expm1(log_ratio) - log_ratio
+        kl = torch.expm1(log_ratio.clamp(max=_LARGEST_LOG)) - log_ratio
     else:
         raise ValueError(f"kl_type={kl_type!r} must be k1, k2 or k3")
     if weight is not None:
@@ -129,9 +141,12 @@ def importance_weights(
         geometric_mean_B = masked_mean(log_ratio_BT, mask_BT, dim=-1).exp()
         outside_B = ~((geometric_mean_B >= lower) & (geometric_mean_B <= truncation.upper))
         return ImportanceWeights(torch.where(outside_B[:, None], 0, weights_BT), outside_B.to(weights_BT.dtype))
+    # A log-ratio that is not finite says nothing; one that is finite but large says "at least the upper bound".
+    broken_BT = ~torch.isfinite(log_weights_BT)
+    weights_BT = torch.where(broken_BT, 0, bounded_exp(log_weights_BT))
     outside_BT = (weights_BT < lower) | (weights_BT > truncation.upper)
     kept_BT = (
-        weights_BT.clamp(lower, truncation.upper)
+        torch.where(broken_BT, 0, weights_BT.clamp(lower, truncation.upper))
         if truncation.kind == "tis"
         else torch.where(outside_BT, 0, weights_BT)
     )

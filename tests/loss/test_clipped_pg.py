@@ -15,6 +15,7 @@ from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss import ClippedPGLossFn, LossFunction, LossType, MetricNormalizer
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import count_valid, normalize_metrics
+from nemo_rl.loss.policy_ratios import Truncation, importance_weights
 
 IS = {"use_importance_sampling_correction": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -311,6 +312,50 @@ def test_masked_positions_never_matter_even_when_they_hold_nan_or_infinity(varia
     torch.testing.assert_close(gradient, expected[1])
     for name, value in metrics.items():
         torch.testing.assert_close(value, expected[2][name], msg=name)
+
+
+@pytest.mark.parametrize("log_ratio", [0.0, 5.0, 89.0, 1000.0, 1e30])
+@pytest.mark.parametrize("sequence_level", [True, False])
+def test_truncated_weights_end_at_their_bound_however_large_the_ratio(sequence_level: bool, log_ratio: float) -> None:
+    def weights(truncation: Truncation) -> Any:
+        rows = torch.tensor([[log_ratio, 0.0], [-log_ratio, 0.0]])
+        return importance_weights(
+            rows, torch.zeros(2, 2), torch.tensor([[1.0, 0.0]] * 2), sequence_level=sequence_level, truncation=truncation
+        )
+
+    low, high = (1.0, 1.0) if log_ratio == 0 else (0.5, 2.0)
+    tis = weights(Truncation("tis", upper=2.0, lower=0.5))
+    assert tis.weights_BT[:, 0].tolist() == [high, low]
+    assert weights(Truncation("tis", upper=2.0)).weights_BT[0, 0] == high
+    assert tis.out_of_bounds[:, 0].tolist() == [float(log_ratio != 0)] * 2
+    assert weights(Truncation("icepop", 2.0, 0.5)).weights_BT[:, 0].tolist() == [float(log_ratio == 0)] * 2
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_log_ratio_that_is_no_number_has_no_weight_under_any_bound(broken: float) -> None:
+    for sequence_level in (True, False):
+        for truncation in (None, Truncation("tis", 2.0, 0.5), Truncation("icepop", 2.0, 0.5)):
+            found = importance_weights(
+                torch.tensor([[broken]]),
+                torch.zeros(1, 1),
+                torch.ones(1, 1),
+                sequence_level=sequence_level,
+                truncation=truncation,
+            )
+            assert found.weights_BT.item() == 0
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("vapo")])
+def test_ratios_too_large_for_a_float_leave_loss_gradient_and_metrics_finite(variant: str) -> None:
+    for advantage in (1.0, 0.0):
+        data, current = batch(1, dtype=torch.float32)
+        data["advantages"] = torch.full_like(data["advantages"], advantage)
+        data |= dict.fromkeys(
+            ("prev_logprobs", "generation_logprobs"), torch.full_like(data["prev_logprobs"], -300.0)
+        )
+        loss, gradient, metrics = run(loss_of(variant), data, current, [list(range(6))], count_valid(data))
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+        assert all(torch.isfinite(torch.as_tensor(value)) for value in metrics.values()), metrics
 
 
 def test_a_nan_in_a_trained_token_reaches_the_loss() -> None:
