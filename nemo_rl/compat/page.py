@@ -49,6 +49,24 @@ _ENVIRONMENT = {
 }
 
 
+_DIFFERENT = {
+    "advantage of a sample whose `use_leave_one_out_baseline` deviation is 0": (
+        "not normalised: a lone reward of 100 has the advantage 100",
+        "divided by the deviation of its whole group, so that no advantage depends on the unit of the rewards; every "
+        "other advantage is the same number",
+    ),
+    "`use_dynamic_sampling` with `use_leave_one_out_baseline`": (
+        "each sample is kept by its own deviation, which drops the only success of a group and keeps its failures",
+        "a group is kept or dropped as a whole, by the deviation of all of its rewards",
+    ),
+    "rewards of samples that the environment flags (`mask_sample`, `invalid_tool_call`) or whose prompt was cut": (
+        "count in their group's baseline",
+        "count in no baseline, no deviation and no mean reward of a step. Truncated samples count, with "
+        "`overlong_filtering` too, as in DAPO",
+    ),
+}
+
+
 # Keys that NeMo-RL's pages say little about.
 _DEFINED = ("grpo.use_best_at_k", "grpo.should_mask_flagged_samples", "grpo.invalid_tool_call_strategy")
 
@@ -63,6 +81,8 @@ def page() -> str:
         *_table(("key", "why", "values"), _without_effect()),
         "### Keys whose meaning is defined here\n",
         *_table(("key", "what it does"), _definitions()),
+        "### Numbers that differ\n",
+        *_table(("what", "there", "here"), ((what, *numbers) for what, numbers in _DIFFERENT.items())),
         "### Environment variables\n",
         *_table(("variable", "here"), _ENVIRONMENT.items()),
         "### Earlier names\n",

@@ -96,9 +96,7 @@ class GRPOConfig(Section):
         1_000_000, description="RL steps; whichever of epochs and steps is reached first ends the run."
     )
     normalize_rewards: bool = Field(True, description="Divide advantages by the group's standard deviation.")
-    use_leave_one_out_baseline: bool = Field(
-        True, description="Leave a sample out of its own baseline; also used by dynamic sampling's deviation."
-    )
+    use_leave_one_out_baseline: bool = Field(True, description="Leave a sample out of its own baseline and deviation.")
     val_period: int = Field(10, description="RL steps between validations; 0 or less switches them off.")
     val_start_at: int = Field(
         -1, description="First RL step after which periodic validation runs; -1 means from the start."
@@ -128,18 +126,18 @@ class GRPOConfig(Section):
         None, description="The run ends, after a checkpoint, once the metric is at least this."
     )
     overlong_filtering: bool = Field(
-        False, description="Take no loss from truncated samples; their rewards still count in the baseline."
+        False, description="Take no loss from truncated samples; their rewards still count in the baseline (DAPO)."
     )
     should_mask_flagged_samples: bool = Field(
         False,
-        description="Take no loss from samples whose environment set mask_sample in their metadata; their rewards "
-        "still count in the baseline.",
+        description="Take no loss from samples whose environment set mask_sample in their metadata, and leave their "
+        "rewards out of baselines, deviations, dynamic sampling and the mean reward of a step; validation counts them.",
     )
     invalid_tool_call_strategy: Literal["mask", "zero_reward"] | None = Field(
         None,
         description="What becomes of samples whose environment set invalid_tool_call in their metadata: mask takes no "
-        "loss from them (their rewards still count in the baseline), zero_reward makes their reward 0 before it is "
-        "scaled and shaped, null leaves them as they are.",
+        "loss from them and leaves their rewards out as should_mask_flagged_samples does, zero_reward makes their "
+        "reward 0 before it is scaled and shaped, null leaves them as they are.",
     )
     advantage_clip_low: float | None = Field(
         None, description="Lower clamp on advantages after normalisation; null does not clamp."

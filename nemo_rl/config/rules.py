@@ -48,6 +48,19 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
     return problems
 
 
+def cautions(config: CompleteConfig) -> Iterator[str]:
+    """What is allowed and may not be what was meant."""
+    if not isinstance(config, MasterConfig):
+        return
+    grpo = config.grpo
+    if grpo.use_dynamic_sampling and grpo.adv_estimator.use_leave_one_out_baseline:
+        yield (
+            "grpo.use_dynamic_sampling with use_leave_one_out_baseline: true keeps or drops whole groups, by the "
+            "deviation of all of their rewards; a group's only success is normalised by it. DAPO's recipe sets "
+            "grpo.use_leave_one_out_baseline: false"
+        )
+
+
 def one_training_backend(config: RootConfig) -> Iterator[str]:
     dtensor, megatron = config.policy.dtensor_cfg.enabled, config.policy.megatron_cfg.enabled
     if dtensor == megatron:

@@ -22,7 +22,7 @@ from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, 
 from nemo_rl.config.foreign import Foreign, adapt, find, switched_off
 from nemo_rl.config.layers import MANDATORY
 from nemo_rl.config.master import COMPLETE, CompleteConfig
-from nemo_rl.config.rules import broken_rules
+from nemo_rl.config.rules import broken_rules, cautions
 from nemo_rl.config.schema import keys_of, names_in
 from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals
 
@@ -39,7 +39,7 @@ class Examined(Generic[Config]):
     Attributes:
         config: the configuration, where it has no problem.
         problems: one per mistake, and per part that is not built.
-        notes: what was read differently than it is written, one line each.
+        notes: what was read differently than it is written, or may not be what was meant, one line each.
     """
 
     config: Config | None = None
@@ -102,6 +102,7 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
             notes.append(f"values that change nothing here: {', '.join(idle)} (sections not enabled)")
         if all(isinstance(problem, NotBuilt) for problem in problems):
             problems += [*_required_sections(given, kind), *broken_rules(config)]
+            notes += cautions(config)
     return Examined(None if problems else config, problems, notes)
 
 

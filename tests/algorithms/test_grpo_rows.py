@@ -13,7 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.grpo.advantages import calculate_baseline_and_std_per_prompt, group_ids, group_statistics
+from nemo_rl.algorithms.grpo.advantages import (
+    calculate_baseline_and_std_per_prompt,
+    group_ids,
+    group_statistics,
+    row_advantages,
+)
 from nemo_rl.algorithms.grpo.collect import DynamicSamplingError, sampling_metrics, select_rows
 from nemo_rl.algorithms.grpo.rewards import RewardWatch, process_rewards, scale_rewards, shape_rewards
 from nemo_rl.algorithms.grpo.stages import (
@@ -22,8 +27,9 @@ from nemo_rl.algorithms.grpo.stages import (
     score_rewards,
     sequence_error_stage,
     skipped_sequence_error_metrics,
+    valid_rewards,
 )
-from nemo_rl.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config import AdvEstimatorConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 REWARDS = st.lists(
@@ -72,17 +78,88 @@ def test_equal_rewards_have_a_deviation_of_exactly_zero(reward: float, size: int
     assert statistics.std_B.tolist() == [0.0] * size
 
 
-def test_the_odd_one_out_has_no_deviation_when_left_out() -> None:
-    statistics = group_statistics(
-        torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long), torch.ones(4), leave_one_out=True
+def scored(
+    rewards: list[float], group: int, masked: dict[str, list[int]] | None = None, **keys: Any
+) -> BatchedDataDict:
+    """Rows of groups of `group` samples after scoring; `masked` names the rows that have each flag (or no mask)."""
+    size, masked = len(rewards), masked or {}
+    flags = {
+        name: torch.tensor([row in masked.get(name, ()) for row in range(size)])
+        for name in ("truncated", "mask_sample", "invalid_tool_call", "no_loss")
+    }
+    rows = BatchedDataDict(
+        total_reward=torch.tensor(rewards),
+        response_lengths=torch.ones(size),
+        prompt_number=torch.arange(size) // group,
+        sample_mask=(~flags.pop("no_loss")).float(),
+        **flags,
     )
-    assert statistics.std_B[0] == 0
-    assert (statistics.std_B[1:] > 0).all()
-    two = group_statistics(
-        torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), torch.ones(2), leave_one_out=True
-    )
-    assert two.std_B.tolist() == [0.0, 0.0]
-    assert two.baseline_B.tolist() == [0.0, 1.0]
+    cfg = GRPOConfig.read(keys | {"adv_estimator": {"use_leave_one_out_baseline": keys["use_leave_one_out_baseline"]}})
+    score_rewards(rows, cfg)
+    filter_rows(rows, cfg)
+    return rows
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 1.0, 100.0, -3.0]), min_size=2, max_size=8),
+    leave_one_out=st.booleans(),
+    unit=st.sampled_from([0.01, 7.0, 1000.0]),
+)
+def test_a_group_is_judged_as_a_whole_and_no_advantage_has_a_unit(
+    rewards: list[float], leave_one_out: bool, unit: float
+) -> None:
+    def rows(scale: float) -> BatchedDataDict:
+        return scored([scale * reward for reward in rewards], len(rewards), use_leave_one_out_baseline=leave_one_out)
+
+    one = rows(1.0)
+    assert one["std"].tolist() == [one["std"][0].item()] * len(rewards)
+    assert (one["std"][0] > 0) == (len(set(rewards)) > 1)
+    torch.testing.assert_close(rows(unit)["row_advantages"], one["row_advantages"], rtol=1e-3, atol=1e-3)
+
+
+def test_the_only_success_of_a_group_is_kept_and_normalised() -> None:
+    for reward in (1.0, 100.0):
+        rows = scored([reward] + [0.0] * 7, 8, use_leave_one_out_baseline=True)
+        cfg = GRPOConfig(num_prompts_per_step=1, num_generations_per_prompt=8, use_dynamic_sampling=True)
+        assert select_rows(rows["std"], kept_before=0, num_gen_batches=1, cfg=cfg).keep == list(range(8))
+        assert rows["row_advantages"].tolist() == pytest.approx([8**0.5] + [-(7**-0.5)] * 7, abs=1e-3)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "keys", "counts"),
+    [
+        ("mask_sample", {"should_mask_flagged_samples": True}, False),
+        ("invalid_tool_call", {"invalid_tool_call_strategy": "mask"}, False),
+        ("no_loss", {}, False),
+        ("truncated", {"overlong_filtering": True}, True),
+        ("mask_sample", {}, True),
+        ("invalid_tool_call", {}, True),
+    ],
+)
+def test_rewards_count_where_they_say_something_of_the_answer(
+    flag: str, keys: dict[str, Any], counts: bool, leave_one_out: bool
+) -> None:
+    rows = scored([1.0, 1.0, 1.0, 0.0], 4, {flag: [3]}, use_leave_one_out_baseline=leave_one_out, **keys)
+    without = scored([1.0, 1.0, 1.0], 3, use_leave_one_out_baseline=leave_one_out)
+    assert rows["valid"].tolist() == [True, True, True, counts]
+    assert bool(rows["std"].any()) == counts
+    for name in ("baseline", "row_advantages"):
+        assert (rows[name][:3].tolist() == without[name].tolist()) == (not counts)
+    assert valid_rewards(rows).mean().item() == (0.75 if counts else 1.0)
+
+
+def test_gdpo_and_reinforce_plus_plus_take_their_statistics_over_valid_samples() -> None:
+    groups, valid = torch.zeros(4, dtype=torch.long), torch.tensor([True, True, True, False])
+    parts = {"reward/a": torch.tensor([1.0, 0.0, 0.0, 9.0]), "reward/b": torch.tensor([0.0, 1.0, 0.0, 9.0])}
+    for name in ("gdpo", "reinforce_plus_plus"):
+        cfg = AdvEstimatorConfig(name=name, use_leave_one_out_baseline=False)
+
+        def rows(keep: slice, cfg: AdvEstimatorConfig = cfg) -> torch.Tensor:
+            columns = {part: column[keep] for part, column in parts.items()}
+            return row_advantages(cfg, columns["reward/a"] + columns["reward/b"], columns, groups[keep], valid[keep])
+
+        torch.testing.assert_close(rows(slice(4))[:3], rows(slice(3)))
 
 
 def test_rows_with_equal_prompts_form_a_group() -> None:
@@ -246,7 +323,14 @@ def test_without_a_threshold_nothing_is_masked_but_all_is_measured() -> None:
 
 
 def rows(rewards: list[float], groups: list[int]) -> dict[str, Any]:
-    return {"reward": torch.tensor(rewards), "prompt_number": torch.tensor(groups)}
+    valid = torch.ones(len(rewards), dtype=torch.bool)
+    return {"reward": torch.tensor(rewards), "prompt_number": torch.tensor(groups), "valid": valid}
+
+
+def test_equal_rewards_of_valid_samples_are_spoken_of() -> None:
+    watch, same = RewardWatch(), rows([1.0, 1.0, 0.0, 1.0], [0, 0, 0, 0])
+    same["valid"][2] = False
+    assert [watch.observe(step, same, 9.0) is None for step in range(1, 5)] == [True, True, True, False]
 
 
 def test_equal_rewards_are_spoken_of_after_a_few_steps_and_each_time_their_number_doubled() -> None:

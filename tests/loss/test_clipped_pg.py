@@ -320,7 +320,11 @@ def test_truncated_weights_end_at_their_bound_however_large_the_ratio(sequence_l
     def weights(truncation: Truncation) -> Any:
         rows = torch.tensor([[log_ratio, 0.0], [-log_ratio, 0.0]])
         return importance_weights(
-            rows, torch.zeros(2, 2), torch.tensor([[1.0, 0.0]] * 2), sequence_level=sequence_level, truncation=truncation
+            rows,
+            torch.zeros(2, 2),
+            torch.tensor([[1.0, 0.0]] * 2),
+            sequence_level=sequence_level,
+            truncation=truncation,
         )
 
     low, high = (1.0, 1.0) if log_ratio == 0 else (0.5, 2.0)
@@ -350,9 +354,7 @@ def test_ratios_too_large_for_a_float_leave_loss_gradient_and_metrics_finite(var
     for advantage in (1.0, 0.0):
         data, current = batch(1, dtype=torch.float32)
         data["advantages"] = torch.full_like(data["advantages"], advantage)
-        data |= dict.fromkeys(
-            ("prev_logprobs", "generation_logprobs"), torch.full_like(data["prev_logprobs"], -300.0)
-        )
+        data |= dict.fromkeys(("prev_logprobs", "generation_logprobs"), torch.full_like(data["prev_logprobs"], -300.0))
         loss, gradient, metrics = run(loss_of(variant), data, current, [list(range(6))], count_valid(data))
         assert torch.isfinite(loss) and torch.isfinite(gradient).all()
         assert all(torch.isfinite(torch.as_tensor(value)) for value in metrics.values()), metrics

@@ -25,12 +25,17 @@ from nemo_rl.loss.policy_ratios import KLType, calculate_kl
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Per sample [B]: the baseline its reward is compared with, and the standard deviation of the rewards behind that
-    baseline.
+    """Per sample [B].
+
+    Attributes:
+        baseline_B: What its reward is compared with.
+        std_B: Standard deviation of the rewards behind that baseline.
+        group_std_B: That of all valid rewards of its group, the sample's own included.
     """
 
     baseline_B: torch.Tensor
     std_B: torch.Tensor
+    group_std_B: torch.Tensor
 
 
 def group_ids(prompts: torch.Tensor) -> torch.Tensor:
@@ -54,9 +59,9 @@ def group_statistics(
     standard deviation is the unbiased one of the same set, and 0 where that set has fewer than two rewards. A sample
     with at most one valid reward in its group is its own baseline.
 
-    Leaving one out makes the deviation a sample's own: the one odd sample of a group has deviation 0 (the others are
-    equal), so its advantage is not normalised and dynamic sampling drops it alone; with two samples per prompt every
-    deviation is 0. This is NeMo-RL's behaviour.
+    Leaving one out makes the deviation a sample's own, as in NeMo-RL: the one odd sample of a group has deviation 0
+    (the others are equal), and with two samples per prompt every deviation is 0. `group_std_B` says whether a group
+    teaches anything.
 
     Args:
         rewards_B: rewards.
@@ -65,7 +70,7 @@ def group_statistics(
         leave_one_out: leave each sample out of its own baseline.
     """
     if not len(rewards_B):
-        return GroupStatistics(rewards_B.float(), rewards_B.float())
+        return GroupStatistics(rewards_B.float(), rewards_B.float(), rewards_B.float())
     slots = _slots(group_ids_B)
     groups, width = int(group_ids_B.max()) + 1, int(slots.max()) + 1
     rewards_PG = torch.zeros(groups, width, dtype=torch.float64)
@@ -73,23 +78,34 @@ def group_statistics(
     rewards_PG[group_ids_B, slots] = rewards_B.double()
     valid_PG[group_ids_B, slots] = valid_B.bool()
 
-    behind_PGG = valid_PG[:, None, :].expand(groups, width, width)
-    if leave_one_out:
-        behind_PGG = behind_PGG & ~torch.eye(width, dtype=torch.bool)
+    all_PGG = valid_PG[:, None, :].expand(groups, width, width)
+    behind_PGG = all_PGG & ~torch.eye(width, dtype=torch.bool) if leave_one_out else all_PGG
+    mean_PG, std_PG = _mean_and_deviation(rewards_PG, behind_PGG)
+    _, group_std_PG = _mean_and_deviation(rewards_PG, all_PGG)
+    alone_PG = (valid_PG.sum(-1) <= 1)[:, None] | (behind_PGG.sum(-1) == 0)
+    dtype = rewards_B.dtype if rewards_B.dtype.is_floating_point else torch.float32
+    return GroupStatistics(
+        *(
+            column_PG[group_ids_B, slots].to(dtype)
+            for column_PG in (
+                torch.where(alone_PG, rewards_PG, mean_PG),
+                torch.where(alone_PG, 0, std_PG),
+                group_std_PG,
+            )
+        )
+    )
+
+
+def _mean_and_deviation(rewards_PG: torch.Tensor, behind_PGG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the rewards that stand behind each sample; the deviation is 0 for fewer than two."""
     count_PG = behind_PGG.sum(-1)
-    rewards_PGG = rewards_PG[:, None, :].expand(groups, width, width)
+    rewards_PGG = rewards_PG[:, None, :].expand(behind_PGG.shape)
     mean_PG = torch.where(behind_PGG, rewards_PGG, 0).sum(-1) / count_PG
     squares_PG = torch.where(behind_PGG, (rewards_PGG - mean_PG[..., None]).square(), 0).sum(-1)
-    spread_PG = torch.where(behind_PGG, rewards_PGG, -torch.inf).amax(-1) - torch.where(
-        behind_PGG, rewards_PGG, torch.inf
-    ).amin(-1)
+    high_PG = torch.where(behind_PGG, rewards_PGG, -torch.inf).amax(-1)
+    low_PG = torch.where(behind_PGG, rewards_PGG, torch.inf).amin(-1)
     # Rounding of the mean gives equal rewards a tiny variance; their range is exactly 0.
-    std_PG = torch.where((count_PG > 1) & (spread_PG > 0), (squares_PG / (count_PG - 1)).sqrt(), 0)
-    alone_PG = (valid_PG.sum(-1) <= 1)[:, None] | (count_PG == 0)
-    baseline_PG = torch.where(alone_PG, rewards_PG, mean_PG)
-    std_PG = torch.where(alone_PG, 0, std_PG)
-    dtype = rewards_B.dtype if rewards_B.dtype.is_floating_point else torch.float32
-    return GroupStatistics(baseline_PG[group_ids_B, slots].to(dtype), std_PG[group_ids_B, slots].to(dtype))
+    return mean_PG, torch.where((count_PG > 1) & (high_PG > low_PG), (squares_PG / (count_PG - 1)).sqrt(), 0)
 
 
 def calculate_baseline_and_std_per_prompt(
@@ -131,7 +147,7 @@ def row_advantages(
 ) -> torch.Tensor:
     """What each sample is worth against its group [B]; zeros for `opd`, whose advantages come from tokens alone.
 
-    - `grpo` (https://arxiv.org/abs/2402.03300): reward minus baseline, over the deviation where that is not 0.
+    - `grpo` (https://arxiv.org/abs/2402.03300): reward minus baseline, over the deviation.
     - `gdpo` (https://arxiv.org/abs/2601.05242): the same per `reward/<name>` component, weighted and summed, then
       standardised over the batch.
     - `reinforce_plus_plus` (https://arxiv.org/abs/2501.03262): reward minus the plain group mean, or the reward.
@@ -152,8 +168,7 @@ def row_advantages(
         return _gdpo(cfg, components, group_ids_B, valid_B)
     if cfg.name == "reinforce_plus_plus":
         return (
-            rewards_B
-            - group_statistics(rewards_B, group_ids_B, torch.ones_like(valid_B), leave_one_out=False).baseline_B
+            rewards_B - group_statistics(rewards_B, group_ids_B, valid_B, leave_one_out=False).baseline_B
             if cfg.minus_baseline
             else rewards_B
         )
@@ -162,13 +177,16 @@ def row_advantages(
 
 
 def normalized_advantages(rewards_B: torch.Tensor, statistics: GroupStatistics, *, normalize: bool) -> torch.Tensor:
-    """Reward minus baseline, divided by the deviation plus 1e-6 where that deviation is not 0."""
+    """Reward minus baseline, divided by the deviation plus 1e-6.
+
+    A sample whose own deviation is 0 (the odd one of a group that it is left out of) is measured by its group's, so
+    that no advantage depends on the unit of the rewards; where that is 0 too, nothing is divided.
+    """
     advantages_B = rewards_B - statistics.baseline_B
-    return (
-        torch.where(statistics.std_B > 0, advantages_B / (statistics.std_B + STD_EPSILON), advantages_B)
-        if normalize
-        else advantages_B
-    )
+    if not normalize:
+        return advantages_B
+    std_B = torch.where(statistics.std_B > 0, statistics.std_B, statistics.group_std_B)
+    return torch.where(std_B > 0, advantages_B / (std_B + STD_EPSILON), advantages_B)
 
 
 def _gdpo(
@@ -188,8 +206,9 @@ def _gdpo(
         total_B = total_B + weight * normalized_advantages(
             components[name], statistics, normalize=cfg.normalize_rewards
         )
-    centred_B = total_B - total_B.mean()
-    std = total_B.std() if len(total_B) > 1 else total_B.new_zeros(())
+    counted = total_B[valid_B.bool()]
+    centred_B = total_B - (counted.mean() if len(counted) else 0)
+    std = counted.std() if len(counted) > 1 else total_B.new_zeros(())
     return centred_B / std if std > 0 else centred_B
 
 

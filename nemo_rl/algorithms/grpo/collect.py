@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards
+from nemo_rl.algorithms.grpo.stages import Experience, filter_rows, score_rewards, valid_rewards
 from nemo_rl.config import GRPOConfig
 from nemo_rl.config.async_rl import NativeTimeoutsConfig
 from nemo_rl.config.errors import UserError
@@ -51,7 +51,8 @@ def select_rows(std_B: torch.Tensor, *, kept_before: int, num_gen_batches: int, 
     """Choose among the rows of a new generation batch.
 
     Args:
-        std_B: deviation of each row's group rewards, before shaping; rows where it is 0 teach nothing.
+        std_B: deviation of the valid rewards of each row's group, before shaping; groups where it is 0 teach nothing.
+            It is the group's, so that no row is judged apart from its group.
         kept_before: rows kept from earlier generation batches of this step.
         num_gen_batches: generation batches of this step, this one included.
         cfg: `num_prompts_per_step` times `num_generations_per_prompt` rows make a step.
@@ -81,8 +82,8 @@ def sampling_metrics(
 
     Args:
         selections: one per generation batch of the step.
-        generated_rewards_B: rewards of all generated rows, in order; as many as were trained on are averaged.
-        trained_rewards_B: rewards of the kept rows.
+        generated_rewards_B: valid rewards of all generated rows, in order; as many as were trained on are averaged.
+        trained_rewards_B: valid rewards of the kept rows.
     """
     return {
         "dynamic_sampling_num_gen_batches": float(len(selections)),
@@ -186,7 +187,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             experience.metrics |= filter_rows(experience.rows, cfg)
             return experience
         with run.timer.time("dynamic_sampling"):
-            generated_rewards.append(experience.rows["reward"])
+            generated_rewards.append(valid_rewards(experience.rows))
             kept_rows = sum(part.rows.size for part in kept)
             selection = select_rows(
                 run.store.tag(experience.handle, "std"),
@@ -198,7 +199,7 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             kept.append(_keep(run, experience, selection))
         if selection.complete:
             joined = _join(run, kept)
-            joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), joined.rows["reward"])
+            joined.metrics |= sampling_metrics(selections, torch.cat(generated_rewards), valid_rewards(joined.rows))
             joined.metrics |= filter_rows(joined.rows, cfg)
             return joined
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nemo_rl.algorithms.grpo.run import GRPORun
-from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs
+from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs, valid_rewards
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.loss.normalization import is_extremum
 from nemo_rl.models.policy.interfaces import TrainResult
@@ -56,8 +56,8 @@ def batch_metrics(
     """What the trained batch looks like.
 
     Args:
-        rewards_B: rewards the advantages were made of.
-        baseline_B: baseline of each sample; where it is 0 (or 1) all of its group behind it failed (or succeeded).
+        rewards_B: rewards the advantages were made of, of valid samples.
+        baseline_B: baseline of each of these; where it is 0 (or 1) all of its group behind it failed (or succeeded).
         prompt_lengths_B: tokens of each prompt.
         total_lengths_B: tokens of each prompt with its response.
 
@@ -166,7 +166,8 @@ def step_metrics(run: GRPORun, experience: Experience, result: TrainResult) -> d
     """The `train/` metrics of a step."""
     rows = experience.rows
     metrics: dict[str, Any] = dict(experience.metrics)
-    in_batch = batch_metrics(rows["reward"], rows["baseline"], rows["prompt_lengths"], rows["total_lengths"])
+    baseline_B = rows["baseline"][rows["valid"]] if bool(rows["valid"].any()) else rows["baseline"]
+    in_batch = batch_metrics(valid_rewards(rows), baseline_B, rows["prompt_lengths"], rows["total_lengths"])
     if run.config.grpo.use_dynamic_sampling:
         in_batch.pop("reward")
     metrics |= in_batch

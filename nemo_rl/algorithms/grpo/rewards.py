@@ -131,13 +131,14 @@ class RewardWatch:
 
         Args:
             step: Its number, from 1.
-            rows: `reward`, and `prompt_number`, which is equal for the samples of a group; one value per sample.
+            rows: `reward`, `prompt_number`, which is equal for the samples of a group, and `valid`, whether the reward
+                counts; one value per sample.
             trained_tokens: Tokens of the step that the loss counted.
         """
         if trained_tokens == 0:
             return f"step {step} trained no token, so the weights did not change: every sample was masked or cut off"
-        rewards = rows["reward"].double()
-        if not _equal_within_groups(rewards, rows["prompt_number"]):
+        rewards = rows["reward"][rows["valid"]].double()
+        if not _equal_within_groups(rewards, rows["prompt_number"][rows["valid"]]):
             self._equal, self._say_at = 0, _SPELL
             return None
         self._equal += 1

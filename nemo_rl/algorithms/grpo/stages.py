@@ -2,8 +2,9 @@
 
 Each stage is a plain function on an `Experience`, whose rows lie in the driver and whose tokens lie in a store. Drivers
 decide when a stage runs; `whole_batch_stages` says which stages need all groups of a step at once. Invariants: a mask
-only ever loses samples, and a masked sample keeps its place in its group's baseline; a sample of one weight version
-keeps all of its tokens under every staleness policy.
+only ever loses samples; a sample whose reward says nothing of its answer (`valid_samples`) counts in no statistic of
+rewards, while one that is masked for another reason (cut off, of old weights, engines that disagree) does; a sample of
+one weight version keeps all of its tokens under every staleness policy.
 
 Shapes: B samples, S tokens of a padded row.
 """
@@ -160,8 +161,29 @@ def run_stage(experience: Experience, store: ExperienceStore, stage: TokenStage)
     return rows
 
 
+def valid_samples(rows: BatchedDataDict, cfg: GRPOConfig) -> torch.Tensor:
+    """Which samples [B] have a reward that counts: not those without loss from the start (a prompt that was cut), nor
+    those that the environment flagged and that are masked for it.
+
+    Truncated samples count, with `grpo.overlong_filtering` too: that is DAPO's rule.
+    """
+    valid_B = rows["sample_mask"] != 0
+    if cfg.should_mask_flagged_samples:
+        valid_B = valid_B & ~rows["mask_sample"].bool()
+    if cfg.invalid_tool_call_strategy == "mask":
+        valid_B = valid_B & ~rows["invalid_tool_call"].bool()
+    return valid_B
+
+
+def valid_rewards(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The processed rewards that count; all of them where none does."""
+    return rows["reward"][rows["valid"]] if bool(rows["valid"].any()) else rows["reward"]
+
+
 def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
-    """Scales and shapes rewards, then adds `group_id`, `baseline`, `std` and the processed rewards, in place."""
+    """Scales and shapes rewards, then adds `valid`, `group_id`, `baseline`, `std` (of the group) and the processed
+    rewards, in place.
+    """
     components = {name: column for name, column in rows.items() if name.startswith(COMPONENT_PREFIX)}
     rewards_B = rows["total_reward"]
     if cfg.invalid_tool_call_strategy == "zero_reward":
@@ -170,16 +192,16 @@ def score_rewards(rows: BatchedDataDict, cfg: GRPOConfig) -> None:
         components = {name: column.masked_fill(invalid_B, 0) for name, column in components.items()}
     processed = process_rewards(rewards_B, components, rows["response_lengths"], rows["truncated"], cfg)
     groups_B = group_ids(rows["prompt_number"])
-    valid_B = torch.ones_like(processed.rewards_B)
+    valid_B = valid_samples(rows, cfg)
     leave_one_out = cfg.use_leave_one_out_baseline
+    rows["valid"] = valid_B
     rows["reward"] = processed.rewards_B
     rows["unshaped_reward"] = processed.unshaped_B
     rows.update(processed.components)
     rows["group_id"] = groups_B
     rows["baseline"] = group_statistics(processed.rewards_B, groups_B, valid_B, leave_one_out=leave_one_out).baseline_B
     # Shaping makes equal answers differ by their length; groups are judged by what the environment said.
-    rows["std"] = group_statistics(processed.unshaped_B, groups_B, valid_B, leave_one_out=leave_one_out).std_B
-    # Advantages belong to whole groups: dynamic sampling may drop single rows of one afterwards.
+    rows["std"] = group_statistics(processed.unshaped_B, groups_B, valid_B, leave_one_out=False).group_std_B
     rows["row_advantages"] = row_advantages(
         cfg.adv_estimator, processed.rewards_B, processed.components, groups_B, valid_B
     )
