@@ -13,7 +13,7 @@ import torch
 from nemo_rl.config import EnvironmentConfig, GenerationConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import Conversation, EnvironmentReturn
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples, rollout_metrics
 
@@ -124,7 +124,8 @@ def calculate_rewards(batch: BatchedDataDict, task_to_env: Mapping[str, object])
     answers: dict[int, tuple[Any, int]] = {}
     for task in dict.fromkeys(names):
         rows = [row for row, name in enumerate(names) if name == task]
-        logs, metadata = ([batch[column][row] for row in rows] for column in ("message_log", "extra_env_info"))
+        logs = [Conversation.of(batch["message_log"][row]) for row in rows]
+        metadata = [batch["extra_env_info"][row] for row in rows]
         result = step_environment(task_to_env[task], logs, metadata, timeout_s=timeout_s, name=task)
         answers |= {row: (result, place) for place, row in enumerate(rows)}
     picked = [answers[row] for row in range(len(names))]

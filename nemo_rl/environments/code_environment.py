@@ -28,8 +28,7 @@ from typing_extensions import override
 
 from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.math_environment import response_of
+from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn, response_of
 
 MEMORY_LIMIT_BYTES = 2 * 1024**3
 FILE_LIMIT_BYTES = 64 * 1024**2

@@ -32,6 +32,48 @@ class UnknownEnvironment(UserError, ValueError):
     """A name that no environment has."""
 
 
+class Conversation(list[dict[str, Any]]):
+    """Messages {role, content} of the prompt, then what a rollout added: the form in which environments get a sample.
+
+    The prompt may hold assistant messages of its own; `response_of` is the one place that tells them from answers.
+
+    Attributes:
+        prompt_length: Number of messages of the prompt; None where a caller did not say.
+    """
+
+    prompt_length: int | None = None
+
+    @classmethod
+    def of(cls, message_log: LLMMessageLogType) -> Conversation:
+        """A rollout's log without its tensors: environments judge text, and tensors cost more to send than text.
+
+        Responses of a rollout are known by their `generation_logprobs`.
+        """
+        conversation = cls(
+            {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)}
+            for message in message_log
+        )
+        responses = (index for index, message in enumerate(message_log) if "generation_logprobs" in message)
+        conversation.prompt_length = next(responses, None)
+        return conversation
+
+
+def response_of(message_log: LLMMessageLogType) -> str:
+    """What the assistant said in this rollout, its turns joined; never what the prompt says that it said.
+
+    In a plain list, whose prompt's length is not known, it is what the assistant said after the last message of the
+    system or the user.
+    """
+    start = getattr(message_log, "prompt_length", None)
+    if start is None:
+        asked = (index for index, message in enumerate(message_log) if message["role"] in _PROMPT_ROLES)
+        start = max(asked, default=-1) + 1
+    return "".join(str(message["content"]) for message in message_log[start:] if message["role"] == "assistant")
+
+
+_PROMPT_ROLES = ("system", "developer", "user")
+
+
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """What one step gives back, for B conversations.
 
@@ -91,7 +133,11 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Takes B conversations that end with an assistant message, and what is known of each, and judges them."""
+        """Takes B conversations that end with an assistant message, and what is known of each, and judges them.
+
+        The last message is the newest response; `response_of` a conversation joins all responses of the rollout. Other
+        assistant messages are the prompt's own history.
+        """
 
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """What the environment measures of a finished validation, logged as `validation/<environment>/<name>`.

@@ -1,7 +1,7 @@
 """Judges answers of one turn by a verifier: mathematical and multiple-choice answers (reward 0 or 1), and those to
 reasoning-gym problems with the task's own verifier (a score from 0 to 1).
 
-The response is everything the assistant said in the conversation; the expected answer is `ground_truth` of its
+The response is what the assistant said in this rollout (`response_of`); the expected answer is `ground_truth` of its
 metadata, or the reference of its problem. Which verifier is meant by the configuration is decided here; verifying is
 done by `verifier_pool`, in time. Invariant: every conversation ends with the step.
 """
@@ -18,7 +18,7 @@ from typing_extensions import override
 from nemo_rl.config import MathEnvConfig, ReasoningGymEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_of
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import Verdict, quick
 from nemo_rl.lazy import names_of
@@ -113,11 +113,6 @@ def answer_in(response: str) -> str | None:
 
 def _holds(pattern: str | re.Pattern[str], text: str) -> float:
     return float(re.fullmatch(pattern, text) is not None)
-
-
-def response_of(message_log: LLMMessageLogType) -> str:
-    """Everything the assistant said, joined."""
-    return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
 def _finished(

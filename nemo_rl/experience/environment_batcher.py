@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nemo_rl.config import EnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.call import step_environment
+from nemo_rl.environments.interfaces import Conversation
 from nemo_rl.environments.registry import section_of
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class EnvironmentBatcher:
     async def _flush(self) -> None:
         batch = self._waiting
         self._waiting = []
-        logs, metadata = [plain_messages(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
+        logs, metadata = [Conversation.of(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
         environment = self._environment
         call = asyncio.get_running_loop().run_in_executor(
             _calls_of(environment.name),
@@ -115,13 +114,6 @@ class EnvironmentBatcher:
                 answer.set_exception(result)
             else:
                 answer.set_result(_row(result, row))
-
-
-def plain_messages(message_log: LLMMessageLogType) -> LLMMessageLogType:
-    """Messages without their tensors: environments judge text, and tensors cost more to send than text."""
-    return [
-        {key: value for key, value in message.items() if not isinstance(value, torch.Tensor)} for message in message_log
-    ]
 
 
 def _row(result: Any, row: int) -> StepOutcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ from nemo_rl.compat.rollouts import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment
-from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
-from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
+from nemo_rl.environments.interfaces import Conversation, EnvironmentFailure, UnknownEnvironment, response_of
+from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment, ReasoningGymEnvironment
 from nemo_rl.environments.registry import environment_class, environment_settings, register_env, section_of
 from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import (
+    Verdict,
     dapo_math_verify,
     english_multichoice,
     hf_math_verify,
@@ -133,6 +135,61 @@ def test_choices_are_read_in_many_languages() -> None:
     assert english_multichoice("I choose C", "C").reward == 0.0
     for response in ("Réponse : B", "答案:B", "الإجابة: ب", "Antwort: B", "উত্তর: ব"):
         assert multilingual_multichoice(response, "B").reward == 1.0, response
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": "Answer: 4"},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "<answer>\\boxed{4}</answer> Answer: 4"},
+    {"role": "user", "content": "And 4 + 4?"},
+]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    "environment", [MathEnvironment, MathMultiRewardEnvironment, ReasoningGymEnvironment, CodeJaccardEnvironment]
+)
+def test_judges_read_this_rollouts_turns_and_not_the_prompts_history(
+    environment: type, marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def verify(pool: object, pairs: list[tuple[str, str]]) -> list[Verdict]:
+        read.extend(response for response, _ in pairs)
+        return [Verdict(0.0, None) for _ in pairs]
+
+    monkeypatch.setattr(VerifierPool, "verify", verify)
+    logs: list[Any] = [
+        [*HISTORY, {"role": "assistant", "content": answer, "generation_logprobs": torch.zeros(1)}]
+        for answer in ("<answer>8</answer>", "I do not know.")
+    ]
+    judge = environment({})
+    if marked:
+        logs = [Conversation.of(log) for log in logs]
+        assert all(not isinstance(value, torch.Tensor) for log in logs for message in log for value in message.values())
+    result = judge.step(logs, [{"ground_truth": "4"}] * 2)
+    assert "4" not in "".join(read) + "".join(map(str, result.answers))
+    assert (
+        read
+        == {
+            MathEnvironment: ["<answer>8</answer>", "I do not know."],
+            MathMultiRewardEnvironment: [""],  # a plain integer needs no verifier
+            ReasoningGymEnvironment: ["<answer>8</answer>", "I do not know."],
+            CodeJaccardEnvironment: [],
+        }[environment]
+    )
+
+
+def test_a_response_is_all_turns_of_the_rollout_whatever_role_the_environment_speaks_in() -> None:
+    turns = [
+        {"role": "assistant", "content": "a", "generation_logprobs": torch.zeros(1)},
+        {"role": "user", "content": "more?"},
+        {"role": "assistant", "content": "b", "generation_logprobs": torch.zeros(1)},
+    ]
+    sent = pickle.loads(pickle.dumps(Conversation.of([*HISTORY, *turns])))
+    assert response_of(sent) == "ab" and sent[-1] == {"role": "assistant", "content": "b"}
+    assert response_of([*HISTORY, turns[0], {"role": "tool", "content": "?"}, turns[2]]) == "ab"
+    assert response_of([turns[0]]) == "a"
 
 
 def test_several_rewards_have_names() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn, response_of
 from nemo_rl.experience.collector import is_infrastructure
 from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
@@ -157,6 +157,21 @@ def test_an_observation_that_does_not_fit_is_cut_and_ends_the_sample() -> None:
     (done,) = roll_out(number_samples(prompts("abcd"), 1), plan(max_total=9))
     assert done.truncated and done.turns == 1
     assert sum(len(message["token_ids"]) for message in done.message_log) <= 9
+
+
+def test_environments_learn_what_of_a_conversation_is_their_prompts_history() -> None:
+    class Judge(Counts):
+        def step(self, logs: Any, metadata: Any) -> Any:
+            said.extend(response_of(log) for log in logs)
+            return super().step(logs, metadata)
+
+    said: list[str] = []
+    batch = number_samples(prompts("ab"), 1)
+    old = {"role": "assistant", "content": "old", "token_ids": torch.tensor([1, 2, 3])}
+    batch["message_log"][0] += [old, dict(batch["message_log"][0][0])]
+    (done,) = roll_out(batch, plan(max_turns=2), Judge(turns=3))
+    new = [message["content"] for message in done.message_log if "generation_logprobs" in message]
+    assert said == [new[0], "".join(new)] and len(new) == 2
 
 
 def test_a_task_without_environment_is_named() -> None:
