@@ -1,7 +1,7 @@
 """One checked call of an environment: in time, without an exception, and with one answer per conversation.
 
 Decides what a failure looks like; what to do about it is the rollout's business. Invariant: what is returned has B
-entries everywhere.
+entries everywhere, each of the type that `EnvironmentReturn` names.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from threading import Thread
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 
 from nemo_rl.data.interfaces import LLMMessageLogType
-from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn
+from nemo_rl.environments.interfaces import METADATA_FLAGS, EnvironmentFailure, EnvironmentReturn
 
 
 def step_environment(
@@ -34,7 +35,8 @@ def step_environment(
         The environment's answer, with rewards as float32 and terminateds as bool tensors [B], and None lists filled in.
 
     Raises:
-        EnvironmentFailure: it raised, died, took longer than the deadline, or returned a wrong number of anything.
+        EnvironmentFailure: it raised, died, took longer than the deadline, or returned a wrong number or
+            type of anything.
     """
     if len(message_logs) != len(metadata):
         raise ValueError(f"environment {name}: {len(message_logs)} conversations and {len(metadata)} metadata")
@@ -68,7 +70,7 @@ def environment_metrics(handle: Any, batch: Mapping[str, object], *, timeout_s: 
     try:
         _, measured = returned
         return {str(key): float(value) for key, value in measured.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise EnvironmentFailure(
             f"environment {name}: global_post_process_and_metrics returned {returned!r:.200}; expected the batch and a "
             "dict of numbers"
@@ -141,23 +143,57 @@ def _checked(returned: object, size: int, name: str) -> EnvironmentReturn[object
     result = EnvironmentReturn(*returned)
     stops = result.next_stop_strings if result.next_stop_strings is not None else [None] * size
     answers = result.answers if result.answers is not None else [None] * size
-    for what, values in (
-        ("observations", result.observations),
-        ("metadata", result.metadata),
-        ("next_stop_strings", stops),
-        ("answers", answers),
+    for what, values, problem_of in (
+        ("observations", result.observations, _problem_of_observation),
+        ("metadata", result.metadata, _problem_of_metadata),
+        ("next_stop_strings", stops, _problem_of_stops),
+        ("answers", answers, _problem_of_answer),
     ):
-        if not isinstance(values, Sequence) or len(values) != size:
+        if not _is_list(values) or len(values) != size:
             raise EnvironmentFailure(f"environment {name} returned {_count(values)} {what} for {size} conversations")
-    for index, observation in enumerate(result.observations):
-        if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
-            raise EnvironmentFailure(
-                f"environment {name}: observation {index} is {observation!r}, not a message with role and content"
-            )
-    terminateds = _tensor(result.terminateds, "terminateds", size, name).bool()
+        for row, value in enumerate(values):
+            if (problem := problem_of(value)) is not None:
+                raise EnvironmentFailure(f"environment {name}: {what} of conversation {row}: {problem}")
+    terminateds = _tensor(result.terminateds, "terminateds", size, name)
+    _refuse_rows(~((terminateds == 0) | (terminateds == 1)), terminateds, "terminateds", "neither true nor false", name)
     return EnvironmentReturn(
-        result.observations, result.metadata, stops, _rewards(result.rewards, size, name), terminateds, answers
+        result.observations, result.metadata, stops, _rewards(result.rewards, size, name), terminateds.bool(), answers
     )
+
+
+_MADE_HERE = ("token_ids", "token_loss_mask", "generation_logprobs")
+
+
+def _problem_of_observation(observation: object) -> str | None:
+    if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
+        return f"{_shown(observation)} is not a message with role and content"
+    for key in ("role", "content"):
+        if not isinstance(observation[key], str):
+            return f"{key} must be text, not {_shown(observation[key])}"
+    if not observation["role"]:
+        return "role is empty; environments speak as 'environment', 'tool' or 'user'"
+    made_here = [key for key in _MADE_HERE if key in observation]
+    return f"{made_here[0]} is not an environment's to give; content is tokenised here" if made_here else None
+
+
+def _problem_of_metadata(metadata: object) -> str | None:
+    if not isinstance(metadata, Mapping):
+        return None
+    for flag in METADATA_FLAGS:
+        value = metadata.get(flag)
+        if value is not None and not (isinstance(value, (bool, int, np.generic)) and value in (0, 1)):
+            return f"{flag} must be true or false, not {_shown(value)}"
+    return None
+
+
+def _problem_of_stops(stops: object) -> str | None:
+    if stops is None or (_is_list(stops) and all(isinstance(stop, str) and stop for stop in stops)):
+        return None
+    return f"{_shown(stops)} is not a list of texts that are not empty"
+
+
+def _problem_of_answer(answer: object) -> str | None:
+    return None if answer is None or isinstance(answer, str) else f"{_shown(answer)} is neither text nor None"
 
 
 def _rewards(rewards: object, size: int, name: str) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -176,27 +212,49 @@ def _rewards(rewards: object, size: int, name: str) -> torch.Tensor | dict[str, 
 
 
 def _tensor(values: object, what: str, size: int, name: str) -> torch.Tensor:
+    if _is_list(values):
+        for row, value in enumerate(values):
+            if not isinstance(value, (bool, int, float, np.generic, np.ndarray, torch.Tensor, list, tuple)):
+                raise EnvironmentFailure(
+                    f"environment {name} returned {what} that are no numbers: conversation {row} has {_shown(value)}"
+                )
     try:
-        tensor = torch.as_tensor(values)
+        tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise EnvironmentFailure(f"environment {name} returned {what} that are no numbers: {error}") from error
+        raise EnvironmentFailure(
+            f"environment {name} returned {what} that are no numbers, in a {type(values).__name__}: {error}"
+        ) from error
     if tensor.shape != (size,):
         raise EnvironmentFailure(
             f"environment {name} returned {what} of shape {list(tensor.shape)} for {size} conversations; "
             f"expected [{size}]"
         )
+    if tensor.is_complex():
+        raise EnvironmentFailure(f"environment {name} returned {what} of {tensor.dtype}; expected real numbers")
     return tensor.cpu()
 
 
 def _finite(rewards: torch.Tensor, what: str, name: str) -> torch.Tensor:
-    bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
-    if bad:
-        raise EnvironmentFailure(
-            f"environment {name} returned {what} that are not finite, for conversations {bad[:8]}: "
-            f"{rewards[bad[0]].item()}"
-        )
+    _refuse_rows(~torch.isfinite(rewards), rewards, what, "not finite", name)
     return rewards
 
 
+def _refuse_rows(bad: torch.Tensor, values: torch.Tensor, what: str, problem: str, name: str) -> None:
+    rows = bad.nonzero().flatten().tolist()
+    if rows:
+        raise EnvironmentFailure(
+            f"environment {name} returned {what} that are {problem}, for conversations {rows[:8]}: "
+            f"{values[rows[0]].item()}"
+        )
+
+
+def _is_list(values: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.100} ({type(value).__name__})"
+
+
 def _count(values: object) -> str:
-    return str(len(values)) if isinstance(values, Sequence) else f"a {type(values).__name__} as"
+    return str(len(values)) if _is_list(values) else f"a {type(values).__name__} as"

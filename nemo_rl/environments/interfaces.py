@@ -22,6 +22,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 MetadataT = TypeVar("MetadataT", default=object)
 Observation = dict[str, str]
+METADATA_FLAGS = ("mask_sample", "invalid_tool_call")
+"""Keys, true or false, by which an environment's last metadata say that a sample is not to be trained on as it is."""
 
 
 class EnvironmentFailure(UserError, RuntimeError):
