@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.startup import set_seed
+from nemo_rl.algorithms.startup import check_tokens, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
@@ -32,13 +32,22 @@ from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import environment_class, section_of, start_environments
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
+from nemo_rl.experience.rollouts import (
+    RolloutLimits,
+    RolloutPlan,
+    RolloutRunner,
+    RolloutWatch,
+    Trajectory,
+    number_samples,
+    rollout_metrics,
+)
 from nemo_rl.models.generation.interfaces import request_timeout_s
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.models.generation.vllm.engine_actors import start_engine_actors
 from nemo_rl.models.policy.model_config import model_config
 from nemo_rl.utils.adapters import is_adapter
 from nemo_rl.utils.checkpoint import model_directory
+from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
@@ -131,13 +140,13 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
         ConfigError, DataError, ModelNotFoundError, DeviceUnavailableError: The configuration asks for what is not
         there. GenerationError, EnvironmentFailure, WorkerError: The evaluation cannot go on.
     """
-    placement = placement or OwnPlacement()
+    placement, say = placement or OwnPlacement(), StartPhases().say
     _find_model(config)
     save_path = _writable(config.eval.save_path)
     set_seed(config.eval.seed)
     tokenizer = get_tokenizer(config.tokenizer, config.generation.trust_remote_code)
     policy = _as_policy(config)
-    model_config(policy)
+    ends = check_tokens(policy, model_config(policy), tokenizer, say, key="generation.stop_token_ids")
     problems = _problems(config, tokenizer)
     name = config.data.env_name
     environment_class(name, section_of(name, config.env))
@@ -146,7 +155,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
         stack.callback(placement.disconnect)
         cluster = placement.reserve(config, accelerator)
         stack.callback(cluster.shutdown)
-        generation = _start_engines(config, policy, cluster, tokenizer, placement)
+        generation = _start_engines(config, policy, cluster, tokenizer, ends.ids, placement)
         stack.callback(generation.shutdown)
         actors = start_environments([name], config.env)
         stack.callback(_end, actors)
@@ -157,6 +166,15 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
         with placement.serving(generation, problems.count, config.eval.num_tests_per_prompt) as tell:
             trajectories = _answer(config, runner, generation, problems, tell)
         seconds = time.monotonic() - began
+    metrics = rollout_metrics([one for answers in trajectories for one in answers], config.data.max_rollout_turns)
+    for line in RolloutWatch().observe(
+        "evaluation",
+        metrics,
+        max_new_tokens=config.generation.max_new_tokens,
+        max_turns=config.data.max_rollout_turns,
+        keys=("generation", "data"),
+    ):
+        say(line)
     score = _score(config, trajectories, seconds)
     if save_path is not None:
         _save(save_path, config, score, trajectories)
@@ -229,6 +247,7 @@ def _start_engines(
     policy: PolicyConfig,
     cluster: RayVirtualCluster,
     tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
     placement: Placement,
 ) -> VllmGeneration:
     actors = start_engine_actors(
@@ -243,7 +262,7 @@ def _start_engines(
     return VllmGeneration(
         actors,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=config.generation.stop_token_ids or [tokenizer.eos_token_id],
+        stop_token_ids=list(stop_token_ids),
         request_timeout_s=request_timeout_s(),
         record=placement.record,
     )

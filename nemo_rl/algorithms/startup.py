@@ -20,10 +20,11 @@ from nemo_rl.algorithms.placement import check_device
 from nemo_rl.algorithms.profiling import check_profile
 from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
 from nemo_rl.algorithms.run_checkpoint import RunState, check_writable, new_log_dir
-from nemo_rl.config import ConfigError
+from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.master import RootConfig
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, Loader
+from nemo_rl.data.model_tokens import StopTokens, check_vocabulary, stop_tokens, vocabulary_size
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
@@ -126,6 +127,7 @@ class Prepared(Generic[State, TrainLoader, Begun]):
         accelerator: The cluster's kind.
         begun: What the algorithm's `begin` started.
         tokenizer: The policy's.
+        stop_tokens: End a response, and an assistant's turn.
         datasets: What the loaders read.
         loaders: At the run's position.
         checkpointer: Owner of its checkpoints.
@@ -140,6 +142,7 @@ class Prepared(Generic[State, TrainLoader, Begun]):
     accelerator: Accelerator
     begun: Begun
     tokenizer: PreTrainedTokenizerBase
+    stop_tokens: StopTokens
     datasets: TaskDatasets
     loaders: Loaders[TrainLoader]
     checkpointer: CheckpointManager
@@ -195,6 +198,7 @@ def prepared(
             if resume is not None:
                 check_same_shape(model, resume.checkpoint)
             tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
+            ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data)
             check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
             loaders = algorithm.loaders(datasets, tokenizer)
@@ -210,7 +214,18 @@ def prepared(
         if here is None:
             check_cpu_is_meant(config, accelerator, model, start.say)
         ready = Prepared(
-            accelerator, begun, tokenizer, datasets, loaders, checkpointer, resume, state, total_steps, logger, undo
+            accelerator,
+            begun,
+            tokenizer,
+            ends,
+            datasets,
+            loaders,
+            checkpointer,
+            resume,
+            state,
+            total_steps,
+            logger,
+            undo,
         )
         yield ready
         undo.pop_all()
@@ -239,6 +254,41 @@ def _position(
     total = resume.total_steps(state, limits.max_steps, epochs, per_epoch)
     resume.check_unfinished(total, limits.steps_key)
     return state, total
+
+
+def check_tokens(
+    policy: PolicyConfig,
+    model: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Say,
+    *,
+    key: str = "policy.generation.stop_token_ids",
+) -> StopTokens:
+    """Compares tokenizer and model, and names the tokens that end a response.
+
+    Args:
+        policy: What is trained or evaluated.
+        model: Its Hugging Face configuration.
+        tokenizer: Its tokenizer.
+        say: Tells the person.
+        key: Dotted key of the run's stop tokens, for messages.
+
+    Raises:
+        DataError: The model lacks tokens, or its files do not say what ends a response.
+    """
+    lacking = check_vocabulary(tokenizer, model, policy.model_name)
+    ends = stop_tokens(
+        tokenizer,
+        policy.model_name,
+        setting=policy.generation.stop_token_ids,
+        overrides=policy.hf_config_overrides,
+        vocabulary=vocabulary_size(model),
+        key=key,
+    )
+    for line in (lacking, ends.line()):
+        if line is not None:
+            say(line)
+    return ends
 
 
 def check_prompt_lengths(by_task: Mapping[str, Any], limit: int | None, say: Say) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar
 import torch
 
 from nemo_rl.config import EnvironmentConfig, GenerationConfig
+from nemo_rl.data.model_tokens import listed_stop_ids
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.interfaces import Conversation, EnvironmentReturn
@@ -53,12 +54,17 @@ def configure_generation_config(config: Config, tokenizer: PreTrainedTokenizerBa
         is_eval: load real weights; otherwise training sends them.
     """
     if config.get("stop_token_ids") is None if isinstance(config, dict) else config.stop_token_ids is None:
-        config["stop_token_ids"] = [tokenizer.eos_token_id]
+        config["stop_token_ids"] = listed_stop_ids(tokenizer, _model_name(config))
     vllm = config.setdefault("vllm_cfg", {}) if isinstance(config, dict) else config.vllm_cfg
     vllm["load_format"] = "auto" if is_eval else "dummy"
     if isinstance(config, dict):
         config["_pad_token_id"] = tokenizer.pad_token_id
     return config
+
+
+def _model_name(config: GenerationConfig | dict[str, object]) -> str | None:
+    name = config.get("model_name") if isinstance(config, dict) else getattr(config, "model_name", None)
+    return name if isinstance(name, str) else None
 
 
 def should_use_async_rollouts(generation_config: GenerationConfig | Mapping[str, object] | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt
 
-from nemo_rl.config.section import NotYet, Section
+from nemo_rl.config.section import NonEmptyStrings, NotYet, Section
 
 
 class EnvironmentConfig(Section):
@@ -40,7 +40,7 @@ class MathEnvConfig(EnvironmentConfig):
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = Field(
         "math", description="Kind of answer that is expected."
     )
-    stop_strings: list[str] | None = Field(None, description="Strings that end a response in this environment.")
+    stop_strings: NonEmptyStrings | None = Field(None, description="Strings that end a response in this environment.")
     verify_timeout_s: float = Field(
         10.0, gt=0, description="Seconds that verifying one response may take; past it the response earns 0."
     )
@@ -66,7 +66,7 @@ class CodeJaccardEnvConfig(EnvironmentConfig):
     """`env.code_jaccard`."""
 
     num_workers: PositiveInt = Field(8, description="Processes that compare code.")
-    stop_strings: list[str] | None = Field(None, description="Strings that end a response in this environment.")
+    stop_strings: NonEmptyStrings | None = Field(None, description="Strings that end a response in this environment.")
 
 
 class ReasoningGymEnvConfig(EnvironmentConfig):

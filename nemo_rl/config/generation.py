@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from nemo_rl.config.section import DefaultFrom, NotYet, Section
+from nemo_rl.config.section import DefaultFrom, NonEmptyStrings, NotYet, Section
 
 
 def _all_tokens_is_null(value: object) -> object:
@@ -201,10 +201,12 @@ class GenerationConfig(Section):
         None, description="top_k of validation."
     )
     stop_token_ids: list[int] | None = Field(
-        None, description="Token ids that end a response; null is the tokenizer's end of sequence."
+        None,
+        description="Token ids that end a response, and no others; null takes every end-of-sequence id of the "
+        "tokenizer and of the model's generation_config.json and config.json.",
     )
-    stop_strings: list[str] | None = Field(None, description="Strings that end a response; they stay in it.")
-    bad_words: list[str] | None = Field(None, description="Strings that are never generated.")
+    stop_strings: NonEmptyStrings | None = Field(None, description="Strings that end a response; they stay in it.")
+    bad_words: NonEmptyStrings | None = Field(None, description="Strings that are never generated.")
     refit_transport: Annotated[str | None, NotYet("refit transports other than the default")] = Field(
         None, description="null, nccl_reshard, vllm_zmq_sparse, vllm_s3_sparse, nixl, or module:Class."
     )

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config.errors import NotBuilt
 
 _Mark = TypeVar("_Mark")
+# Every text holds the empty string: as a stop string or a bad word it would end or forbid every response.
+NonEmptyStrings = list[Annotated[str, Field(min_length=1)]]
 
 
 @dataclass(frozen=True)

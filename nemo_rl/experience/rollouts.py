@@ -37,6 +37,9 @@ from nemo_rl.utils.record_events import VersionSpan as RecordedSpan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Share of samples cut short from which on a person is told.
+_MANY_CUT = 0.4
+
 
 class RolloutGenerator(Protocol):
     """What a rollout needs of generation."""
@@ -360,6 +363,63 @@ def merged_rollout_metrics(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         else:
             merged[name] = float(np.mean(values))
     return merged
+
+
+class RolloutWatch:
+    """Notices when many samples are cut short, which looks like a bad model and is mostly a wrong setting.
+
+    Speaks once for each reason, and again only after the share has been low in between.
+    """
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def observe(
+        self,
+        what: str,
+        metrics: Mapping[str, Any],
+        *,
+        max_new_tokens: int,
+        max_turns: int,
+        keys: tuple[str, str] = ("policy.generation", "grpo"),
+    ) -> list[str]:
+        """What to tell the person about some finished samples.
+
+        Args:
+            what: The samples, such as `step 3`.
+            metrics: What `rollout_metrics` gave for them.
+            max_new_tokens: Tokens of a response, at most.
+            max_turns: Rounds of a sample, at most.
+            keys: Sections of the two limits.
+        """
+        cut, unfinished = (float(metrics.get(name, 0.0)) for name in ("truncation_rate", "max_turns_reached_rate"))
+        said = [
+            self._once(
+                "tokens",
+                cut,
+                _MANY_CUT,
+                f"{what}: {cut:.0%} of the samples were cut off, and a cut answer mostly earns nothing; either "
+                f"{keys[0]}.max_new_tokens={max_new_tokens} (or the total length) is too small for this model, or it "
+                "ends its turn with a token that is not among the stop tokens named at the start "
+                f"({keys[0]}.stop_token_ids)",
+            ),
+            self._once(
+                "turns",
+                unfinished,
+                _MANY_CUT if max_turns > 1 else 1e-9,
+                f"{what}: {unfinished:.0%} of the episodes were cut after {keys[1]}.max_rollout_turns={max_turns} "
+                "although their environment would have gone on; raise it for an environment of several turns",
+            ),
+        ]
+        return [line for line in said if line is not None]
+
+    def _once(self, reason: str, share: float, many: float, line: str) -> str | None:
+        if share >= many and reason not in self._said:
+            self._said.add(reason)
+            return line
+        if share < many / 2:
+            self._said.discard(reason)
+        return None
 
 
 # NeMo-RL's names besides.

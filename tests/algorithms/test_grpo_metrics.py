@@ -14,6 +14,7 @@ from nemo_rl.algorithms.grpo.metrics import (
     throughput_metrics,
     validation_metrics,
 )
+from nemo_rl.experience.rollouts import RolloutWatch
 
 
 def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:
@@ -138,3 +139,23 @@ def test_each_task_has_its_own_accuracy_once_there_are_several() -> None:
         "accuracy/words": 0.5,
     }
     assert accuracy_by_task(rewards, ["sums"] * 4) == {}
+
+
+def test_samples_cut_short_are_told_once_until_they_have_been_few() -> None:
+    watch = RolloutWatch()
+
+    def said(truncated: float, unfinished: float = 0.0, max_turns: int = 5) -> str:
+        rates = {"truncation_rate": truncated, "max_turns_reached_rate": unfinished}
+        return "\n".join(watch.observe("step 3", rates, max_new_tokens=64, max_turns=max_turns))
+
+    assert said(0.39) == ""
+    first = said(0.4)
+    assert "step 3: 40% of the samples were cut off" in first
+    assert "policy.generation.max_new_tokens=64" in first and "policy.generation.stop_token_ids" in first
+    assert said(1.0) == said(0.3) == said(0.9) == "", "it is the same situation still"
+    assert said(0.1) == "" and "90%" in said(0.9)
+    assert said(0.0, unfinished=0.3) == ""
+    assert "50% of the episodes were cut after grpo.max_rollout_turns=5" in said(0.0, unfinished=0.5)
+    assert "2% of the episodes were cut after grpo.max_rollout_turns=1" in "\n".join(
+        RolloutWatch().observe("step 1", {"max_turns_reached_rate": 0.02}, max_new_tokens=64, max_turns=1)
+    )

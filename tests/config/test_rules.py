@@ -146,6 +146,9 @@ def test_what_can_be_honoured_is_accepted(overrides: list[str]) -> None:
 BROKEN = [
     (["policy.dtensor_cfg.enabled=false"], "both false; enable exactly one"),
     (["policy.optimizer=null"], "policy.optimizer: null"),
+    (["policy.generation.stop_strings=['</a>','']"], "policy.generation.stop_strings.1: "),
+    (["policy.generation.bad_words=['']"], "policy.generation.bad_words.0: "),
+    (["env.math.stop_strings=['']"], "env.math.stop_strings.0: "),
     (["policy.dynamic_batching.enabled=true"], "sequence_packing.enabled and policy.dynamic_batching.enabled exclude"),
     (
         ["policy.dtensor_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"],

@@ -7,6 +7,7 @@ store and environments to them. Invariant: whatever was built is ended again whe
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,9 @@ def _build(
     timer = Timer()
     progress = RunProgress(ready.total_steps, first_step=ready.state.step)
     clusters = ready.begun.clusters
-    generation = _start_generation(config, ready.begun.engines, tokenizer, placement.shard_record(record))
+    generation = _start_generation(
+        ready.begun.engines, tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
+    )
     slept: list[dict[str, int]] = []
     if generation is not None:
         undo.callback(generation.shutdown)
@@ -343,14 +346,14 @@ def _custom_loader(config: MasterConfig) -> CustomLoader | None:
 
 
 def _start_generation(
-    config: MasterConfig, actors: EngineActors | None, tokenizer: PreTrainedTokenizerBase, record: Record
+    actors: EngineActors | None, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], record: Record
 ) -> VllmGeneration | None:
     if actors is None:
         return None
     return VllmGeneration(
         actors,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=config.policy.generation.stop_token_ids or [tokenizer.eos_token_id],
+        stop_token_ids=list(stop_token_ids),
         request_timeout_s=request_timeout_s(),
         record=record,
     )

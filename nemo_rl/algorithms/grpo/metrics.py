@@ -267,6 +267,14 @@ def _log_step(run: GRPORun, report: StepReport) -> None:
     )
     if (said := run.reward_watch.observe(step, rows, metrics["global_valid_toks"])) is not None:
         run.progress.say(said)
+    generation = run.config.policy.generation
+    for line in run.reward_watch.rollouts.observe(
+        f"step {step}",
+        metrics,
+        max_new_tokens=generation.max_new_tokens,
+        max_turns=run.config.grpo.max_rollout_turns,
+    ):
+        run.progress.say(line)
 
 
 def _utilisation(result: TrainResult, seconds: Mapping[str, float]) -> dict[str, float]:

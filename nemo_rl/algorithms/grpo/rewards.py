@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nemo_rl.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.experience.rollouts import RolloutWatch
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,10 @@ def shape_rewards(
 
 
 class RewardWatch:
-    """Watches the steps of a run."""
+    """Watches the steps of a run; `rollouts` watches how their samples end."""
 
     def __init__(self) -> None:
+        self.rollouts = RolloutWatch()
         self._equal = 0
         self._say_at = _SPELL
 

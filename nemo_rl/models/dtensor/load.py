@@ -35,6 +35,7 @@ from nemo_rl.models.policy.model_config import (
     ModelNotFoundError,
     UnsupportedModelError,
     compute_dtype,
+    generation_config,
     model_config,
     number_of_experts,
 )
@@ -80,6 +81,7 @@ def load_scorer(cfg: PolicyConfig, mesh: ParallelMesh, *, weights_path: str | No
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code, **kernels
         )
+    model.generation_config = generation_config(cfg, config)
     model.tie_weights()
     # Padding never reaches the loss here; where its id was drawn as a token, the token has a gradient like any other.
     model.get_input_embeddings().padding_idx = None

@@ -31,7 +31,7 @@ from nemo_rl.models.megatron.weights import ModelWeights, ShardedWeights
 from nemo_rl.models.policy.attention import kernel_in_use
 from nemo_rl.models.policy.backend import BackendOptions
 from nemo_rl.models.policy.logits import LogitTransform, logit_transform
-from nemo_rl.models.policy.model_config import compute_dtype, model_config
+from nemo_rl.models.policy.model_config import compute_dtype, generation_config, model_config
 from nemo_rl.models.policy.packed import (
     PackedBatch,
     largest_logits,
@@ -118,7 +118,7 @@ class MegatronBackend:
             if options.optimizer_path is not None:
                 load_optimizer(self._state(), self.schedule, self._trained, options.optimizer_path)
         self.reference = ReferenceWeights(weights.own().values(), reference) if reference is not None else None
-        self.writer = CheckpointWriter(groups, hf)
+        self.writer = CheckpointWriter(groups, hf, generation_config(cfg, hf))
         tensors = [*(p.data for chunk in model.chunks for p in chunk.parameters())]
         tensors += [buffer for chunk in model.chunks for buffer in chunk.buffers()]
         self._model_memory = MovableStorages.on_gpu(tensors)

@@ -26,7 +26,7 @@ from nemo_rl.models.policy.checkpoint_files import BackgroundWriter, write_model
 from nemo_rl.models.policy.model_config import CheckpointMismatchError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig
 
 SCHEDULE_FILE = "schedule.json"
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -196,14 +196,13 @@ class CheckpointWriter(BackgroundWriter):
     Args:
         groups: This rank's.
         model: The Hugging Face configuration.
+        generation: The Hugging Face generation settings that go along.
     """
 
-    def __init__(self, groups: MegatronGroups, model: PretrainedConfig) -> None:
+    def __init__(self, groups: MegatronGroups, model: PretrainedConfig, generation: GenerationConfig) -> None:
         super().__init__()
-        from transformers import GenerationConfig
-
         self._groups = groups
-        self._model = SimpleNamespace(config=model, generation_config=GenerationConfig.from_model_config(model))
+        self._model = SimpleNamespace(config=model, generation_config=generation)
 
     def save_weights(self, weights: ModelWeights, path: str, *, dtype: torch.dtype, save_format: str) -> None:
         """Snapshots the full weights on rank 0 and writes a Hugging Face directory."""

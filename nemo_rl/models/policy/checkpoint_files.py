@@ -92,7 +92,8 @@ def write_model_directory(
     with open(os.path.join(path, "config.json"), "w") as file:
         json.dump(plain, file, indent=2)
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(path)
+        # Not `save_pretrained`, which refuses what many published files hold, such as a temperature without sampling.
+        model.generation_config.to_json_file(os.path.join(path, "generation_config.json"))
     if save_format == "torch_save":
         torch.save(state, os.path.join(path, "pytorch_model.bin"))
         return

@@ -16,7 +16,7 @@ from nemo_rl.config import DTensorConfig, PolicyConfig
 from nemo_rl.config.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig
 
 
 class UnsupportedModelError(UserError, ValueError):
@@ -61,6 +61,18 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
     for key, value in cfg.hf_config_overrides.items():
         setattr(config, key, value)
     return config
+
+
+def generation_config(cfg: PolicyConfig, model: PretrainedConfig) -> GenerationConfig:
+    """The model's `generation_config.json`, which checkpoints carry on with its stop tokens; without one, what follows
+    from the model's configuration.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(cfg.model_name)
+    except OSError:
+        return GenerationConfig.from_model_config(model)
 
 
 def _looks_like_a_path(name: str) -> bool:

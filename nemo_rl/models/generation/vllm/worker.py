@@ -217,9 +217,11 @@ class VllmGenerationWorker:
                 f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens of request "
                 f"{request.request_id}"
             )
-        result = GenerationResult(
-            request.request_id, token_ids, logprobs, completion.finish_reason or "abort", spans, self._shard
-        )
+        reason = completion.finish_reason or "abort"
+        if reason == "length" and token_ids and token_ids[-1] in self._stop_token_ids:
+            # Engines differ in which of the two they look at first; a response that has ended was not cut.
+            reason = "stop"
+        result = GenerationResult(request.request_id, token_ids, logprobs, reason, spans, self._shard)
         return result if result.finish_reason != "abort" else self._keepable(request, result)
 
     def _keepable(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
