@@ -25,13 +25,20 @@ Verifier = Callable[[str, str], Verdict]
 
 _INTEGER = re.compile(r"-?\d{1,18}")
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-_ENGLISH_CHOICE = re.compile(r"(?i)answer\s*:\s*[*$(]*\s*([A-J])\b")
+# What may stand between "Answer:" and the letter: emphasis, mathematics, a box, brackets.
+_MARKUP = r"(?:[*$(\[{「【\s]|\\(?:boxed|text|textbf|mathbf|mathrm|\(|\[))*"
+# A letter that a word goes on with is none, nor are the pronoun and the article: "Answer: I think", "answer: a few".
+_LATIN_CHOICE = r"(?!(?-i:I|a)\s+[^\W\d_])([A-J])(?![a-zÀ-ɏ'’])"
+_ENGLISH_CHOICE = re.compile(rf"(?i)answer\s*:{_MARKUP}{_LATIN_CHOICE}")
 # "Answer" in the languages of the multilingual MMLU test set.
 _ANSWER_WORDS = (
     "answer|antwort|respuesta|réponse|resposta|risposta|jawaban|jibu|ìdáhùn|idáhùn|câu trả lời|đáp án|"
     "ответ|उत्तर|উত্তর|답변|정답|답|答案|答|回答|解答|الإجابة|الجواب|إجابة"
 )
-_MULTILINGUAL_CHOICE = re.compile(rf"(?i)(?:{_ANSWER_WORDS})\s*[::]\s*[*$(「]*\s*([A-J]|[أبجد]|[অআইঈবডঢসকখগঘ])")
+_MULTILINGUAL_CHOICE = re.compile(
+    rf"(?i)(?:{_ANSWER_WORDS})\s*:{_MARKUP}"
+    rf"(?:{_LATIN_CHOICE}|([أبجد])(?![\u0600-\u06ff])|([অআইঈবডঢসকখগঘ])(?![\u0980-\u09ff]))"
+)
 _CHOICE_LETTERS = {
     "أ": "A",
     "ب": "B",
@@ -80,7 +87,7 @@ def dapo_math_verify(response: str, expected: str) -> Verdict:
     lines = _ANSWER_LINE.findall(response[-300:])
     if not lines:
         return Verdict(0.0, None)
-    given = plainly(lines[-1])
+    given = plainly(lines[-1].strip("* "))
     return Verdict(float(given == plainly(expected)), given)
 
 
@@ -93,34 +100,49 @@ def english_multichoice(response: str, expected: str) -> Verdict:
 def multilingual_multichoice(response: str, expected: str) -> Verdict:
     """The letter after the last word for "answer", in the language of the response."""
     found = _MULTILINGUAL_CHOICE.findall(unicodedata.normalize("NFKC", response))
-    letter = found[-1] if found else None
+    letter = "".join(found[-1]) if found else None
     return _choice(None if letter is None else _CHOICE_LETTERS.get(letter, letter.upper()), expected)
 
 
-def plainly(answer: str) -> str:
-    """A mathematical answer without what does not change it: dollar signs, spaces, units, `\\text`, thousands' commas,
-    trailing full stops.
+# Minerva's list of words and marks that do not change an answer.
+_UNITS = re.compile(
+    r"(?<![A-Za-z\\])(?:square|ways|integers|dollars?|mph|inch(?:es)?|ft|hours?|km|units?|points?|feet|foot|minutes?|"
+    r"digits|cents?|degrees?|cm|gm|pounds?|meters?|meals|edges|students|multiples)(?![A-Za-z])"
+)
+_MARKS = re.compile(
+    r'\\(?:left|right)(?![a-z])|\\[,;!\s%]|\\?\$|%|\{,\}|"|\^\{?\\circ\}?|\\l?dots|\^?\{?\\mathrm\{th\}\}?|'
+    r"\^(?:\{th\}|th(?![a-z]))"
+)
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
-    The rules are those of Minerva's appendix (https://arxiv.org/abs/2206.14858), as far as they concern single answers.
+
+def plainly(answer: str) -> str:
+    """A mathematical answer without what does not change it.
+
+    The rules are those of Minerva's appendix (https://arxiv.org/abs/2206.14858, D.1): what follows the last `=`, inside
+    the first pair of dollar signs; without `\\text`, `\\boxed` and the like around it, articles, units, spaces and
+    marks; `\\frac12` written out; no commas between thousands. docs/evaluation.md lists where ours differ.
     """
-    text = answer.split("=")[-1]
-    boxed = re.search(r"\\boxed\s*\{(.*)\}", text)
-    text = boxed.group(1) if boxed else text
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox|overline)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\(?:left|right|,|;|!|quad|ldots|dots)|\\?\$|\\?%|\^\{?\\circ\}?", "", text)
+    text = answer.split("=")[-1].replace("\\$", "")
+    mathematics = re.search(r"\$([^$]+)\$", text)
+    text = mathematics.group(1) if mathematics else text
+    text = re.sub(r"\\mbox(?=\s*\{)", r"\\text", text)
+    text = re.sub(r",?\s*\\text\s*\{\s*,?\s*and\s*\}", ",", text)
+    text = re.sub(r"\\text\s*\{\s*(?:m|s|\.)?\s*\}(?:\^\{?[23]\}?)?", "", text)
+    text = _MARKS.sub("", text)
+    for _ in range(2):  # a box around text, or text in a box
+        text = re.sub(r"\\(?:text|textbf|mathrm|mathbf|overline)\s*\{([^{}]*)\}", r"\1", text)
+        text = re.sub(r"\\(?:boxed|fbox)\s*\{(.*)\}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([^{\\\s])\s*([^{\\\s])", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\sqrt\s*([^{\\\s])", r"\\sqrt{\1}", text)
-    text = re.sub(
-        r"\b(?:units?|degrees?|dollars?|cents?|points?|inches|feet|meters?|cm|hours?|minutes?|square)\b", "", text
-    )
+    text = re.sub(r"\\sqrt\s*([^{\\\s\[])", r"\\sqrt{\1}", text)
+    text = _UNITS.sub("", re.sub(r"\ban? ", "", text))
     text = re.sub(r"\s+", "", text).rstrip(".。")
-    bare = text.replace(",", "")
-    return bare if re.fullmatch(r"[+-]?\d+(?:\.\d+)?", bare) else text
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
 
 
 def _choice(letter: str | None, expected: str) -> Verdict:
-    return Verdict(float(letter is not None and letter == expected.strip().upper()), letter)
+    return Verdict(float(letter is not None and letter == expected.strip(" ().").upper()), letter)
 
 
 def reasoning_gym(response: str, expected: str) -> Verdict:

@@ -25,7 +25,6 @@ from nemo_rl.environments.verifiers import (
     english_multichoice,
     hf_math_verify,
     multilingual_multichoice,
-    plainly,
     quick,
 )
 
@@ -106,35 +105,126 @@ def test_anything_else_does() -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "expected", "reward"),
+    [
+        ("The answer is \\boxed{\\frac{1}{2}}.", "0.5", 1.0),
+        ("I get $\\boxed{1+x^2}$", "x^2+1", 1.0),
+        ("so \\boxed{3} is wrong, rather \\boxed{4}", "4", 0.0),
+        ("It is 3, \\boxed{4} rather", "4", 1.0),
+        ("It costs 1,000 dollars", "1000", 1.0),
+        ("The final answer is $\\{1, 2\\}$", "\\{2, 1\\}", 1.0),
+        ("\\boxed{(1, 2)}", "(2, 1)", 0.0),
+        ("\\boxed{50\\%}", "50\\%", 1.0),
+        ("\\boxed{x = 5}", "5", 1.0),
+        ("I do not know.", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_mathematical_equality_by_a_table_of_cases(response: str, expected: str, reward: float) -> None:
+    assert hf_math_verify(response, expected).reward == reward
+
+
+@pytest.mark.parametrize(
     ("given", "wanted"),
     [
         ("$\\frac12$", "\\frac{1}{2}"),
+        ("\\dfrac{1}{2}", "\\frac{1}{2}"),
         ("1,234", "1234"),
+        ("1{,}234", "1234"),
+        ("12,\\!345.5", "12345.5"),
+        ("\\$1,000,000", "1000000"),
         ("\\boxed{7}.", "7"),
+        ("\\boxed{\\text{no}}", "no"),
         ("x = 5", "5"),
+        ("The final answer is $5$. I hope it is correct.", "5"),
         ("\\text{yes}", "yes"),
+        ("\\textbf{(C)}", "(C)"),
         ("12 degrees", "12"),
+        ("90^\\circ", "90"),
+        ("25\\text{ square feet}", "25"),
+        ("5\\text{m}^2", "5"),
+        ("7^{\\mathrm{th}}", "7"),
+        ("a 7", "7"),
         ("50\\%", "50"),
         ("\\left(1, 2\\right)", "(1,2)"),
+        ("3\\text{ and }5", "3,5"),
         ("\\sqrt2", "\\sqrt{2}"),
+        ("**4**", "4"),
     ],
 )
 def test_dapo_writes_answers_plainly(given: str, wanted: str) -> None:
-    assert plainly(given) == wanted
-    assert dapo_math_verify(f"Thinking.\nAnswer: {given}", wanted).reward == 1.0
+    assert dapo_math_verify(f"Thinking.\nAnswer: {given}", wanted) == Verdict(1.0, wanted)
 
 
-def test_dapo_reads_the_last_answer_line_only() -> None:
-    assert dapo_math_verify("Answer: 3\nAnswer: 4", "4").reward == 1.0
-    assert dapo_math_verify("Answer: 4\nAnswer: 3", "4").reward == 0.0
-    assert dapo_math_verify("It is 4", "4").answer is None
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("7.0", "7"), ("07", "7"), ("1/2", "0.5"), ("1,2", "12"), ("2,1", "1,2"), ("-5", "5"), ("x+1", "1+x"), ("", "7")],
+)
+def test_dapo_compares_writing_and_not_values(given: str, wanted: str) -> None:
+    assert dapo_math_verify(f"Answer: {given}", wanted).reward == 0.0
 
 
-def test_choices_are_read_in_many_languages() -> None:
-    assert english_multichoice("Answer: A, no.\nAnswer: (C)", "C").reward == 1.0
-    assert english_multichoice("I choose C", "C").reward == 0.0
-    for response in ("Réponse : B", "答案:B", "الإجابة: ب", "Antwort: B", "উত্তর: ব"):
-        assert multilingual_multichoice(response, "B").reward == 1.0, response
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 3\nAnswer: 4", "4"),
+        ("ANSWER : 4\nThat was all.", "4"),
+        ("Answer:\n4", "4"),
+        ("It is 4", None),
+        ("\\boxed{4}", None),
+        (f"Answer: 3{'.' * 310}", None),
+        (f"Answer: 3{' ' * 320}Answer: 4", "4"),
+        ("", None),
+    ],
+)
+def test_dapo_reads_the_last_answer_line_of_the_last_300_characters(response: str, answer: str | None) -> None:
+    verdict = dapo_math_verify(response, "4")
+    assert verdict == Verdict(float(answer == "4"), answer)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: A, no.\nAnswer: (C)", "C"),
+        ("Answer:c", "C"),
+        ("**Answer:** C", "C"),
+        ("Answer: $\\boxed{\\text{C}}$", "C"),
+        ("Final Answer: C) because", "C"),
+        ("Answer: I", "I"),
+        ("Answer: I think it is C", None),
+        ("answer: a few of them", None),
+        ("Answer: Cats", None),
+        ("Answer: K", None),
+        ("I choose C", None),
+        ("", None),
+    ],
+)
+def test_the_last_choice_is_read(response: str, answer: str | None) -> None:
+    assert english_multichoice(response, "C") == Verdict(float(answer == "C"), answer)
+    if "Final" not in response:
+        assert multilingual_multichoice(response, "(C)") == Verdict(float(answer == "C"), answer)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Réponse : B",
+        "答案:B",
+        "答案：（B）",
+        "회답 답: B입니다",
+        "الإجابة: ب",
+        "Antwort: B",
+        "উত্তর: ব",
+        "Respuesta: **B**",
+    ],
+)
+def test_choices_are_read_in_many_languages(response: str) -> None:
+    assert multilingual_multichoice(response, "B") == Verdict(1.0, "B")
+
+
+def test_a_word_that_begins_with_a_choice_is_none() -> None:
+    for response in ("Antwort: Berlin", "الإجابة: باب", "Réponse : Bé"):
+        assert multilingual_multichoice(response, "B").answer is None, response
 
 
 HISTORY: list[dict[str, Any]] = [
