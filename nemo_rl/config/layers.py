@@ -20,7 +20,7 @@ from nemo_rl.config.errors import ConfigError
 
 PARENTS = "defaults"
 REPLACE = "_override_"
-_INT, _BOOL = "tag:yaml.org,2002:int", "tag:yaml.org,2002:bool"
+_INT, _FLOAT, _BOOL, _TEXT = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "str"))
 MANDATORY = "???"
 
 
@@ -33,20 +33,32 @@ class Layer:
 
 
 class _Loader(get_yaml_loader()):  # type: ignore[misc]  # OmegaConf makes this class anew at each call
-    """OmegaConf's YAML (1e-6 is a number, a key stands once, dates stay text) with the scalars of YAML 1.2: `on` and
-    `yes` are text, and so is `1:30`, which YAML 1.1 takes for a number to base 60.
+    """OmegaConf's YAML, as NeMo-RL reads it: `no`, `off`, `yes` and `on` are booleans in every section, 1e-6 is a
+    number, a key stands once, dates stay text.
+
+    Two spellings of YAML 1.1 stay text, because they are rarely meant as numbers: `1:30` (to base 60) and `017`
+    (octal). Keys are always text, so that a section may be named `no`.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _BOOL)]
+        first: [
+            (tag, re.compile(f"(?![^\n]*:)(?:{pattern.pattern})", pattern.flags) if tag == _FLOAT else pattern)
+            for tag, pattern in resolvers
+            if tag != _INT
+        ]
         for first, resolvers in get_yaml_loader().yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if key.tag == _BOOL:
+                key.tag = _TEXT
+        return super().construct_mapping(node, deep=deep)
+
 
 _Loader.add_implicit_resolver(
-    _INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+    _INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
 )
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def read_yaml(text: str) -> object:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_rl.config.defaults import register_omegaconf_resolvers
 from nemo_rl.config.errors import OverridesError
 from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.layers import Layer, merge, read_layers
@@ -39,6 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         ConfigError: a file cannot be read.
         OverridesError: an override cannot be applied.
     """
+    register_omegaconf_resolvers()
     return parse_hydra_overrides(OmegaConf.create(merge(read_layers(path))), overrides)
 
 

@@ -7,12 +7,13 @@ Invariant: a default lives in the schema and nowhere else; removing a `NotYet` i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config.errors import NotBuilt
@@ -56,6 +57,16 @@ class AbsentIsDefault:
     """Marks a key for which null says something else than absence, so that deleting it (`~key`) brings its default."""
 
 
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
+
+
 class Section(BaseModel):
     """One mapping of the configuration: attributes are the YAML keys, unknown keys are refused, assignments are
     checked.
@@ -70,6 +81,16 @@ class Section(BaseModel):
         protected_namespaces=(),
         populate_by_name=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_have_no_leading_zero(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic reads the text `012` as 12, and NeMo-RL's YAML as 10."""
+        if isinstance(value, str) and _LEADING_ZERO.fullmatch(value) and info.field_name is not None:
+            kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
+            if kinds & {int, float} and str not in kinds:
+                raise ValueError("a number with a leading zero is octal in YAML 1.1; write it without")
+        return value
 
     @classmethod
     def read(cls, given: Self | Mapping[str, object]) -> Self:

@@ -239,6 +239,8 @@ def _lines(error: ErrorDetails, key: Key, kind: type[Section]) -> Iterator[str]:
         yield f"{value!r} is not one of {allowed}.{did_you_mean(str(value), names)}"
     elif error["type"] == "missing":
         yield "required, and not given"
+    elif error["type"] == "string_type" and isinstance(value, bool):
+        yield f"{value!r} is no text; yes, no, on and off are booleans in YAML, and text in quotes"
     else:
         message = str(cause) if cause is not None else error["msg"]
         yield f"{value!r}: {message[:1].lower()}{message[1:]}"

@@ -28,7 +28,7 @@ _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 # What may stand between "Answer:" and the letter: emphasis, mathematics, a box, brackets.
 _MARKUP = r"(?:[*$(\[{「【\s]|\\(?:boxed|text|textbf|mathbf|mathrm|\(|\[))*"
 # A letter that a word goes on with is none, nor are the pronoun and the article: "Answer: I think", "answer: a few".
-_LATIN_CHOICE = r"(?!(?-i:I|a)\s+[^\W\d_])([A-J])(?![a-zÀ-ɏ'’])"
+_LATIN_CHOICE = r"(?!(?-i:I|a)\s+[^\W\d_])([A-J])(?![a-zÀ-ɏ'\u2019])"
 _ENGLISH_CHOICE = re.compile(rf"(?i)answer\s*:{_MARKUP}{_LATIN_CHOICE}")
 # "Answer" in the languages of the multilingual MMLU test set.
 _ANSWER_WORDS = (

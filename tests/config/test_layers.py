@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from nemo_rl.config import ConfigError, load_config
+from nemo_rl.config import ConfigError, load_config, load_master_config
 from nemo_rl.config.layers import Layer, merge, read_layers, source_of
 
 leaves = st.none() | st.booleans() | st.integers() | st.text("xyz", max_size=3) | st.lists(st.integers(), max_size=2)
@@ -130,3 +130,36 @@ def has_scalar_between(first: Any, second: Any, third: Any) -> bool:
         if isinstance(first, dict) and isinstance(third, dict)
         else False
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "policy.optimizer.kwargs.amsgrad",
+        "policy.generation.vllm_kwargs.enable_lora",
+        "policy.hf_config_overrides.use_cache",
+        "env.mine.strict",
+        "data.train.own",
+    ],
+)
+@pytest.mark.parametrize(("word", "meaning"), [("no", False), ("Off", False), ("yes", True), ("'off'", "off")])
+def test_a_word_means_the_same_in_every_section_of_a_file_and_as_an_override(
+    tmp_path: Path, key: str, word: str, meaning: object
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    text = word
+    for part in reversed(key.split(".")):
+        text = f"{{{part}: {text}}}"
+    file.write_text(text)
+    for loaded in (load_config(file), load_config(write(tmp_path, "empty.yaml", {}), [f"++{key}={word}"])):
+        assert OmegaConf.select(loaded, key) == meaning
+
+
+@pytest.mark.parametrize(
+    "key", ["grpo.seed", "policy.max_grad_norm", "checkpointing.keep_top_k", "env.math.num_workers"]
+)
+def test_a_number_with_a_leading_zero_is_refused_where_a_number_is_wanted(key: str) -> None:
+    for text in ("012", "-01", "'007'"):
+        with pytest.raises(ConfigError, match=rf"{key}: '.*': a number with a leading zero is octal"):
+            load_master_config(None, [f"{key}={text}"])
+    assert load_master_config(None, ["policy.model_name=007"]).policy.model_name == "007"

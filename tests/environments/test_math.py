@@ -210,8 +210,8 @@ def test_the_last_choice_is_read(response: str, answer: str | None) -> None:
     [
         "Réponse : B",
         "答案:B",
-        "答案：（B）",
-        "회답 답: B입니다",
+        "答案\uff1a\uff08\uff22\uff09",
+        "정답: B입니다",
         "الإجابة: ب",
         "Antwort: B",
         "উত্তর: ব",
