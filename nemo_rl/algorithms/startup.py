@@ -199,7 +199,7 @@ def prepared(
                 check_same_shape(model, resume.checkpoint)
             tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
             ends = check_tokens(config.policy, model, tokenizer, start.say)
-            datasets = load_datasets(tokenizer, config.data)
+            datasets = load_datasets(tokenizer, config.data, ends.texts)
             check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
             loaders = algorithm.loaders(datasets, tokenizer)
             state, total_steps = _position(algorithm, resume, loaders.train)

@@ -109,8 +109,14 @@ class DataConfig(Section):
         512, description="Longest prompt, in tokens; null, and more, is policy.max_total_sequence_length."
     )
     add_bos: bool = Field(True, description="SFT: begin a conversation with the tokenizer's first token.")
-    add_eos: bool = Field(True, description="SFT: end a conversation with the tokenizer's last token.")
-    add_generation_prompt: bool = Field(False, description="SFT: end with the template's opening of an answer.")
+    add_eos: bool = Field(
+        True,
+        description="SFT: end a conversation with the tokenizer's last token, unless it ends with a stop token.",
+    )
+    add_generation_prompt: bool = Field(
+        False,
+        description="SFT: do not train the template's opening of an answer, which belongs to the prompt.",
+    )
     shuffle: bool = Field(True, description="Shuffle the training data each epoch.")
     num_workers: NonNegativeInt = Field(1, description="Processes that prepare prompts; 0 prepares them in the driver.")
     use_multiple_dataloader: bool = Field(False, description="One loader per training dataset.")

@@ -1,5 +1,5 @@
-"""Message logs: tokenizing a conversation message by message, masking what the loss sees, and flattening logs into
-padded columns.
+"""Message logs: tokenizing a conversation and cutting it into messages, masking what the loss sees, and flattening
+logs into padded columns.
 
 B is conversations, S tokens of the longest one. Knows chat templates only through the tokenizer. Invariant: the token
 ids of a formatted log, joined, are the ids of the whole rendered conversation cut at message borders.
@@ -7,16 +7,22 @@ ids of a formatted log, joined, are the ids of the whole rendered conversation c
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_rl.data.chat_alignment import align
 from nemo_rl.data.interfaces import DataError, LLMMessageLogType, TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str]) -> LLMMessageLogType:
@@ -40,6 +46,8 @@ def add_loss_mask_to_message_log(
         for index, message in enumerate(message_log):
             trained = message["role"] in roles_to_train_on and (not only_unmask_final or index == len(message_log) - 1)
             message["token_loss_mask"] = torch.full_like(message["token_ids"], int(trained))
+            if "trained_tokens" in message:
+                message["token_loss_mask"] *= message["trained_tokens"]
 
 
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:
@@ -102,38 +110,112 @@ def get_formatted_message_log(
     add_eos_token: bool = False,
     add_generation_prompt: bool = False,
     tools: Sequence[Mapping[str, object]] | None = None,
+    stop_texts: Sequence[str] = (),
 ) -> LLMMessageLogType:
-    """Renders a conversation through the chat template and tokenizes it message by message.
+    """Renders a conversation once through the chat template, tokenizes it, and cuts it into messages.
 
     Args:
         message_log: messages with `role` and `content`.
         tokenizer: a Hugging Face tokenizer.
         task_data_spec: its prompt is put around the first user message, its system prompt before everything.
         add_bos_token: begin with the tokenizer's first token, if the template does not.
-        add_eos_token: end with the tokenizer's last token, if the template does not.
-        add_generation_prompt: end with the template's opening of an assistant message.
+        add_eos_token: end with the tokenizer's last token, if the conversation does not end with one of `stop_texts`.
+        add_generation_prompt: end with the template's opening of an assistant message; in a conversation that ends with
+            one, the opening of every assistant message counts to the message before, and so is not trained.
         tools: what the chat template is told of tools, as JSON schemas.
+        stop_texts: tokens that end an assistant's turn, besides the tokenizer's last one.
 
     Returns:
-        Messages with `role`, `content` (as rendered) and `token_ids` (int64).
+        Messages with `role`, `content` (as rendered) and `token_ids` (int64); where the template marks with
+        `{% generation %}` what is trained, assistant messages also have `trained_tokens` (bool).
 
     Raises:
-        DataError: the tokenizer has no chat template, or the template rejects the conversation.
+        DataError: the tokenizer has no chat template, or the template rejects the conversation or does not show a
+            message once and whole.
     """
     messages = prompted(message_log, task_data_spec)
+    opens = add_generation_prompt and messages[-1]["role"] != "assistant"
+    stop_texts = tuple(dict.fromkeys([*stop_texts, *([tokenizer.eos_token] if tokenizer.eos_token else [])]))
+    marks = _GENERATION.search(str(tokenizer.chat_template)) is not None
+    aligned = align(
+        lambda some, opened: render_chat(tokenizer, some, opened, tools),
+        messages,
+        add_generation_prompt=opens,
+        stop_texts=stop_texts,
+        strict=not marks,
+        name=f"the chat template of {tokenizer.name_or_path}",
+    )
+    whole, ends, answers = aligned.text, list(aligned.ends), list(aligned.answers)
+    if add_generation_prompt and not opens:
+        # What opens an assistant's message goes to the message before, as a prompt of a rollout ends with it.
+        ends = [*answers[1:], ends[-1]] if len(ends) > 1 else ends
+    first = tokenizer.bos_token if add_bos_token and tokenizer.bos_token else ""
+    first = "" if whole.startswith(first) else first
+    last = tokenizer.eos_token if add_eos_token and not whole.rstrip().endswith(stop_texts) else ""
+    ends = [len(first) + end for end in ends]
+    ends[-1] += len(last or "")
+    ids, token_ends = _tokens(tokenizer, f"{first}{whole}{last or ''}", ends)
+    trained = None
+    if marks and not opens:
+        before = bisect_right(token_ends, len(first)) if first else 0
+        trained = _marked_tokens(tokenizer, messages, tools, ids[before:])
+        trained = [False] * before + trained + [True] * (len(ids) - before - len(trained))
+    elif add_generation_prompt and not opens and answers[0]:
+        trained = [end > len(first) + answers[0] for end in token_ends]
+    borders = [0, *(bisect_right(token_ends, end) for end in ends[:-1]), len(ids)]
     formatted: LLMMessageLogType = []
-    rendered = ""
-    for index, message in enumerate(messages):
-        last = index == len(messages) - 1
-        whole = render_chat(tokenizer, messages[: index + 1], last and add_generation_prompt, tools)
-        shared = _shared_prefix(rendered, whole)
-        text, rendered = whole[shared:], whole
-        if index == 0 and add_bos_token and tokenizer.bos_token and not text.startswith(tokenizer.bos_token):
-            text = tokenizer.bos_token + text
-        if last and add_eos_token and tokenizer.eos_token and not text.rstrip("\n").endswith(tokenizer.eos_token):
-            text += tokenizer.eos_token
-        formatted.append({"role": message["role"], "content": text, "token_ids": tokenize(tokenizer, text)})
+    text, begin = f"{first}{whole}{last or ''}", 0
+    for message, (low, high), end in zip(messages, pairwise(borders), ends, strict=True):
+        formatted.append(
+            {"role": message["role"], "content": text[begin:end], "token_ids": torch.tensor(ids[low:high]).long()}
+        )
+        if trained is not None and message["role"] == "assistant":
+            formatted[-1]["trained_tokens"] = torch.tensor(trained[low:high], dtype=torch.bool)
+        begin = end
     return formatted
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, ends: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Token ids of the whole text, and where each token ends in it; a token over a border ends behind it."""
+    if tokenizer.is_fast:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], list(accumulate((end for _, end in encoded["offset_mapping"]), max))
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    token_ends = [len(text)] * len(ids)
+    for end in reversed(ends[:-1]):
+        part = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
+        same = next((at for at, (left, right) in enumerate(zip(part, ids, strict=False)) if left != right), len(part))
+        token_ends[:same] = [end] * min(same, len(ids))
+    return ids, token_ends
+
+
+def _marked_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] | None,
+    ids: Sequence[int],
+) -> list[bool]:
+    """Which tokens the template marks as the model's."""
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} marks what is trained, which only a fast tokenizer can "
+            "find in its tokens; install the tokenizers package's version of it, or take the marks out of the template"
+        )
+    render: Callable[..., Any] = tokenizer.apply_chat_template
+    encoded = render(
+        list(messages),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **({} if tools is None else {"tools": list(tools)}),
+    )
+    found = [bool(one) for one in encoded["assistant_masks"]]
+    if list(ids[: len(found)]) != list(encoded["input_ids"]):
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} marks what is trained, and its tokens change with the "
+            "tokenizer's first or last token around them; set data.add_bos and data.add_eos to false"
+        )
+    return found
 
 
 def prompted(message_log: Sequence[Mapping[str, object]], spec: TaskDataSpec | None) -> list[dict[str, object]]:
@@ -179,7 +261,7 @@ def render_chat(
                 **({} if tools is None else {"tools": list(tools)}),
             )
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(
             f"the chat template of {tokenizer.name_or_path} rejects a conversation with the roles {roles}: {error}"
@@ -196,11 +278,3 @@ def _padded(values: torch.Tensor | None, example: torch.Tensor, width: int, padd
     if values is not None:
         row[: len(values)] = values
     return row
-
-
-def _shared_prefix(shorter: str, longer: str) -> int:
-    if longer.startswith(shorter):
-        return len(shorter)
-    return next(
-        index for index, (left, right) in enumerate(zip(shorter + "\0", longer + "\1", strict=False)) if left != right
-    )

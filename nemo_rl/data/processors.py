@@ -8,7 +8,7 @@ most 4 tokens and has loss multiplier 0, so that it costs nothing and trains not
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
@@ -111,6 +111,7 @@ def sft_processor(
     add_bos: bool = True,
     add_eos: bool = True,
     add_generation_prompt: bool = False,
+    stop_texts: Sequence[str] = (),
 ) -> DatumSpec:
     """A row with `messages`, and perhaps `tools` (JSON) for the chat template; the whole conversation is tokenized, to
     be trained on.
@@ -118,7 +119,7 @@ def sft_processor(
     messages = [{"role": message["role"], "content": message["content"]} for message in _column(datum_dict, "messages")]
     tools = json.loads(datum_dict["tools"]) if datum_dict.get("tools") else None
     log = get_formatted_message_log(
-        messages, tokenizer, task_data_spec, add_bos, add_eos, add_generation_prompt, tools=tools
+        messages, tokenizer, task_data_spec, add_bos, add_eos, add_generation_prompt, tools, stop_texts
     )
     return _datum(log, None, datum_dict, max_seq_length, idx)
 
@@ -184,7 +185,11 @@ def _datum(
     if length > max_seq_length:
         loss_multiplier = 0.0
         each = max(1, min(_CUT_TO, max_seq_length) // len(log))
-        log = [{**message, "token_ids": message["token_ids"][:each]} for message in log[: min(_CUT_TO, max_seq_length)]]
+        columns = ("token_ids", "trained_tokens")
+        log = [
+            {**message, **{name: message[name][:each] for name in columns if name in message}}
+            for message in log[: min(_CUT_TO, max_seq_length)]
+        ]
         length = sum(len(message["token_ids"]) for message in log)
     return DatumSpec(
         message_log=log,

@@ -44,12 +44,15 @@ class TaskDatasets:
     train_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
 
 
-def load_datasets(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> TaskDatasets:
+def load_datasets(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, stop_texts: Sequence[str] = ()
+) -> TaskDatasets:
     """Loads every dataset of `data.train` and `data.validation`.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         config: `data`.
+        stop_texts: tokens that end an assistant's turn.
 
     Raises:
         DataError: see `load_response_dataset`.
@@ -63,7 +66,7 @@ def load_datasets(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tas
     rows = [(dataset, dataset.dataset) for _, dataset in train]
     held_out_rows = [(dataset, part) for _, dataset, part in validation]
     for dataset, _ in [*rows, *held_out_rows]:
-        dataset.processor = with_options(dataset.processor, config)
+        dataset.processor = with_options(dataset.processor, config, stop_texts)
     longest = config.max_input_seq_length or sys.maxsize
     return TaskDatasets(
         train=processed(rows, tokenizer, longest),
@@ -74,12 +77,17 @@ def load_datasets(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Tas
     )
 
 
-def with_options(processor: TaskDataProcessFnCallable, config: DataConfig) -> TaskDataProcessFnCallable:
-    """A processor with those of `data.add_bos`, `add_eos` and `add_generation_prompt` bound that it takes."""
+def with_options(
+    processor: TaskDataProcessFnCallable, config: DataConfig, stop_texts: Sequence[str] = ()
+) -> TaskDataProcessFnCallable:
+    """A processor with those of `data.add_bos`, `add_eos`, `add_generation_prompt` and `stop_texts` bound that it
+    takes.
+    """
     if isinstance(processor, functools.partial):
         return processor
-    taken = [name for name in _PROCESSOR_OPTIONS if name in inspect.signature(processor).parameters]
-    return functools.partial(processor, **{name: config[name] for name in taken}) if taken else processor
+    options = {name: config[name] for name in _PROCESSOR_OPTIONS} | {"stop_texts": tuple(stop_texts)}
+    taken = {name: options[name] for name in options if name in inspect.signature(processor).parameters}
+    return functools.partial(processor, **taken) if taken else processor
 
 
 _PROCESSOR_OPTIONS = ("add_bos", "add_eos", "add_generation_prompt")

@@ -1,0 +1,302 @@
+"""Where the messages of a conversation are in the text that a chat template makes of them.
+
+A conversation is rendered once. Templates change what they are given (they trim, drop the thinking of earlier turns,
+put the system prompt into a user's turn), so that neither prefixes nor searching the text say which part is whose:
+marks are put around each message's content, rendered with it, and taken for true only if the text without them is the
+same. Invariant: the parts, joined, are the rendered conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_rl.data.interfaces import DataError
+
+Message = Mapping[str, object]
+# (messages, whether to open an assistant's message at the end) -> text
+Render = Callable[[Sequence[Message], bool], str]
+# The first of a private-use plane: no tokenizer, template or text gives it a meaning.
+_PLANES = (0xF0000, 0x100000)
+_TRIES = 64
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The parts of a rendered conversation.
+
+    Attributes:
+        text: the conversation.
+        ends: where the part of each message ends in the text; the last is its length.
+        answers: where each message begins that the model would write, behind the template's opening of an assistant's
+            message; for other roles, where its part begins.
+    """
+
+    text: str
+    ends: list[int]
+    answers: list[int]
+
+
+def align(
+    render: Render,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    stop_texts: Sequence[str],
+    strict: bool,
+    name: str,
+) -> Alignment:
+    """Renders a conversation and finds its messages.
+
+    Args:
+        render: the chat template.
+        messages: the conversation.
+        add_generation_prompt: end with the template's opening of an assistant's message.
+        stop_texts: tokens that end an assistant's turn.
+        strict: refuse a message that cannot be found; otherwise its part is what lies between its neighbours.
+        name: the template, for messages.
+
+    Raises:
+        DataError: the template rejects the conversation, or does not show a message once and whole.
+    """
+    text = _whole(render, messages, add_generation_prompt)
+    spans = _contents(render, messages, add_generation_prompt, text)
+    for index, message in enumerate(messages):
+        if strict and spans[index] is None and _bounds(message) is not None:
+            raise DataError(_not_found(messages, index, name))
+    placed = _in_order(spans)
+    for index, message in enumerate(messages):
+        if strict and message["role"] == "assistant" and placed[index] != spans[index]:
+            raise DataError(_not_found(messages, index, name))
+    ends: list[int] = []
+    for index in range(len(messages) - 1):
+        following = next((span[0] for span in placed[index + 1 :] if span is not None), len(text))
+        span = placed[index]
+        least = max(ends[-1] if ends else 0, span[1] if span is not None else 0)
+        end = _end(render, messages, index, text, placed, least, following)
+        if messages[index]["role"] == "assistant":
+            end = _with_stop(text, end, least, following, stop_texts)
+        ends.append(end)
+    ends.append(len(text))
+    return Alignment(text, ends, _answers(render, messages, text, ends, placed))
+
+
+def _whole(render: Render, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    try:
+        return render(messages, add_generation_prompt)
+    except DataError as error:
+        rejected = error
+    # The shortest beginning from which on the template rejects it says which message is wrong.
+    for count in range(len(messages) - 1, 0, -1):
+        try:
+            render(messages[:count], False)
+        except DataError as shorter:
+            rejected = shorter
+        else:
+            break
+    raise rejected
+
+
+def _bounds(message: Message) -> tuple[int, int] | None:
+    """Where the content begins and ends without the white space around it; None where there is none."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        return None
+    return len(content) - len(content.lstrip()), len(content.rstrip())
+
+
+def _contents(
+    render: Render, messages: Sequence[Message], add_generation_prompt: bool, text: str
+) -> list[tuple[int, int] | None]:
+    """Where the content of each message is in the text, as far as the template keeps it."""
+    bounds = {index: found for index, message in enumerate(messages) if (found := _bounds(message)) is not None}
+    marks = _Marks(messages)
+
+    def rendered(cuts: Mapping[int, tuple[int, int]]) -> str:
+        return render(marks.put(messages, cuts), add_generation_prompt)
+
+    found = marks.read(rendered(bounds), text, list(bounds))
+    if found is not None:
+        return [found.get(index) for index in range(len(messages))]
+    spans: list[tuple[int, int] | None] = [None] * len(messages)
+    for index, (begin, end) in bounds.items():
+        content = str(messages[index]["content"])
+        for start in _starts(content, begin, end, lambda at, i=index, e=end: rendered({i: (at, e)}), text, marks):
+            found = marks.read(rendered({index: (start, end)}), text, [index])
+            if found is not None:
+                spans[index] = found[index]
+                break
+    return spans
+
+
+def _starts(
+    content: str, begin: int, end: int, rendered: Callable[[int], str], text: str, marks: _Marks
+) -> Iterator[int]:
+    """Where the part of a content may begin that a template shows, the likeliest and longest first."""
+    yield begin
+    thinking = [match.end() for match in re.finditer(r"</?think(?:ing)?>\s*", content)]
+    yield from (at for at in dict.fromkeys((*thinking[:1], *thinking[-1:])) if begin < at < end)
+    without_start = marks.before_end(rendered(end), text)
+    if without_start is None:
+        return
+    core = content[begin:end]
+    shared = next(
+        (n for n in range(min(len(core), len(without_start))) if core[-1 - n] != without_start[-1 - n]),
+        min(len(core), len(without_start)),
+    )
+    yield from (end - kept for kept in range(shared, max(0, shared - _TRIES), -1))
+
+
+class _Marks:
+    """Two characters for each message that occur nowhere in the conversation."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        used = str(messages)
+        size = 2 * len(messages)
+        self._base = next(
+            (plane for plane in _PLANES if not any(plane <= ord(char) < plane + size for char in used)), None
+        )
+        if self._base is None:
+            raise DataError(
+                "a conversation holds characters of both supplementary private-use planes (U+F0000 and U+100000), with "
+                "which messages are found in the rendered text; take them out"
+            )
+        self._pattern = re.compile(f"[{chr(self._base)}-{chr(self._base + size)}]")
+
+    def _pair(self, index: int) -> tuple[str, str]:
+        first = (self._base or 0) + 2 * index
+        return chr(first), chr(first + 1)
+
+    def put(self, messages: Sequence[Message], cuts: Mapping[int, tuple[int, int]]) -> list[dict[str, object]]:
+        """The messages with marks at both places of each content."""
+        marked = [dict(message) for message in messages]
+        for index, (start, end) in cuts.items():
+            content, (before, after) = str(messages[index]["content"]), self._pair(index)
+            marked[index]["content"] = content[:start] + before + content[start:end] + after + content[end:]
+        return marked
+
+    def read(self, marked: str, text: str, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
+        """Where the marked parts are in the text; None if the template did more with the marks than to keep them."""
+        if self._pattern.sub("", marked) != text:
+            return None
+        at = {match.group(): match.start() - number for number, match in enumerate(self._pattern.finditer(marked))}
+        spans = {}
+        for index in indices:
+            before, after = self._pair(index)
+            if marked.count(before) != 1 or marked.count(after) != 1 or at[before] > at[after]:
+                return None
+            spans[index] = (at[before], at[after])
+        return spans
+
+    def before_end(self, marked: str, text: str) -> str | None:
+        """The text before the one mark that is left."""
+        found = list(self._pattern.finditer(marked))
+        return marked[: found[0].start()] if found and self._pattern.sub("", marked) == text else None
+
+    def behind_end(self, marked: str, index: int) -> str | None:
+        """What follows a message's second mark."""
+        after = self._pair(index)[1]
+        return self._pattern.sub("", marked.partition(after)[2]) if after in marked else None
+
+
+def _in_order(spans: Sequence[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
+    """The spans without those that a template puts behind a later message."""
+    kept: list[tuple[int, int] | None] = []
+    least: int | None = None
+    for span in reversed(spans):
+        in_order = span is not None and (least is None or span[1] <= least)
+        kept.append(span if in_order else None)
+        least = span[0] if span is not None and (least is None or span[0] < least) else least
+    return kept[::-1]
+
+
+def _end(
+    render: Render,
+    messages: Sequence[Message],
+    index: int,
+    text: str,
+    placed: Sequence[tuple[int, int] | None],
+    least: int,
+    most: int,
+) -> int:
+    """Where the part of a message ends, which is not the last: as far as a conversation that ends there agrees."""
+    so_far = list(messages[: index + 1])
+    try:
+        alone = render(so_far, False)
+    except DataError:
+        return least
+    if text.startswith(alone) and least <= len(alone) <= most:
+        return len(alone)
+    anchor = next((number for number in range(index, -1, -1) if placed[number] is not None), None)
+    begin, span = 0, placed[anchor] if anchor is not None else None
+    if anchor is not None and span is not None:
+        marks, (_, end) = _Marks(messages), _bounds(messages[anchor]) or (0, 0)
+        begin = span[1]
+        alone = marks.behind_end(render(marks.put(so_far, {anchor: (end, end)}), False), anchor) or ""
+    return max(least, min(most, begin + _shared(alone, text[begin:most])))
+
+
+def _with_stop(text: str, end: int, least: int, most: int, stop_texts: Sequence[str]) -> int:
+    """The end of an assistant's part with the token behind it that ends the turn, where the template has one only
+    between turns.
+    """
+    if any(stop in text[least:end] for stop in stop_texts):
+        return end
+    found = next((stop for stop in stop_texts if text.startswith(stop, end) and end + len(stop) <= most), "")
+    return end + len(found)
+
+
+def _answers(
+    render: Render,
+    messages: Sequence[Message],
+    text: str,
+    ends: Sequence[int],
+    placed: Sequence[tuple[int, int] | None],
+) -> list[int]:
+    begins = [0, *ends[:-1]]
+    first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), None)
+    if first is None:
+        return begins
+    opening = _opening(render, list(messages[:first]) or [{"role": "user", "content": "x"}])
+    answers = []
+    for message, begin, end, span in zip(messages, begins, ends, placed, strict=True):
+        if message["role"] != "assistant":
+            answers.append(begin)
+            continue
+        limit = span[0] if span is not None else end
+        at = text.find(opening, begin, limit) if opening else -1
+        answers.append(at + len(opening) if at >= 0 else limit if span is not None else begin)
+    return answers
+
+
+def _opening(render: Render, messages: Sequence[Message]) -> str:
+    """How the template opens an assistant's message."""
+    try:
+        closed, opened = render(messages, False), render(messages, True)
+    except DataError:
+        return ""
+    return opened.removeprefix(closed) if opened.startswith(closed) else ""
+
+
+def _shared(left: str, right: str) -> int:
+    """How many characters two continuations have in common; a token such as `<|end|>` is not cut."""
+    most = min(len(left), len(right))
+    common = next((at for at in range(most) if left[at] != right[at]), most)
+    if common < len(left):
+        opened = max(right.rfind(char, 0, common) for char in "<[")
+        if opened >= 0 and not any(char in right[opened:common] for char in ">]"):
+            return opened
+    return common
+
+
+def _not_found(messages: Sequence[Message], index: int, name: str) -> str:
+    message = messages[index]
+    turn = sum(1 for before in messages[: index + 1] if before["role"] == "user")
+    content = str(message["content"])
+    shown = content if len(content) <= 60 else f"{content[:57]}..."
+    return (
+        f"{name} does not show message {index + 1} of {len(messages)} (role {message['role']}, turn {max(turn, 1)}: "
+        f"{shown!r}) once and in one piece, so that it cannot be told which tokens are whose; use a template that "
+        "shows it, mark what is trained with {% generation %} ... {% endgeneration %}, or take the message out"
+    )
