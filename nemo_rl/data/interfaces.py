@@ -7,6 +7,7 @@ messages.
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # add keys of their own.
 LLMMessageLogType = list[dict[str, Any]]
 _ROOT = Path(__file__).parents[2]
+_COMMAND_OF_LATEX = re.compile(r"(\\[A-Za-z]{2,}\*?)\{0?\}")
 
 
 class DataError(UserError, ValueError):
@@ -91,6 +93,12 @@ def load_prompt(path: str | None) -> str | None:
             f"prompt_file {path}: needs exactly one {{}} where the problem goes, and has {found}; literal "
             "braces are written twice"
         )
+    command = _COMMAND_OF_LATEX.search(text)
+    if command is not None:
+        raise DataError(
+            f"prompt_file {path}: the only {{}} is the argument of {command.group(1)}, so that the problem would stand "
+            f"inside it; write {command.group(1)}{{{{}}}} for the braces of the command, and {{}} where the problem goes"
+        )
     return text
 
 
@@ -110,6 +118,7 @@ def load_text(path: str | None, key: str) -> str | None:
             f"{' and '.join(str(candidate.absolute()) for candidate in candidates)})"
         )
     try:
-        return found.read_text(encoding="utf-8")
+        # Without the mark that editors of Windows put in front, which would stand in every prompt.
+        return found.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{key} {found}: not UTF-8 text ({error})") from error

@@ -282,12 +282,25 @@ def test_mistakes_in_an_entry_are_named(
         ("{} and {}", r"has \{\}, \{\}"),
         ("{problem}", r"has \{problem\}"),
         ("open { brace {}", "literal braces are written twice"),
+        ("The answer goes into \\boxed{}.", r"argument of \\boxed"),
+        ("Write \\text{0} last", r"argument of \\text"),
+        ("\\mathrm{}", r"write \\mathrm\{\{\}\} for the braces"),
     ],
 )
 def test_a_malformed_prompt_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(text)
     with pytest.raises(DataError, match=message):
         load_prompt(str(tmp_path / "prompt.txt"))
+
+
+def test_what_a_prompt_file_means_to_say_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    for text in ("\\boxed{{}} {}", "in \\LaTeX {}", "{}\n\\boxed{{}}", "\\n{}"):
+        path.write_text(text)
+        assert load_prompt(str(path)) == text
+    path.write_bytes("\ufeffSolve {}".encode())
+    assert load_prompt(str(path)) == "Solve {}"
+    assert TaskDataSpec("t", None, str(path)).system_prompt == "Solve {}"
 
 
 def test_a_missing_prompt_file_is_named_and_the_shipped_one_is_found_from_anywhere(
