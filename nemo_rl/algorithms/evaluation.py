@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.startup import check_tokens, set_seed
+from nemo_rl.algorithms.startup import check_prompt_lengths, check_tokens, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
+from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -235,11 +236,17 @@ def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
 
 
 def _problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase) -> _Problems:
+    if config.data.split_validation_size > 0:
+        raise DataError(
+            f"data.split_validation_size={config.data.split_validation_size} takes rows out of training, and an "
+            "evaluation trains nothing; leave it, and choose problems with data.max_samples or data.split"
+        )
     raw = load_response_dataset(config.data, "data")
-    count = min(config.data.max_samples or len(raw.dataset), len(raw.dataset))
-    return _Problems(
-        processed([(raw, raw.dataset)], tokenizer, config.data.max_input_seq_length), count, [raw.task_name]
-    )
+    limit = config.data.max_input_seq_length
+    dataset = processed([(raw, raw.dataset)], tokenizer, limit)
+    count = min(config.data.max_samples or len(dataset), len(dataset))
+    check_prompt_lengths("data", {raw.task_name: dataset}, limit, logger.warning)
+    return _Problems(dataset, count, [raw.task_name])
 
 
 def _start_engines(

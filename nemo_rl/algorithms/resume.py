@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +207,32 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
         raise ResumeError(_refusal(checkpoint, refused, [*config.checkpointing.resume, *refused]))
     rows = math.prod(before[key] for key in _ROWS_PER_STEP[is_grpo])
     return Resume(checkpoint, info, obeyed, changed, int(rows), same_data="data" not in changed)
+
+
+def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: Sequence[ResumeChange]) -> Resume | None:
+    """The resume, with what it says of rows that are others than those of the checkpoint, under the same keys.
+
+    Args:
+        resume: What the run goes on from.
+        contents: What the rows of each dataset are known by, by its dotted key.
+        allowed: `checkpointing.resume`.
+
+    Raises:
+        ResumeError: Rows of training changed, which makes another run.
+    """
+    if resume is None:
+        return None
+    before = resume.info.get("data_contents", {})
+    changed = [Difference(key, before[key], now) for key, now in contents.items() if before.get(key, now) != now]
+    trained = [difference for difference in changed if difference.key.startswith("data.train")]
+    if trained and "data" not in allowed:
+        raise ResumeError(_refusal(resume.checkpoint, {"data": trained}, [*allowed, "data"]))
+    return replace(
+        resume,
+        obeyed=[*resume.obeyed, *(difference for difference in changed if difference not in trained)],
+        allowed={**resume.allowed, "data": [*resume.allowed.get("data", []), *trained]} if trained else resume.allowed,
+        same_data=resume.same_data and not trained,
+    )
 
 
 def check_same_shape(model: PretrainedConfig, checkpoint: Path) -> None:

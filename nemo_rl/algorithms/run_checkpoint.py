@@ -41,6 +41,7 @@ class RunState:
         consumed_samples: Prompts, or conversations, trained on.
         total_valid_tokens: Tokens trained on.
         val_metrics: Metrics of the last validation.
+        data_contents: What the rows of each dataset are known by.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ class RunState:
     consumed_samples: int = 0
     total_valid_tokens: int = 0
     val_metrics: dict[str, float] = field(default_factory=dict)
+    data_contents: dict[str, str] = field(default_factory=dict)
 
     def totals(self) -> dict[str, object]:
         """The counters that every algorithm's checkpoint has under the same name."""
@@ -56,6 +58,7 @@ class RunState:
             "total_steps": self.step,
             "consumed_samples": self.consumed_samples,
             "total_valid_tokens": self.total_valid_tokens,
+            "data_contents": self.data_contents,
         }
 
     @classmethod

@@ -18,7 +18,7 @@ import numpy as np
 
 from nemo_rl.algorithms.placement import check_device
 from nemo_rl.algorithms.profiling import check_profile
-from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume
+from nemo_rl.algorithms.resume import Resume, check_same_shape, find_resume, same_contents
 from nemo_rl.algorithms.run_checkpoint import RunState, check_writable, new_log_dir
 from nemo_rl.config import ConfigError, PolicyConfig
 from nemo_rl.config.master import RootConfig
@@ -200,9 +200,13 @@ def prepared(
             tokenizer = get_tokenizer(config.policy.tokenizer, config.policy.trust_remote_code)
             ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data, ends.texts)
-            check_prompt_lengths(datasets.train_by_task, config.data.max_input_seq_length, start.say)
+            resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
+            limit = config.data.max_input_seq_length
+            check_prompt_lengths("data.train", datasets.train_by_task, limit, start.say)
+            check_prompt_lengths("data.validation", datasets.validation_by_task, limit, start.say)
             loaders = algorithm.loaders(datasets, tokenizer)
             state, total_steps = _position(algorithm, resume, loaders.train)
+            state.data_contents = datasets.contents
         if resume is not None:
             start.say("\n".join(resume.lines()))
         config.logger.log_dir = new_log_dir(config)
@@ -291,17 +295,20 @@ def check_tokens(
     return ends
 
 
-def check_prompt_lengths(by_task: Mapping[str, Any], limit: int | None, say: Say) -> None:
-    """Counts prompts that are longer than the limit and therefore train nothing.
+def check_prompt_lengths(key: str, by_task: Mapping[str, Any], limit: int | None, say: Say) -> None:
+    """Counts prompts that are longer than the limit, which are cut: they train nothing, and nobody can answer them.
 
     Args:
-        by_task: Processed training data per task; `[i]["loss_multiplier"]` is 0 for a prompt that is too long.
+        key: `data.train`, `data.validation`, or `data` of an evaluation.
+        by_task: Processed data per task; `[i]["loss_multiplier"]` is 0 for a prompt that is too long.
         limit: `data.max_input_seq_length`, tokens; None has no limit.
         say: Tells the person.
 
     Raises:
         DataError: Every prompt that was looked at is too long.
     """
+    trained = key == "data.train"
+    effect = "train nothing" if trained else "are cut, so that no answer to them counts as right"
     for task, dataset in by_task.items() if limit is not None else ():
         rows = len(dataset)
         looked_at = _spread(rows)
@@ -310,11 +317,12 @@ def check_prompt_lengths(by_task: Mapping[str, Any], limit: int | None, say: Say
         count = f"{too_long} of {len(looked_at)} prompts{part}"
         if looked_at and too_long == len(looked_at):
             raise DataError(
-                f"data.train ({task}): {count} are longer than data.max_input_seq_length={limit} tokens, so nothing "
-                "would be trained; raise it (and policy.max_total_sequence_length), or name shorter data"
+                f"{key} ({task}): {count} are longer than data.max_input_seq_length={limit} tokens, so nothing "
+                f"would be {'trained' if trained else 'measured'}; raise it (and policy.max_total_sequence_length, or "
+                "generation.vllm_cfg.max_model_len), or name shorter data"
             )
         if too_long:
-            say(f"data.train ({task}): {count} are longer than data.max_input_seq_length={limit} and train nothing")
+            say(f"{key} ({task}): {count} are longer than data.max_input_seq_length={limit} and {effect}")
 
 
 def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: PretrainedConfig, say: Say) -> None:

@@ -14,6 +14,18 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, did_you_mean
+from nemo_rl.data.conversations import (
+    Message,
+    Row,
+    RowError,
+    as_messages,
+    as_text,
+    asked_and_answered,
+    cell,
+    check_trained,
+    expected_answer,
+    filled_text,
+)
 from nemo_rl.data.interfaces import DataError, DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
 
@@ -21,13 +33,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CUT_TO = 4
-Row = Mapping[str, object]
 # Messages, and what the environment is to know.
-Prompt = tuple[list[dict[str, object]], dict[str, Any]]
+Prompt = tuple[list[Message], dict[str, Any]]
 TaskProcessors = Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
 
 
-def _prompt_of(read: Callable[[Row, int], Prompt]) -> TaskDataProcessFnCallable:
+def _prompt_of(read: Callable[[Row], Prompt]) -> TaskDataProcessFnCallable:
     """The processor that makes a prompt of the messages that `read` finds in a row, and of what the environment is to
     know.
     """
@@ -39,67 +50,80 @@ def _prompt_of(read: Callable[[Row, int], Prompt]) -> TaskDataProcessFnCallable:
         max_seq_length: int,
         idx: int,
     ) -> DatumSpec:
-        messages, info = read(datum_dict, idx)
-        log = get_formatted_message_log(messages, tokenizer, task_data_spec, add_generation_prompt=True)
+        messages, info = read(datum_dict)
+        log = get_formatted_message_log(
+            messages, tokenizer, task_data_spec, add_generation_prompt=True, tools=_tools(datum_dict)
+        )
         return _datum(log, info, datum_dict, max_seq_length, idx)
 
     processor.__name__, processor.__qualname__, processor.__doc__ = read.__name__, read.__qualname__, read.__doc__
+    _USED[processor] = lambda row: read(row)[0]
     return processor
 
 
-@_prompt_of
-def math_hf_data_processor(row: Row, idx: int) -> Prompt:
-    """A row with `messages` [user: problem, assistant: expected answer]; the answer goes to the environment as
-    `ground_truth`.
+_USED: dict[TaskDataProcessFnCallable, Callable[[Row], list[Message]]] = {}
+
+
+def used_messages(processor: TaskDataProcessFnCallable) -> Callable[[Row], list[Message]] | None:
+    """What finds the messages of a row that a processor gives to the chat template, and raises RowError for a row that
+    the processor cannot read; None for a user's processor.
     """
-    messages = _column(row, "messages")
-    if len(messages) < 2:
-        raise DataError(
-            f"a row of {row.get('task_name')}: `messages` needs a user and an assistant message, and has "
-            f"{len(messages)}"
-        )
-    return _user(messages[0]["content"]), {"ground_truth": str(messages[1]["content"])}
+    return _USED.get(processor)
+
+
+def trains_whole(processor: TaskDataProcessFnCallable) -> bool:
+    """Whether the assistant's messages are trained as they are, and not judged by."""
+    return processor is sft_processor
 
 
 @_prompt_of
-def math_data_processor(row: Row, idx: int) -> Prompt:
+def math_hf_data_processor(row: Row) -> Prompt:
+    """A row with `messages` that end with the problem and the expected answer; the answer goes to the environment as
+    `ground_truth`, what stands before it is the prompt.
+    """
+    prompt, answer = asked_and_answered(conversation_of(row))
+    return prompt, {"ground_truth": expected_answer(answer)}
+
+
+@_prompt_of
+def math_data_processor(row: Row) -> Prompt:
     """A row with `problem` and `expected_answer`."""
-    return _user(_column(row, "problem")), {"ground_truth": str(_column(row, "expected_answer"))}
+    problem = filled_text(cell(row, "problem"), "column 'problem'")
+    answer = filled_text(cell(row, "expected_answer"), "column 'expected_answer'")
+    return _user(problem), {"ground_truth": expected_answer(answer)}
 
 
 @_prompt_of
-def multichoice_qa_processor(row: Row, idx: int) -> Prompt:
+def multichoice_qa_processor(row: Row) -> Prompt:
     """A row with `question`, `options` (letter to text) and `answer` (a letter)."""
-    options = _column(row, "options")
+    options = cell(row, "options")
     lines = [
-        str(_column(row, "question")),
-        *(f"{letter}) {text}" for letter, text in options.items() if text is not None),
+        filled_text(cell(row, "question"), "column 'question'"),
+        *(f"{letter}) {as_text(text, f'option {letter}')}" for letter, text in options.items() if text is not None),
     ]
-    info = {"ground_truth": str(_column(row, "answer"))}
+    info = {"ground_truth": filled_text(cell(row, "answer"), "column 'answer'")}
     if "subject" in row:
         info["subject"] = str(row["subject"])
     return _user("\n".join(lines)), info
 
 
 @_prompt_of
-def helpsteer3_data_processor(row: Row, idx: int) -> Prompt:
+def helpsteer3_data_processor(row: Row) -> Prompt:
     """A row with `messages` whose last one is the wanted response; the conversation before it is the prompt."""
-    messages = _column(row, "messages")
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"row {idx} of {row.get('task_name')}: needs a conversation that ends with an assistant message"
-        )
-    context = [{"role": message["role"], "content": message["content"]} for message in messages[:-1]]
-    return context, {"ground_truth": str(messages[-1]["content"])}
+    prompt, answer = asked_and_answered(conversation_of(row))
+    return prompt, {"ground_truth": answer}
 
 
 @_prompt_of
-def state_processor(row: Row, idx: int) -> Prompt:
-    """A row with `messages` that begins with the prompt, and `state`: JSON that its environment is given back as
-    metadata.
+def state_processor(row: Row) -> Prompt:
+    """A row with `messages`, of which those up to the last question are the prompt, and `state`: JSON that its
+    environment is given back as metadata.
     """
-    prompt, state = _column(row, "messages")[0], json.loads(_column(row, "state"))
-    return [{"role": prompt["role"], "content": prompt["content"]}], state
+    messages = conversation_of(row)
+    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    if last < 0:
+        raise RowError("`messages` has no question of a user")
+    return messages[: last + 1], json.loads(cell(row, "state"))
 
 
 def sft_processor(
@@ -116,12 +140,41 @@ def sft_processor(
     """A row with `messages`, and perhaps `tools` (JSON) for the chat template; the whole conversation is tokenized, to
     be trained on.
     """
-    messages = [{"role": message["role"], "content": message["content"]} for message in _column(datum_dict, "messages")]
-    tools = json.loads(datum_dict["tools"]) if datum_dict.get("tools") else None
     log = get_formatted_message_log(
-        messages, tokenizer, task_data_spec, add_bos, add_eos, add_generation_prompt, tools, stop_texts
+        _trained(datum_dict),
+        tokenizer,
+        task_data_spec,
+        add_bos,
+        add_eos,
+        add_generation_prompt,
+        tools=_tools(datum_dict),
+        stop_texts=stop_texts,
     )
     return _datum(log, None, datum_dict, max_seq_length, idx)
+
+
+def _trained(row: Row) -> list[Message]:
+    messages = conversation_of(row)
+    check_trained(messages)
+    return messages
+
+
+_USED[sft_processor] = _trained
+
+
+def conversation_of(row: Row) -> list[Message]:
+    """The messages of a row, with what each one carries beyond role and content.
+
+    Raises:
+        RowError: the row has none, or one cannot be read.
+    """
+    messages = as_messages(cell(row, "messages"), "`messages`")
+    more = json.loads(row["more"]) if row.get("more") else [{}] * len(messages)
+    return [{**message, **kept} for message, kept in zip(messages, more, strict=True)]
+
+
+def _tools(row: Row) -> list[dict[str, object]] | None:
+    return json.loads(row["tools"]) if row.get("tools") else None
 
 
 _PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
@@ -174,8 +227,8 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
     return _PROCESSORS[name]
 
 
-def _user(content: object) -> list[dict[str, object]]:
-    return [{"role": "user", "content": str(content)}]
+def _user(content: str) -> list[Message]:
+    return [{"role": "user", "content": content}]
 
 
 def _datum(
@@ -200,15 +253,6 @@ def _datum(
         task_name=str(row.get("task_name")),
         stop_strings=None,
     )
-
-
-def _column(row: Mapping[str, object], name: str) -> Any:
-    if name not in row:
-        raise DataError(
-            f"a row of {row.get('task_name')}: there is no column {name!r}.{did_you_mean(name, row)} It has "
-            f"{', '.join(row)}"
-        )
-    return row[name]
 
 
 class AllTaskProcessedDataset:
@@ -249,7 +293,10 @@ class AllTaskProcessedDataset:
         if preprocessor is not None:
             row = preprocessor(row)
         spec, processor = self._processor_of(task)
-        datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        try:
+            datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        except RowError as error:
+            raise DataError(f"row {idx + 1} (from 1) of {task}: {error}") from error
         datum.setdefault("task_name", task)
         return datum
 

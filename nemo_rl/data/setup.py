@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset
 
 from nemo_rl.config import DataConfig, DatasetConfig
-from nemo_rl.data.datasets.raw import RawDataset
+from nemo_rl.data.datasets.raw import HandedOn, RawDataset
 from nemo_rl.data.datasets.registry import load_response_dataset
-from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from nemo_rl.data.llm_message_utils import render_chat
 from nemo_rl.data.processors import AllTaskProcessedDataset
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class TaskDatasets:
         env_of_task: environment name per training task.
         env_of_validation_task: environment name per validation task.
         train_by_task: training prompts per task, for one loader each.
+        validation_by_task: validation prompts per task.
+        contents: what the rows of each entry are known by, by its dotted key.
     """
 
     train: AllTaskProcessedDataset
@@ -42,6 +45,8 @@ class TaskDatasets:
     env_of_task: dict[str, str]
     env_of_validation_task: dict[str, str]
     train_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
+    validation_by_task: dict[str, AllTaskProcessedDataset] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
 
 
 def load_datasets(
@@ -58,22 +63,31 @@ def load_datasets(
         DataError: see `load_response_dataset`.
     """
     train = _load(config.train, "data.train")
-    held_out = [(entry, dataset, dataset.val_dataset) for entry, dataset in train if dataset.val_dataset is not None]
-    validation = held_out + [
-        (entry, dataset, dataset.dataset)
-        for entry, dataset in _load(config.validation or [], "data.validation", held_out)
-    ]
-    rows = [(dataset, dataset.dataset) for _, dataset in train]
-    held_out_rows = [(dataset, part) for _, dataset, part in validation]
-    for dataset, _ in [*rows, *held_out_rows]:
-        dataset.processor = with_options(dataset.processor, config, stop_texts)
+    held_out = [_Part(part.key, part.entry, part.dataset, part.dataset.val_dataset) for part in train]
+    held_out = [part for part in held_out if part.rows is not None]
+    named = _load(config.validation or [], "data.validation", [part.dataset.task_name for part in held_out])
+    for part in named:
+        if part.dataset.val_dataset is not None:
+            raise DataError(
+                f"{part.key}.split_validation_size={part.entry.split_validation_size} takes rows out of training, and "
+                f"all rows of {part.key} are for validation; set it to 0 there (it may come from data.default)"
+            )
+    validation = [*held_out, *named]
+    for part in [*train, *named]:
+        part.dataset.processor = with_options(part.dataset.processor, config, stop_texts)
     longest = config.max_input_seq_length or sys.maxsize
+
+    def prompts(*parts: _Part) -> AllTaskProcessedDataset:
+        return processed([(part.dataset, part.rows) for part in parts], tokenizer, longest)
+
     return TaskDatasets(
-        train=processed(rows, tokenizer, longest),
-        validation=processed(held_out_rows, tokenizer, longest) if validation else None,
-        env_of_task={dataset.task_name: entry.env_name for entry, dataset in train},
-        env_of_validation_task={dataset.task_name: entry.env_name for entry, dataset, _ in validation},
-        train_by_task={one[0].task_name: processed([one], tokenizer, longest) for one in rows},
+        train=prompts(*train),
+        validation=prompts(*validation) if validation else None,
+        env_of_task={part.dataset.task_name: part.entry.env_name for part in train},
+        env_of_validation_task={part.dataset.task_name: part.entry.env_name for part in validation},
+        train_by_task={part.dataset.task_name: prompts(part) for part in train},
+        validation_by_task={part.dataset.task_name: prompts(part) for part in validation},
+        contents={part.key: part.dataset.contents for part in [*train, *named]},
     )
 
 
@@ -91,22 +105,30 @@ def with_options(
 
 
 _PROCESSOR_OPTIONS = ("add_bos", "add_eos", "add_generation_prompt")
-_Entry = tuple[DatasetConfig, RawDataset, object]
 
 
-def _load(
-    entries: Sequence[DatasetConfig], key: str, before: Sequence[_Entry] = ()
-) -> list[tuple[DatasetConfig, RawDataset]]:
-    taken = {dataset.task_name for _, dataset, _ in before}
-    loaded: list[tuple[DatasetConfig, RawDataset]] = []
+@dataclass(frozen=True)
+class _Part:
+    """An entry, its dataset, and those of its rows that are meant."""
+
+    key: str
+    entry: DatasetConfig
+    dataset: RawDataset
+    rows: Any
+
+
+def _load(entries: Sequence[DatasetConfig], key: str, taken: Sequence[str] = ()) -> list[_Part]:
+    names = set(taken)
+    loaded: list[_Part] = []
     for index, entry in enumerate(entries):
         name, number = entry.dataset_name, 1
-        while name in taken:
+        while name in names:
             number += 1
             name = f"{entry.dataset_name}_{number}"
-        dataset = load_response_dataset(entry, key if len(entries) == 1 else f"{key}.{index}", name)
-        taken.add(dataset.task_name)
-        loaded.append((entry, dataset))
+        own_key = key if len(entries) == 1 else f"{key}.{index}"
+        dataset = load_response_dataset(entry, own_key, name)
+        names.add(dataset.task_name)
+        loaded.append(_Part(own_key, entry, dataset, dataset.dataset))
     return loaded
 
 
@@ -119,10 +141,46 @@ def processed(
         parts: datasets, each with those of its rows that are meant.
         tokenizer: a Hugging Face tokenizer.
         max_seq_length: longest prompt in tokens.
+
+    Raises:
+        DataError: messages carry something that the chat template does not show.
     """
+    for dataset, _ in parts:
+        check_handed_on(dataset, tokenizer)
     processors = {dataset.task_name: (dataset.task_spec, dataset.processor) for dataset, _ in parts}
     preprocessors = {
         dataset.task_name: dataset.preprocessor for dataset, _ in parts if dataset.preprocessor is not None
     }
     rows = parts[0][1] if len(parts) == 1 else ConcatDataset([part for _, part in parts])
     return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec(), processors, max_seq_length, preprocessors)
+
+
+def check_handed_on(dataset: RawDataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whether the chat template shows what messages carry beyond role and content, and tools.
+
+    Raises:
+        DataError: it renders rows that carry them as if they did not.
+    """
+    for key, examples in dataset.handed_on.items():
+        if not any(_is_shown(key, example, tokenizer) for example in examples):
+            raise DataError(
+                f"{examples[0].place}: carries {key!r}, which the chat template of {tokenizer.name_or_path} does not "
+                "show: it would be lost without a trace. Set policy.tokenizer.chat_template to a template that shows "
+                "it, or remove it from the data"
+            )
+
+
+def _is_shown(key: str, example: HandedOn, tokenizer: PreTrainedTokenizerBase) -> bool:
+    if key in ("reasoning_content", "thinking") and key in str(tokenizer.chat_template):
+        # Templates leave out the reasoning of earlier turns, as their models were trained.
+        return True
+    without = [{name: value for name, value in message.items() if name != key} for message in example.messages]
+    tools = example.tools
+    try:
+        whole = render_chat(tokenizer, example.messages, False, tools)
+    except (DataError, TypeError) as error:
+        raise DataError(f"{example.place}: {error}") from error
+    try:
+        return whole != render_chat(tokenizer, without, False, None if key == "tools" else tools)
+    except (DataError, TypeError):
+        return True

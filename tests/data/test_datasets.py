@@ -125,9 +125,8 @@ def test_preferences_and_message_trees_become_conversations(tmp_path: Path) -> N
         ["q", "b"],
     ]
     Dataset.from_dict({"text": ["raw"]}).save_to_disk(str(tmp_path / "arrow"))
-    assert load(dataset_name="arrow_text", data_path=str(tmp_path / "arrow")).dataset[0]["messages"] == [
-        {"role": "assistant", "content": "raw"}
-    ]
+    texts = load(dataset_name="arrow_text", data_path=str(tmp_path / "arrow"), processor="sft_processor").dataset
+    assert texts[0]["messages"] == [{"role": "assistant", "content": "raw"}]
 
 
 def test_openai_format_takes_its_columns_by_name(
@@ -152,9 +151,6 @@ def test_openai_format_takes_its_columns_by_name(
     monkeypatch.setattr(tokenizer, "chat_template", template)
     datum = dataset.processor(dataset.dataset[1], dataset.task_spec, tokenizer, 99, 0)
     assert "".join(part["content"] for part in datum["message_log"]) == "<bos>mul|Be kind.|q|a<eos>"
-    calls = [{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}]
-    with pytest.raises(DataError, match="tool_calls, which are not trained on"):
-        load(dataset_name="openai_format", data_path=jsonl(tmp_path / "calls.jsonl", calls))
 
 
 def test_entries_may_be_plain_mappings(tmp_path: Path) -> None:
@@ -242,8 +238,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"dataset_name": "ResponseDataset", "data_path": "broken.jsonl"}, r"broken\.jsonl cannot be read as json"),
     (
         {"dataset_name": "ResponseDataset", "data_path": "mixed.jsonl"},
-        r"input_key: 1 of 2 rows have nothing in column 'input' \(rows 1, from 0\); the data mixes rows of "
-        r"different columns",
+        r"1 of 2 rows cannot be read \(rows count from 1\):\n  mixed.jsonl, row 2: there is no column 'input'\. It "
+        r"has question, answer\nThe data mixes rows of different columns",
     ),
     ({"dataset_name": "ResponseDataset", "data_path": "rows.txt"}, r"rows\.txt is none of \.jsonl"),
     ({"dataset_name": "arithmetic", "split": "val"}, r"arithmetic has no split 'val'\. Did you mean 'validation'\?"),

@@ -62,9 +62,9 @@ def test_sft_takes_the_whole_conversation(tokenizer: Any) -> None:
 def test_rows_that_do_not_fit_a_processor_are_told_apart(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'problem'\. Did you mean 'problems'\? It has problems"):
         get_processor("math_data_processor")({"problems": "x"}, SPEC, tokenizer, 10, 0)
-    with pytest.raises(DataError, match="needs a user and an assistant message, and has 1"):
+    with pytest.raises(DataError, match=r"needs a user and an assistant message at its end, .* and has 1 \(user\)"):
         get_processor("default")({"messages": conversation("a", "b")[:1]}, SPEC, tokenizer, 10, 0)
-    with pytest.raises(DataError, match="ends with an assistant message"):
+    with pytest.raises(DataError, match="a user and an assistant message at its end"):
         get_processor("helpsteer3_data_processor")({"messages": conversation("a", "b")[:1]}, SPEC, tokenizer, 10, 0)
 
 

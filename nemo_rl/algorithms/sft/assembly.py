@@ -5,6 +5,7 @@ Invariant: whatever was built is ended again when a later part fails.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ def _loaders(
     config: SFTMasterConfig, datasets: TaskDatasets, tokenizer: PreTrainedTokenizerBase
 ) -> Loaders[StatefulDataLoader[Batch]]:
     sft, data, multiple = config.sft, config.data, config.policy.make_sequence_length_divisible_by
-    _check_conversations(datasets.train, "data.train")
+    _check_conversations(datasets.train_by_task, "data.train")
     common: dict[str, Any] = {
         "collate_fn": sft_collate(tokenizer.pad_token_id, multiple, sft.only_unmask_final),
         "num_workers": data.num_workers,
@@ -149,19 +150,20 @@ def _loaders(
                 "sft.val_period, val_at_start and val_at_end off"
             )
         return Loaders(train, None)
-    _check_conversations(datasets.validation, "data.validation")
+    _check_conversations(datasets.validation_by_task, "data.validation")
     validation = make_loader(
         datasets.validation, sft.val_global_batch_size, shuffle=False, drop_last=False, name="data.validation", **common
     )
     return Loaders(train, validation)
 
 
-def _check_conversations(dataset: Any, key: str) -> None:
-    if dataset[0]["message_log"][-1]["role"] != "assistant":
-        raise DataError(
-            f"{key}.processor makes prompts without an answer, and SFT trains on answers; set "
-            f"{key}.processor: sft_processor"
-        )
+def _check_conversations(by_task: Mapping[str, Any], key: str) -> None:
+    for task, dataset in by_task.items():
+        if dataset[0]["message_log"][-1]["role"] != "assistant":
+            raise DataError(
+                f"{key}.processor of {task} makes prompts without an answer, and SFT trains on answers; set "
+                f"{key}.processor: sft_processor"
+            )
 
 
 def close(run: SFTRun) -> None:

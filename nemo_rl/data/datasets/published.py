@@ -1,182 +1,139 @@
-"""Published datasets that are no tables of questions and answers: conversations, multiple choice, boxed solutions.
+"""Published datasets that are no format of many: message trees, multiple choice, solutions with their answer inside.
 
-Each function makes rows with `messages`, or for `multichoice_qa_processor` (`question`, `options` by letter, `answer`),
-of the published columns. Knows no tokenizer. Invariants: roles are system, user and assistant; the same rows give the
-same letters, in every process.
+Each function makes one row, with `messages`, or for `multichoice_qa_processor` (`question`, `options` by letter,
+`answer`); None leaves a row out. Knows no tokenizer. Invariants: roles are system, user, assistant and tool; the same
+rows give the same letters, in every process.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import string
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from nemo_rl.config import DatasetConfig
-from nemo_rl.data.datasets.raw import Messages, Row, conversation, kept, require_column, with_conversations
-from nemo_rl.data.interfaces import DataError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from nemo_rl.data.conversations import (
+    Message,
+    Row,
+    RowError,
+    as_text,
+    cell,
+    expected_answer,
+    filled_text,
+    last_boxed,
+    refusal,
+)
+from nemo_rl.data.datasets.files import PlacedRow
+from nemo_rl.data.datasets.formats import question_and_answer
 
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-def with_messages(rows: Dataset, task_name: str, key: str) -> Dataset:
-    """Rows that have `messages` already."""
-    require_column(rows, "messages", key)
-    return with_conversations(rows, task_name, lambda row: _plain(row["messages"]))
-
-
-def openai_format(rows: Dataset, task_name: str, key: str, config: DatasetConfig) -> Dataset:
-    """Rows in OpenAI's format: a conversation in column `chat_key`, perhaps a system message in `system_key` and tools
-    in `tool_key`, which reach the chat template as `tools` (kept as JSON, because rows differ in their arguments).
-    """
-    chat = config.input_key or config.chat_key
-    columns = {"chat_key": chat, "system_key": config.system_key, "tool_key": config.tool_key}
-    for name, column in columns.items():
-        if column is not None:
-            require_column(rows, column, f"{key}.{name}")
-
-    def convert(row: Row) -> Row:
-        if any(message.get("tool_calls") for message in row[chat]):
-            raise DataError(f"{key}: a message has tool_calls, which are not trained on; keep rows of plain answers")
-        messages = _plain(row[chat])
-        system = (row[config.system_key] if config.system_key is not None else None) or config.system_prompt
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        made: Row = {"messages": messages, "task_name": task_name}
-        if config.tool_key is not None:
-            tools = row[config.tool_key]
-            made["tools"] = tools if isinstance(tools, str) else json.dumps(tools)
-        return made
-
-    return cast("Dataset", rows.map(convert, remove_columns=rows.column_names))
-
-
-def helpsteer3(rows: Dataset, task_name: str, key: str) -> Dataset:
-    """HelpSteer3's preferences: the conversation, then the response that was preferred (a negative score prefers the
-    first).
-    """
-    for column in ("context", "response1", "response2", "overall_preference"):
-        require_column(rows, column, key)
-
-    def convert(row: Row) -> Messages:
-        preferred = row["response1"] if row["overall_preference"] <= 0 else row["response2"]
-        return [*_plain(row["context"]), {"role": "assistant", "content": preferred}]
-
-    return with_conversations(rows, task_name, convert)
-
-
-def open_assistant(rows: Dataset, task_name: str, key: str) -> Dataset:
+def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PlacedRow]:
     """Open Assistant's message trees: one conversation per path from a root to its last assistant message."""
-    from datasets import Dataset as HuggingFaceDataset
-
-    for column in ("message_id", "parent_id", "role", "text"):
-        require_column(rows, column, key)
-    children: dict[str | None, list[Row]] = defaultdict(list)
-    for row in rows.to_list():
-        children[row["parent_id"]].append(row)
-    conversations = [path for root in children[None] for path in _paths(root, children)]
-    return HuggingFaceDataset.from_dict({"messages": conversations, "task_name": [task_name] * len(conversations)})
+    children: dict[object, list[tuple[str, Row]]] = defaultdict(list)
+    for place, row in rows:
+        children[row.get("parent_id") or None].append((place, row))
+    for root in children[None]:
+        yield from _paths(root, children)
 
 
-def _plain(messages: Sequence[Mapping[str, str]]) -> Messages:
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _paths(root: Row, children: dict[str | None, list[Row]]) -> Iterator[Messages]:
-    waiting: list[tuple[Row, Messages]] = [(root, [])]
+def _paths(root: PlacedRow, children: dict[object, list[PlacedRow]]) -> Iterator[PlacedRow]:
+    waiting: list[tuple[PlacedRow, list[Message]]] = [(root, [])]
     while waiting:
-        node, before = waiting.pop()
-        role = "assistant" if node["role"] == "assistant" else "user"
-        path = [*before, {"role": role, "content": node["text"]}]
+        (place, node), before = waiting.pop()
+        missing = next((name for name in ("message_id", "parent_id", "role", "text") if name not in node), None)
+        if missing is not None:
+            # Without its column the row is no conversation, which is said of it where all rows are read.
+            yield place, node
+            continue
+        path = [*before, {"role": node["role"], "content": node["text"]}]
         replies = children[node["message_id"]]
         waiting += [(reply, path) for reply in reversed(replies)]
-        if role == "assistant" and not any(
-            grandchild for reply in replies for grandchild in children[reply["message_id"]]
-        ):
-            yield path
+        if node["role"] == "assistant" and not any(children[reply.get("message_id")] for _, reply in replies):
+            yield place, {"messages": path}
 
 
-def gpqa(rows: Dataset, task_name: str, key: str) -> Dataset:
+def gsm8k(row: Row) -> list[Message]:
+    """GSM8K (https://arxiv.org/abs/2110.14168): each solution ends with `#### answer`."""
+    question, answer = question_and_answer(row, "question", "answer")
+    return [question, {**answer, "content": expected_answer(answer["content"])}]
+
+
+def squad(row: Row) -> list[Message]:
+    """SQuAD (https://arxiv.org/abs/1606.05250): the first of the spans that annotators marked is the answer."""
+    answers = cell(row, "answers")
+    spans = answers.get("text") if isinstance(answers, dict) else None
+    if not isinstance(spans, list) or not spans:
+        raise refusal("column 'answers'", answers, "an object such as {'text': ['Paris']}")
+    context, question = as_text(cell(row, "context"), "column 'context'"), cell(row, "question")
+    asked = f"{context}\n\nAnswer from the text above: {filled_text(question, 'column ' + repr('question'))}"
+    return question_and_answer({"question": asked, "answers": spans[0]}, "question", "answers")
+
+
+def numina(row: Row) -> list[Message] | None:
+    """NuminaMath-1.5: proofs and problems without a checkable answer are marked by words, and left out."""
+    if cell(row, "answer") in (None, "", "proof", "notfound"):
+        return None
+    return question_and_answer(row, "problem", "answer")
+
+
+def arrow_text(row: Row) -> list[Message]:
+    """Text without roles, all of it trained."""
+    return [{"role": "assistant", "content": filled_text(cell(row, "text"), "column 'text'")}]
+
+
+def boxed_solution(row: Row) -> list[Message] | None:
+    """MATH (https://arxiv.org/abs/2103.03874): each solution ends with its answer in `\\boxed{}`; others are left
+    out.
+    """
+    question, answer = question_and_answer(row, "problem", "solution")
+    boxed = last_boxed(answer["content"])
+    return None if boxed is None else [question, {**answer, "content": boxed}]
+
+
+def gpqa(row: Row) -> dict[str, Any]:
     """GPQA (https://arxiv.org/abs/2311.12022): the right answer stands first in the table, so that every question's
     choices are shuffled, by the question itself.
     """
-
-    def convert(row: Row) -> Row:
-        right = str(row["Correct Answer"]).strip()
-        choices = [right, *(str(row[column]).strip() for column in _WRONG)]
-        seed = hashlib.sha256(str(row["Question"]).encode()).digest()
-        random.Random(seed).shuffle(choices)
-        return _question(row["Question"], choices, choices.index(right), task_name, str(row.get("Subdomain") or ""))
-
-    return _converted(rows, ("Question", "Correct Answer", *_WRONG), key, convert)
+    choices = [filled_text(cell(row, column), f"column {column!r}").strip() for column in ("Correct Answer", *_WRONG)]
+    right, question = choices[0], filled_text(cell(row, "Question"), "column 'Question'")
+    random.Random(hashlib.sha256(question.encode()).digest()).shuffle(choices)
+    return _choices(question, choices, choices.index(right), row.get("Subdomain"))
 
 
-def mmlu(rows: Dataset, task_name: str, key: str) -> Dataset:
+def mmlu(row: Row) -> dict[str, Any]:
     """MMLU (https://arxiv.org/abs/2009.03300): four choices, and the index of the right one."""
+    question, choices, answer = _question_with_choices(row, "choices")
+    if not answer.isdecimal():
+        raise refusal("column 'answer'", answer, "the index of the right choice, such as 2")
+    return _choices(question, choices, int(answer), row.get("subject"))
 
-    def convert(row: Row) -> Row:
-        return _question(row["question"], row["choices"], int(row["answer"]), task_name, str(row.get("subject") or ""))
 
-    return _converted(rows, ("question", "choices", "answer"), key, convert)
-
-
-def mmlu_pro(rows: Dataset, task_name: str, key: str) -> Dataset:
+def mmlu_pro(row: Row) -> dict[str, Any]:
     """MMLU-Pro (https://arxiv.org/abs/2406.01574): up to ten choices, and the letter of the right one."""
-
-    def convert(row: Row) -> Row:
-        right = string.ascii_uppercase.index(str(row["answer"]).strip())
-        return _question(row["question"], row["options"], right, task_name, str(row.get("category") or ""))
-
-    return _converted(rows, ("question", "options", "answer"), key, convert)
-
-
-def boxed_solutions(rows: Dataset, task_name: str, key: str) -> Dataset:
-    """Problems whose `solution` ends with its answer in `\\boxed{}`, as in MATH (https://arxiv.org/abs/2103.03874)."""
-    for column in ("problem", "solution"):
-        require_column(rows, column, key)
-    answered = kept(rows, lambda row: last_boxed(row["solution"]) is not None)
-    return with_conversations(
-        answered, task_name, lambda row: conversation(row["problem"], last_boxed(row["solution"]) or "")
-    )
+    question, choices, answer = _question_with_choices(row, "options")
+    right = string.ascii_uppercase.find(answer)
+    if len(answer) != 1 or right < 0:
+        raise refusal("column 'answer'", answer, "the letter of the right choice, such as B")
+    return _choices(question, choices, right, row.get("category"))
 
 
-def last_boxed(solution: str) -> str | None:
-    """What stands in the last `\\boxed{..}`, with braces inside it; None without one."""
-    start = solution.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(start + len("\\boxed"), len(solution)):
-        depth += {"{": 1, "}": -1}.get(solution[place], 0)
-        if depth == 0:
-            return solution[start + len("\\boxed{") : place]
-    return None
+def _question_with_choices(row: Row, column: str) -> tuple[str, list[str], str]:
+    question, answer = filled_text(cell(row, "question"), "column 'question'"), cell(row, "answer")
+    choices = cell(row, column)
+    if not isinstance(choices, list):
+        raise refusal(f"column {column!r}", choices, "a list of choices, such as ['yes', 'no']")
+    texts = [as_text(choice, f"column {column!r}, choice {number}") for number, choice in enumerate(choices, start=1)]
+    return question, texts, as_text(answer, "column 'answer'").strip()
 
 
-def _question(question: str, choices: Sequence[str], right: int, task_name: str, subject: str) -> Row:
-    letters = string.ascii_uppercase
+def _choices(question: str, choices: Sequence[str], right: int, subject: object) -> dict[str, Any]:
+    letters = string.ascii_uppercase[:10]
     if not 0 <= right < len(choices) <= len(letters):
-        raise DataError(
-            f"{task_name}: a question has {len(choices)} choices, and number {right} is to be the right one"
-        )
+        raise RowError(f"the question has {len(choices)} choices, and number {right} is to be the right one")
     # Every row has the same letters, as tables need; a letter without a choice is None and is not shown.
-    options = {letter: choices[place] if place < len(choices) else None for place, letter in enumerate(letters[:10])}
-    return {
-        "question": question,
-        "options": options,
-        "answer": letters[right],
-        "subject": subject,
-        "task_name": task_name,
-    }
-
-
-def _converted(rows: Dataset, columns: Sequence[str], key: str, convert: Callable[[Row], Row]) -> Dataset:
-    for column in columns:
-        require_column(rows, column, key)
-    return cast("Dataset", rows.map(convert, remove_columns=rows.column_names))
+    options = {letter: choices[place] if place < len(choices) else None for place, letter in enumerate(letters)}
+    return {"question": question, "options": options, "answer": letters[right], "subject": str(subject or "")}

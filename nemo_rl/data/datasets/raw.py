@@ -1,145 +1,32 @@
-"""Rows as they are found, and what a dataset makes of them: messages, a processor, a validation split.
+"""What a dataset makes of the rows that are found: messages, a processor, a validation split.
 
-Rows are read from JSONL, parquet, arrow and CSV files, directories saved by `save_to_disk`, and the Hugging Face hub.
-Decides how a path is read and what is said when it cannot be; what the columns mean is the single datasets' business.
-Invariant: what is read has at least one row.
+Every row goes through one loop, which says file, row and column of those that cannot be read. Invariant: a dataset has
+at least one row, and every row of it can be read by its processor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.conversations import Message, Row, RowError, shown_keys
+from nemo_rl.data.datasets.files import PlacedRow
 from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-
-
-def read_rows(
-    location: str,
-    *,
-    split: str | None = None,
-    subset: str | None = None,
-    cache_dir: str | None = None,
-    key: str = "data",
-) -> Dataset:
-    """The rows at a location.
-
-    Args:
-        location: a file, a directory, or an id on the Hugging Face hub.
-        split: split to read; None takes `train`, or the only one there is.
-        subset: configuration of a hub dataset.
-        cache_dir: where downloads go.
-        key: dotted key of the dataset, for messages.
-
-    Raises:
-        DataError: nothing is there, it cannot be read, has no such split, or is empty.
-    """
-    path = Path(location).expanduser()
-    if path.is_file():
-        rows = _from_file(path, key)
-    elif path.is_dir():
-        rows = _from_directory(path, split, key)
-    elif _looks_like_a_path(location):
-        raise DataError(f"{key}: there is nothing at {path.absolute()}")
-    else:
-        rows = _from_hub(location, subset, split, cache_dir, key)
-    if len(rows) == 0:
-        raise DataError(f"{key}: {location} is empty")
-    return rows
-
-
-def require_column(rows: Dataset, column: str, key: str) -> None:
-    """Raises DataError, with the nearest name, when `rows` has no such column."""
-    if column not in rows.column_names:
-        raise DataError(
-            f"{key}: there is no column {column!r}.{did_you_mean(column, rows.column_names)} It has "
-            f"{', '.join(rows.column_names)}"
-        )
-
-
-def require_values(rows: Dataset, column: str, key: str) -> None:
-    """Raises DataError when some rows have no value in a column, as happens when rows of different kinds lie in one
-    file.
-    """
-    values = rows.data.column(column)
-    if not values.null_count:
-        return
-    empty = [index for index, missing in enumerate(values.is_null().to_pylist()) if missing]
-    shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
-    raise DataError(
-        f"{key}: {len(empty)} of {len(rows)} rows have nothing in column {column!r} (rows {shown}, from 0); "
-        "the data mixes rows of different columns "
-        f"({', '.join(rows.column_names)}). Keep one kind of row per dataset"
-    )
-
-
-def _looks_like_a_path(location: str) -> bool:
-    return location.startswith((".", "/", "~")) or Path(location).suffix in _FORMATS or location.count("/") > 1
-
-
-def _from_file(path: Path, key: str) -> Dataset:
-    import datasets
-
-    kind = _FORMATS.get(path.suffix)
-    if kind is None:
-        raise DataError(f"{key}: {path} is none of {', '.join(_FORMATS)}")
-    if path.stat().st_size == 0:
-        raise DataError(f"{key}: {path} is empty")
-    try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train")
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(f"{key}: {path} cannot be read as {kind}: {_root_cause(error)}") from error
-
-
-def _from_directory(path: Path, split: str | None, key: str) -> Dataset:
-    import datasets
-
-    try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path))
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(f"{key}: the directory {path} cannot be read as a dataset: {_root_cause(error)}") from error
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    splits = [str(name) for name in loaded]
-    wanted = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
-    if wanted not in splits:
-        raise DataError(
-            f"{key}.split: {path} has no split {wanted!r}.{did_you_mean(wanted, splits)} It has {', '.join(splits)}"
-        )
-    return loaded[wanted]
-
-
-def _from_hub(name: str, subset: str | None, split: str | None, cache_dir: str | None, key: str) -> Dataset:
-    import datasets
-
-    try:
-        return datasets.load_dataset(name, subset, split=split or "train", cache_dir=cache_dir)
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        raise DataError(
-            f"{key}: {name} is neither a path here nor a dataset that can be reached on the Hugging Face "
-            f"hub: {_root_cause(error)}"
-        ) from error
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(
-            f"{key}: {name} (subset {subset}, split {split or 'train'}) cannot be read: {_root_cause(error)}"
-        ) from error
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+_ROWS_PER_CHUNK = 4096
+_SHOWN_ERRORS = 5
+# So many rows with a key are rendered at the start with and without it.
+_EXAMPLES = 4
+_LOOKED_AT = 512
 
 
 class RawDataset:
@@ -153,6 +40,8 @@ class RawDataset:
         task_spec: prompt and system prompt, once `set_task_spec` was called.
         processor: turns a row into a prompt, once `set_processor` was called.
         preprocessor: applied to a row before the processor; None for none.
+        contents: how many rows there are and a digest of them, by which a resumed run knows them again.
+        handed_on: examples of rows whose messages carry what the chat template has to show, by key.
     """
 
     dataset: Any
@@ -161,6 +50,8 @@ class RawDataset:
     task_spec: TaskDataSpec
     processor: TaskDataProcessFnCallable
     preprocessor: object = None
+    contents: str = ""
+    handed_on: Mapping[str, list[HandedOn]] = {}
 
     def set_task_spec(self, config: DatasetConfig) -> None:
         """Reads the prompt files of the dataset's entry."""
@@ -195,38 +86,153 @@ class RawDataset:
         self.dataset, self.val_dataset = parts["train"], parts["test"]
 
 
-Messages = list[dict[str, str]]
+@dataclass(frozen=True)
+class HandedOn:
+    """A row whose messages carry more than role and content: where it is, and what the chat template is given."""
 
-Row = dict[str, Any]
-
-
-def with_conversations(rows: Dataset, task_name: str, convert: Callable[[Row], Messages]) -> Dataset:
-    """Rows of any columns as rows of `messages` and `task_name`."""
-
-    def converted(row: Row) -> Row:
-        return {"messages": convert(row), "task_name": task_name}
-
-    return cast("Dataset", rows.map(converted, remove_columns=rows.column_names))
+    place: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
 
 
-def kept(rows: Dataset, condition: Callable[[Row], bool]) -> Dataset:
-    """The rows for which the condition holds, asked row by row in order."""
-    return cast("Dataset", rows.filter(condition, load_from_cache_file=False))
+@dataclass
+class ReadRows:
+    """The rows of a dataset, as they are built.
 
-
-def as_messages(rows: Dataset, question: str, answer: str, task_name: str, key: str) -> Dataset:
-    """Rows of two columns as rows of `messages` [user, assistant] and `task_name`.
-
-    Raises:
-        DataError: a column is missing.
+    Attributes:
+        key: Dotted key of the dataset, for messages.
+        task_name: The task of every row.
+        used: The messages that a chat template is given, of a row that was made; raises RowError for a row that the
+            processor cannot read. None checks nothing.
+        left_out: How many rows a format's own rule leaves out.
+        handed_on: See `RawDataset`.
     """
-    require_column(rows, question, f"{key}.input_key")
-    require_column(rows, answer, f"{key}.output_key")
-    require_values(rows, question, f"{key}.input_key")
-    require_values(rows, answer, f"{key}.output_key")
-    return with_conversations(rows, task_name, lambda row: conversation(str(row[question]), str(row[answer])))
+
+    key: str
+    task_name: str
+    used: Callable[[Row], list[Message]] | None = None
+    left_out: int = 0
+    handed_on: dict[str, list[HandedOn]] = field(default_factory=dict)
+
+    def read(self, rows: Iterable[PlacedRow], make: Callable[[Row], dict[str, Any] | None]) -> tuple[Dataset, str]:
+        """The rows as a dataset, and what their contents are known by.
+
+        Args:
+            rows: rows as found, each with its place.
+            make: `messages` and perhaps `tools`, or what else the processor reads; None leaves the row out.
+
+        Raises:
+            DataError: there is no row, or some cannot be read; names file, row and column of the first ones.
+        """
+        from datasets import Dataset
+
+        chunks, made = _Chunks(), 0
+        errors: list[str] = []
+        total = 0
+        for place, row in rows:
+            total += 1
+            try:
+                one = self._made(place, row, make)
+            except RowError as error:
+                errors.append(f"{place}: {error}")
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                errors.append(
+                    f"{place}: not of the format that is expected ({type(error).__name__}: {error}); the row has "
+                    f"{', '.join(map(str, row))}"
+                )
+            else:
+                made += one is not None
+                self.left_out += one is None
+                if one is not None and not errors:
+                    chunks.add(one)
+        if errors:
+            more = f"\n  and {len(errors) - _SHOWN_ERRORS} more" if len(errors) > _SHOWN_ERRORS else ""
+            lines = "\n  ".join(errors[:_SHOWN_ERRORS])
+            if len(errors) < total and "there is no column" in lines:
+                more += "\nThe data mixes rows of different columns; keep one kind of row per dataset"
+            raise DataError(
+                f"{self.key}: {len(errors)} of {total} rows cannot be read (rows count from 1):\n  {lines}{more}"
+            )
+        if not made:
+            raise DataError(
+                f"{self.key}: " + ("there is no usable row" if total else "the data is empty: it has no row")
+            )
+        return Dataset(chunks.table(), fingerprint=chunks.digest()), f"{made} rows, digest {chunks.digest()}"
+
+    def _made(self, place: str, row: Row, make: Callable[[Row], dict[str, Any] | None]) -> dict[str, Any] | None:
+        made = make(row)
+        if made is None:
+            return None
+        if self.used is not None and "messages" in made:
+            tools = json.loads(made["tools"]) if "tools" in made else None
+            messages = self.used(made)
+            for key in [*shown_keys(messages), *(["tools"] if tools else [])]:
+                examples = self.handed_on.setdefault(key, [])
+                if len(examples) < _EXAMPLES:
+                    examples.append(HandedOn(place, messages, tools))
+        return {**packed(made), "task_name": self.task_name}
 
 
-def conversation(question: str, answer: str) -> Messages:
+class _Chunks:
+    """Rows as an arrow table, built piece by piece."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=12)
+        self._waiting: list[dict[str, Any]] = []
+        self._tables: list[pa.Table] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._hash.update(json.dumps(row).encode())
+        self._waiting.append(row)
+        if len(self._waiting) == _ROWS_PER_CHUNK:
+            self._flush()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def table(self) -> pa.Table:
+        import pyarrow as pa
+
+        self._flush()
+        return pa.concat_tables(self._tables, promote_options="permissive")
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._waiting:
+            columns = dict.fromkeys(column for row in self._waiting for column in row)
+            self._tables.append(pa.table({name: [row.get(name) for row in self._waiting] for name in columns}))
+            self._waiting = []
+
+
+def packed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as tables take it: what messages carry beyond role and content lies in `more`, as JSON."""
+    if "messages" not in row:
+        return dict(row)
+    more = [
+        {key: value for key, value in message.items() if key not in ("role", "content")} for message in row["messages"]
+    ]
+    texts = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
+    return {**row, "messages": texts, **({"more": json.dumps(more)} if any(more) else {})}
+
+
+def contents_of(dataset: Any) -> str:
+    """What the rows of a user's dataset are known by: their number, and a digest of all, or of some that lie evenly
+    where each is made when it is asked for.
+    """
+    from datasets import Dataset
+
+    rows = len(dataset)
+    if rows <= _LOOKED_AT or isinstance(dataset, Dataset):
+        looked_at = (dataset[place] for place in range(rows)) if not isinstance(dataset, Dataset) else iter(dataset)
+    else:
+        looked_at = (dataset[number * rows // _LOOKED_AT] for number in range(_LOOKED_AT))
+    digest = hashlib.blake2b(digest_size=12)
+    for row in looked_at:
+        digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
+    return f"{rows} rows, digest {digest.hexdigest()}"
+
+
+def conversation(question: str, answer: str) -> list[dict[str, str]]:
     """One question and its answer as messages."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

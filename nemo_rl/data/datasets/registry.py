@@ -8,9 +8,10 @@ columns from `data_path`, so that a copy on disk needs no network. Knows no toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import Any
 
 from typing_extensions import override
 
@@ -18,38 +19,17 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.config.data_rules import UNBUILT_DATASETS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.conversations import Message, Row, as_messages, cell
+from nemo_rl.data.datasets import published
+from nemo_rl.data.datasets.files import PlacedRow, read_rows
+from nemo_rl.data.datasets.formats import completed, dapo, helpsteer, question_and_answer, recognised
 from nemo_rl.data.datasets.generated import ArithmeticDataset, ReasoningGymDataset
-from nemo_rl.data.datasets.published import (
-    boxed_solutions,
-    gpqa,
-    helpsteer3,
-    mmlu,
-    mmlu_pro,
-    open_assistant,
-    openai_format,
-    with_messages,
-)
-from nemo_rl.data.datasets.raw import (
-    Messages,
-    RawDataset,
-    Row,
-    as_messages,
-    conversation,
-    kept,
-    read_rows,
-    require_column,
-    with_conversations,
-)
+from nemo_rl.data.datasets.raw import RawDataset, ReadRows, contents_of
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.interfaces import DataError
-from nemo_rl.data.processors import get_processor
+from nemo_rl.data.processors import get_processor, trains_whole, used_messages
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-Convert = Callable[
-    ["Dataset", str, str], "Dataset"
-]  # (rows, task name, dotted key) -> rows with messages and task_name
+Conversation = list[Message] | None
 _GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
     "arithmetic": ArithmeticDataset,
     "reasoning_gym": ReasoningGymDataset,
@@ -65,7 +45,11 @@ class Source:
         hub: its id on the Hugging Face hub; None when only `data_path` can say where it is.
         question, answer: columns, for tables of questions and answers.
         split, subset: what is read unless the entry says otherwise; several subsets are joined.
-        convert: makes messages of rows that are no such table.
+        convert: makes the conversation of a row that is of no such table; None leaves the row out.
+        choices: makes a question with choices of a row, for `multichoice_qa_processor`.
+        solved: whether the answer is a solution that ends with it, of which SFT trains all.
+        gather: makes rows of conversations of rows of messages.
+        distinct: whether a problem is published many times and taken once.
     """
 
     hub: str | None
@@ -73,63 +57,15 @@ class Source:
     answer: str = "answer"
     split: str = "train"
     subset: tuple[str | None, ...] = (None,)
-    convert: Convert | None = None
+    convert: Callable[[Row], Conversation] | None = None
+    choices: Callable[[Row], dict[str, Any]] | None = None
+    solved: bool = False
+    gather: Callable[[Iterable[PlacedRow]], Iterator[PlacedRow]] | None = None
+    distinct: bool = False
 
 
-def _gsm8k(rows: Dataset, task_name: str, key: str) -> Dataset:
-    _require(rows, ("question", "answer"), key)
-    # GSM8K ends each solution with `#### answer`, thousands separated by commas.
-    return with_conversations(
-        rows,
-        task_name,
-        lambda row: conversation(row["question"], row["answer"].rpartition("####")[2].strip().replace(",", "")),
-    )
-
-
-def _dapo(rows: Dataset, task_name: str, key: str) -> Dataset:
-    _require(rows, ("prompt", "reward_model"), key)
-    seen: set[str] = set()
-
-    def first_time(row: Row) -> bool:
-        # The published table repeats every problem about a hundred times.
-        text = row["prompt"][0]["content"]
-        new = text not in seen
-        seen.add(text)
-        return new
-
-    return with_conversations(
-        kept(rows, first_time),
-        task_name,
-        lambda row: conversation(row["prompt"][0]["content"], str(row["reward_model"]["ground_truth"])),
-    )
-
-
-def _squad(rows: Dataset, task_name: str, key: str) -> Dataset:
-    _require(rows, ("context", "question", "answers"), key)
-
-    def convert(row: Row) -> Messages:
-        return conversation(
-            f"{row['context']}\n\nAnswer from the text above: {row['question']}", row["answers"]["text"][0]
-        )
-
-    return with_conversations(rows, task_name, convert)
-
-
-def _numina(rows: Dataset, task_name: str, key: str) -> Dataset:
-    _require(rows, ("answer",), key)
-    # Proofs and problems without a checkable answer are marked by these words.
-    checkable = kept(rows, lambda row: row["answer"] not in (None, "", "proof", "notfound"))
-    return as_messages(checkable, "problem", "answer", task_name, key)
-
-
-def _arrow_text(rows: Dataset, task_name: str, key: str) -> Dataset:
-    _require(rows, ("text",), key)
-    return with_conversations(rows, task_name, lambda row: [{"role": "assistant", "content": row["text"]}])
-
-
-def _require(rows: Dataset, columns: tuple[str, ...], key: str) -> None:
-    for column in columns:
-        require_column(rows, column, key)
+def _conversations(row: Row) -> Conversation:
+    return as_messages(cell(row, "messages"), "column 'messages'")
 
 
 _MATH_SUBJECTS = (
@@ -145,32 +81,36 @@ _MATH_SUBJECTS = (
 SOURCES: dict[str, Source] = {
     "OpenMathInstruct-2": Source("nvidia/OpenMathInstruct-2", answer="expected_answer", split="train_1M"),
     "DeepScaler": Source("agentica-org/DeepScaleR-Preview-Dataset"),
-    "DAPOMath17K": Source("BytedTsinghua-SIA/DAPO-Math-17k", convert=_dapo),
-    "DAPOMathAIME2024": Source("BytedTsinghua-SIA/AIME-2024", convert=_dapo),
+    "DAPOMath17K": Source("BytedTsinghua-SIA/DAPO-Math-17k", convert=dapo, distinct=True),
+    "DAPOMathAIME2024": Source("BytedTsinghua-SIA/AIME-2024", convert=dapo, distinct=True),
     "AIME2024": Source("HuggingFaceH4/aime_2024"),
     "AIME2025": Source("opencompass/AIME2025", question="question", split="test", subset=("AIME2025-I", "AIME2025-II")),
     "AIME2026": Source("MathArena/aime_2026"),
-    "math": Source("EleutherAI/hendrycks_math", split="test", subset=_MATH_SUBJECTS, convert=boxed_solutions),
+    "math": Source(
+        "EleutherAI/hendrycks_math",
+        answer="solution",
+        split="test",
+        subset=_MATH_SUBJECTS,
+        convert=published.boxed_solution,
+        solved=True,
+    ),
     "math500": Source("HuggingFaceH4/MATH-500", split="test"),
-    "gpqa": Source("Idavidrein/gpqa", subset=("gpqa_main",), convert=gpqa),
-    "gpqa_diamond": Source("Idavidrein/gpqa", subset=("gpqa_diamond",), convert=gpqa),
-    "gpqa_extended": Source("Idavidrein/gpqa", subset=("gpqa_extended",), convert=gpqa),
-    "mmlu": Source("cais/mmlu", split="test", subset=("all",), convert=mmlu),
-    "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", split="test", convert=mmlu_pro),
-    "gsm8k": Source("openai/gsm8k", subset=("main",), convert=_gsm8k),
-    "NuminaMath-1.5": Source("AI-MO/NuminaMath-1.5", convert=_numina),
+    "gpqa": Source("Idavidrein/gpqa", subset=("gpqa_main",), choices=published.gpqa),
+    "gpqa_diamond": Source("Idavidrein/gpqa", subset=("gpqa_diamond",), choices=published.gpqa),
+    "gpqa_extended": Source("Idavidrein/gpqa", subset=("gpqa_extended",), choices=published.gpqa),
+    "mmlu": Source("cais/mmlu", split="test", subset=("all",), choices=published.mmlu),
+    "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", split="test", choices=published.mmlu_pro),
+    "gsm8k": Source("openai/gsm8k", question="question", subset=("main",), convert=published.gsm8k, solved=True),
+    "NuminaMath-1.5": Source("AI-MO/NuminaMath-1.5", convert=published.numina),
     "OpenR1-Math-220k": Source("open-r1/OpenR1-Math-220k"),
-    "HelpSteer3": Source("nvidia/HelpSteer3", convert=helpsteer3),
-    "squad": Source("rajpurkar/squad", convert=_squad),
-    "open_assistant": Source("OpenAssistant/oasst1", convert=open_assistant),
-    "tulu3_sft_mixture": Source("allenai/tulu-3-sft-mixture", convert=with_messages),
-    "openai_format": Source(None, convert=with_messages),
-    "arrow_text": Source(None, convert=_arrow_text),
+    "HelpSteer3": Source("nvidia/HelpSteer3", convert=helpsteer),
+    "squad": Source("rajpurkar/squad", convert=published.squad),
+    "open_assistant": Source("OpenAssistant/oasst1", gather=published.open_assistant, convert=_conversations),
+    "tulu3_sft_mixture": Source("allenai/tulu-3-sft-mixture", convert=_conversations),
+    "openai_format": Source(None, convert=_conversations),
+    "arrow_text": Source(None, convert=published.arrow_text),
     "ResponseDataset": Source(None, question="input", answer="output"),
 }
-
-# Datasets of questions with choices, which have a processor of their own.
-MULTIPLE_CHOICE = ("gpqa", "gpqa_diamond", "gpqa_extended", "mmlu", "mmlu_pro")
 
 ALIASES = {
     "aime2024": "AIME2024",
@@ -187,34 +127,69 @@ class NamedDataset(RawDataset):
 
     def __init__(self, config: DatasetConfig, task_name: str, key: str) -> None:
         self.task_name = task_name
-        source = SOURCES[ALIASES.get(config.dataset_name, config.dataset_name)]
+        self._name = ALIASES.get(config.dataset_name, config.dataset_name)
+        self._source = source = SOURCES[self._name]
+        self.set_processor(config)
         rows = _read(config, source, key)
-        self.dataset = self._messages(rows, config, source, key)
-        if len(self.dataset) == 0:
-            raise DataError(f"{key}: {config.dataset_name} has no usable row")
+        if source.gather is not None:
+            rows = source.gather(rows)
+        reading = ReadRows(key, task_name, used_messages(self.processor))
+        if source.choices is not None:
+            self.dataset, self.contents = reading.read(rows, source.choices)
+        else:
+            first = next(rows, None)
+            convert = self._conversation(config, first[1] if first is not None else {}, key)
+            seen: set[str] = set()
+
+            def make(row: Row) -> dict[str, Any] | None:
+                messages = convert(row)
+                if messages is None or (source.distinct and _seen(messages, seen)):
+                    return None
+                return completed(row, messages, config)
+
+            self.dataset, self.contents = reading.read(chain([first] if first is not None else [], rows), make)
+        self.handed_on = reading.handed_on
 
     @override
     def set_processor(self, config: DatasetConfig) -> None:
         """The processor of the entry; of questions with choices, theirs in place of the default."""
-        own = ALIASES.get(config.dataset_name, config.dataset_name) in MULTIPLE_CHOICE
         default = config.processor in ("math_hf_data_processor", "default")
-        self.processor = get_processor("multichoice_qa_processor" if own and default else config.processor)
+        own = self._source.choices is not None and default
+        self.processor = get_processor("multichoice_qa_processor" if own else config.processor)
 
-    def _messages(self, rows: Dataset, config: DatasetConfig, source: Source, key: str) -> Dataset:
-        if ALIASES.get(config.dataset_name, config.dataset_name) == "openai_format":
-            return openai_format(rows, self.task_name, key, config)
-        if config.input_key is not None and config.output_key is None and source.convert is with_messages:
-            rows = rows.rename_column(config.input_key, "messages") if config.input_key != "messages" else rows
-        elif source.convert is None or (config.input_key is not None and config.output_key is not None):
-            return as_messages(
-                rows, config.input_key or source.question, config.output_key or source.answer, self.task_name, key
+    def _conversation(self, config: DatasetConfig, first: Row, key: str) -> Callable[[Row], Conversation]:
+        """How rows become conversations, from what the entry says and, for ResponseDataset, the columns of the first
+        row.
+        """
+        source, named = self._source, (config.input_key, config.output_key)
+        if self._name == "openai_format":
+            column = config.input_key or config.chat_key
+            return lambda row: as_messages(cell(row, column, "chat_key"), f"column {column!r}")
+        if named == (None, None) and self._name == "ResponseDataset" and first:
+            return recognised(first, key).convert
+        by_table = source.convert is None or (source.solved and trains_whole(self.processor))
+        if all(named) or by_table:
+            question, answer = config.input_key or source.question, config.output_key or source.answer
+            return lambda row: question_and_answer(row, question, answer, "input_key", "output_key")
+        if config.output_key is None and source.convert is _conversations and config.input_key is not None:
+            column = config.input_key
+            return lambda row: as_messages(cell(row, column, "input_key"), f"column {column!r}")
+        if any(named):
+            raise DataError(
+                f"{key}: input_key and output_key name a column each, and {self._name} is given only one of them; give "
+                "both, or none to read its published columns"
             )
-        return source.convert(rows, self.task_name, key) if source.convert is not None else rows
+        return source.convert or _conversations
 
 
-def _read(config: DatasetConfig, source: Source, key: str) -> Dataset:
-    from datasets import concatenate_datasets
+def _seen(messages: list[Message], seen: set[str]) -> bool:
+    text = "\0".join(message["content"] for message in messages if message["role"] != "assistant")
+    again = text in seen
+    seen.add(text)
+    return again
 
+
+def _read(config: DatasetConfig, source: Source, key: str) -> Iterator[PlacedRow]:
     if config.data_path is not None:
         return read_rows(
             config.data_path,
@@ -230,7 +205,7 @@ def _read(config: DatasetConfig, source: Source, key: str) -> Dataset:
     parts = [
         read_rows(source.hub, split=split, subset=subset, cache_dir=config.download_dir, key=key) for subset in subsets
     ]
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    return chain.from_iterable(parts)
 
 
 def load_response_dataset(
@@ -250,6 +225,7 @@ def load_response_dataset(
     dataset = _load(config, key, task_name or config.dataset_name)
     dataset.set_task_spec(config)
     dataset.set_processor(config)
+    dataset.contents = dataset.contents or contents_of(dataset.dataset)
     dataset.split_train_validation(config.split_validation_size, config.seed)
     if config.repeat > 1:
         dataset.dataset = dataset.dataset.select(list(range(len(dataset.dataset))) * config.repeat)

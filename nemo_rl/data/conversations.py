@@ -1,0 +1,314 @@
+"""Cells and messages of a row as text: one rule for each kind of value, and a refusal for every other.
+
+Rules: a number keeps the spelling of its file; a list of one element is that element; text parts are joined; an object
+with `ground_truth` is that value. Knows no file, no dataset and no tokenizer. Invariants: roles decide, never
+positions; a key of a message that is not read here is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.interfaces import DataError
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA = ("image", "images", "image_url", "audio", "audios", "video", "videos")
+# Whether a message is trained; the values that mean yes say nothing.
+_TRAINED = ("weight", "train", "trainable", "loss", "loss_mask", "mask")
+_YES = (1, True, "1", "1.0", "true")
+# Keys that say something which the text of a conversation must show.
+_SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "name")
+_MARKED_ANSWER = re.compile(r"(?:^|\n|\s)####[ \t]*([^\n]+?)\s*$")
+_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+_MESSAGES_AS_PYTHON = re.compile(r"^\[\s*\{\s*'(role|content|from|value)'")
+_OBJECT_WITH_GOLD = re.compile(r"""^\{.*['"]ground_truth['"]\s*:""", re.DOTALL)
+
+
+class RowError(DataError):
+    """A row cannot be read; what reads the rows adds the file and the number."""
+
+
+class Written(str):
+    """A number as its file spells it."""
+
+    __slots__ = ()
+
+
+def _no_number(_: str) -> None:
+    """NaN and Infinity of JSON: no value."""
+
+
+_DECODER = json.JSONDecoder(parse_int=Written, parse_float=Written, parse_constant=_no_number)
+
+
+def decode_json(text: str) -> Any:
+    """JSON whose numbers keep their spelling.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return _DECODER.decode(text)
+
+
+def refusal(what: str, found: object, expected: str) -> RowError:
+    """What a cell or message holds, and what it should."""
+    return RowError(f"{what} holds {shown(found)}; expected {expected}")
+
+
+def shown(value: object) -> str:
+    """A value in a few words."""
+    if is_empty(value) and not isinstance(value, str):
+        return "nothing"
+    if isinstance(value, Mapping):
+        return f"an object with {', '.join(map(str, value)) or 'no key'}"
+    if isinstance(value, str):
+        kind, text = ("the number", str(value)) if isinstance(value, Written) else ("the text", repr(value))
+    else:
+        kind, text = f"a list of {len(value)}:" if isinstance(value, list) else type(value).__name__, repr(value)
+    return f"{kind} {text[:80]}{'...' if len(text) > 80 else ''}"
+
+
+def is_empty(value: object) -> bool:
+    """Whether a cell says nothing: null, NaN, and empty texts, lists and objects."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or (isinstance(value, (str, Sequence, Mapping)) and not isinstance(value, bytes) and not value)
+
+
+def cell(row: Row, column: str, key: str = "") -> Any:
+    """The value in a column.
+
+    Args:
+        row: a row.
+        column: its column.
+        key: the key that names the column, for the message.
+
+    Raises:
+        RowError: the row has no such column.
+    """
+    if column not in row:
+        raise RowError(
+            f"{key + ': ' if key else ''}there is no column {column!r}.{did_you_mean(column, row)} It has "
+            f"{', '.join(map(str, row))}"
+        )
+    return row[column]
+
+
+def as_text(value: object, what: str) -> str:
+    """A value as the text that is trained on or judged by.
+
+    Args:
+        value: what a cell or a message holds.
+        what: where it is, such as `column 'answer'`.
+
+    Raises:
+        RowError: it is no text, by none of the rules.
+    """
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise refusal(what, value, "text; half of a UTF-16 pair cannot be encoded") from None
+        if _OBJECT_WITH_GOLD.match(value) or _MESSAGES_AS_PYTHON.match(value):
+            raise refusal(what, value, "text, not an object or a list that was written out as text")
+        return str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, Decimal)) or (isinstance(value, float) and math.isfinite(value)):
+        return str(value)
+    if isinstance(value, Mapping) and value.get("type", "text") in _TEXT_PARTS and isinstance(value.get("text"), str):
+        return as_text(value["text"], what)
+    if isinstance(value, Mapping) and "ground_truth" in value:
+        return as_text(value["ground_truth"], f"{what}.ground_truth")
+    if isinstance(value, (list, tuple)):
+        if len(value) == 1:
+            return as_text(value[0], what)
+        if value and all(isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS for part in value):
+            return "".join(as_text(part, what) for part in value)
+        media = [part["type"] for part in value if isinstance(part, Mapping) and part.get("type", "text") != "text"]
+        if media:
+            raise RowError(f"{what} has a part of type {media[0]!r}; only text can be read, such as 'How many?'")
+    raise refusal(what, value, "one text or number, such as '7'")
+
+
+def filled_text(value: object, what: str) -> str:
+    """A text with something in it.
+
+    Raises:
+        RowError: it is empty, or no text.
+    """
+    text = as_text(value, what)
+    if not text.strip():
+        raise refusal(what, value, "a text that is not empty, such as '7'")
+    return text
+
+
+def expected_answer(text: str) -> str:
+    """The answer that a solution ends with: what follows GSM8K's `####`, or the last `\\boxed{}` of a text around it;
+    any other text is the answer itself.
+    """
+    marked = _MARKED_ANSWER.search(text)
+    if marked is not None:
+        answer = marked[1].strip()
+        return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+    boxed = last_boxed(text)
+    return boxed if boxed is not None and len(text.strip()) > len(boxed) + len("$\\boxed{}$") else text
+
+
+def last_boxed(solution: str) -> str | None:
+    """What stands in the last `\\boxed{..}`, with braces inside it; None without one."""
+    start = solution.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for place in range(start + len("\\boxed"), len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[place], 0)
+        if depth == 0:
+            return solution[start + len("\\boxed{") : place]
+    return None
+
+
+def plain(value: Any) -> Any:
+    """A value whose numbers are numbers again, for JSON."""
+    if isinstance(value, Written):
+        return json.loads(value)
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_json(value: object, what: str) -> object:
+    """A cell that holds a list or an object, be it written out as JSON.
+
+    Raises:
+        RowError: it is text and no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode_json(value)
+    except ValueError:
+        raise refusal(what, value, "a list or an object, or one written out as JSON") from None
+
+
+def is_conversation(value: object) -> bool:
+    """Whether a cell holds a list of messages, be it written out as JSON."""
+    if isinstance(value, str) and not isinstance(value, Written) and value.lstrip().startswith("[{"):
+        try:
+            value = decode_json(value)
+        except ValueError:
+            return False
+    return isinstance(value, (list, tuple)) and bool(value) and all(_is_message(part) for part in value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def as_messages(value: object, what: str) -> list[Message]:
+    """A list of messages, with the role and content of OpenAI's format, from that or ShareGPT's.
+
+    Returns:
+        Messages with `role`, `content` (text) and whatever else each one carries.
+
+    Raises:
+        RowError: it is no list of messages, or one of them cannot be read.
+    """
+    value = from_json(value, what)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise refusal(what, value, "a list of messages, such as [{'role': 'user', 'content': '1+1=?'}]")
+    return [_message(message, f"{what}, message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(raw: object, what: str) -> Message:
+    if not isinstance(raw, Mapping):
+        raise refusal(what, raw, "an object with role and content, such as {'role': 'user', 'content': '1+1=?'}")
+    role, content = _either(raw, "role", "from", what), _either(raw, "content", "value", what)
+    name = _ROLES.get(str(role).lower())
+    if name is None:
+        raise refusal(f"{what}: its role", role, f"one of {', '.join(_ROLES)}")
+    more = {key: plain(value) for key, value in raw.items() if key not in ("role", "content", "from", "value")}
+    more = {key: value for key, value in more.items() if not is_empty(value)}
+    media = next((key for key in MEDIA if key in more), None)
+    if media is not None:
+        raise RowError(f"{what} carries {media!r}; only text can be read")
+    for key in _TRAINED:
+        if more.get(key) in _YES:
+            del more[key]
+    if is_empty(content) and (more.keys() & {"tool_calls", "function_call"} or isinstance(content, str)):
+        content = ""
+    return {"role": name, "content": as_text(content, f"{what}: its content"), **more}
+
+
+def _either(raw: Mapping[str, Any], name: str, other: str, what: str) -> object:
+    both = [raw[key] for key in (name, other) if raw.get(key) is not None]
+    if len(both) == 2 and both[0] != both[1]:
+        raise RowError(f"{what} has {name!r} and {other!r}, which differ; keep one")
+    if not both and name not in raw and other not in raw:
+        raise RowError(f"{what} has neither {name!r} nor {other!r}; it has {', '.join(map(str, raw)) or 'no key'}")
+    return both[0] if both else None
+
+
+def asked_and_answered(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """The conversation up to the last question, and the text of the answer that is expected.
+
+    Raises:
+        RowError: it does not end with a question and its answer.
+    """
+    *prompt, answer = messages
+    if not prompt or answer["role"] != "assistant" or prompt[-1]["role"] not in ("user", "tool"):
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise RowError(
+            "`messages` needs a user and an assistant message at its end, the question and the expected answer, and "
+            f"has {len(messages)} ({roles})"
+        )
+    filled_text(prompt[-1]["content"], "the last question of `messages`")
+    return prompt, filled_text(answer["content"], "the expected answer, the last of `messages`,")
+
+
+def check_trained(messages: Sequence[Message]) -> None:
+    """Whether a conversation can be trained on.
+
+    Raises:
+        RowError: it ends without an answer, or says what is to be trained in a way that is not built.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise RowError(
+            f"the last message is of role {last['role']}; SFT trains on answers, so the last must be the assistant's"
+        )
+    if "tool_calls" not in last and "function_call" not in last:
+        filled_text(last["content"], "the last of `messages`")
+    for number, message in enumerate(messages, start=1):
+        key = next((key for key in _TRAINED if key in message), None)
+        if key is not None and message["role"] == "assistant":
+            raise RowError(
+                f"message {number} has {key}={message[key]}, and every answer of a conversation is trained; make it "
+                "the last answer of a row of its own, or leave the key"
+            )
+
+
+def shown_keys(messages: Sequence[Message]) -> list[str]:
+    """Keys of messages that a chat template has to show, or what they say is lost."""
+    return [
+        key
+        for key in _SHOWN
+        if any(key in message and (key != "name" or message["role"] != "tool") for message in messages)
+    ]

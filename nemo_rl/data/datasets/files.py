@@ -1,0 +1,315 @@
+"""Rows as they are found, each with its place: JSON, CSV, parquet and arrow files, directories of them and of
+`save_to_disk`, and the Hugging Face hub.
+
+Files are read here and not through a cache, so that a file that changed is read as it is now. Decides how a path is
+read and what is said when it cannot be; knows no column. Invariants: text is UTF-8; numbers of text files keep their
+spelling; rows count from 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.data.conversations import Row, decode_json, shown
+from nemo_rl.data.interfaces import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+# A row, and where it is.
+PlacedRow = tuple[str, Row]
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")
+_ROWS_AT_ONCE = 1000
+
+
+def read_rows(
+    location: str,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    cache_dir: str | None = None,
+    key: str = "data",
+) -> Iterator[PlacedRow]:
+    """The rows at a location.
+
+    Args:
+        location: a file, a directory, or an id on the Hugging Face hub.
+        split: split to read; None takes `train`, or the only one there is.
+        subset: configuration of a hub dataset.
+        cache_dir: where downloads go.
+        key: dotted key of the dataset, for messages.
+
+    Raises:
+        DataError: nothing is there, it cannot be read, or has no such split. Of a file's content it is raised by the
+            iterator.
+    """
+    path = Path(location).expanduser()
+    if path.is_file():
+        _no_parts(path, split, subset, key)
+        return _from_file(path, key)
+    if path.is_dir():
+        return _from_directory(path, split, subset, key)
+    if _looks_like_a_path(location):
+        raise DataError(f"{key}: there is nothing at {path.absolute()}")
+    return _from_hub(location, subset, split, cache_dir, key)
+
+
+def _no_parts(path: Path, split: str | None, subset: str | None, key: str) -> None:
+    asked = [f"split {split!r}"] * (split not in (None, "train")) + [f"subset {subset!r}"] * (subset is not None)
+    if asked:
+        raise DataError(f"{key}: {path} is one file, which has no {asked[0]}; name the file of that part, or leave it")
+
+
+def _looks_like_a_path(location: str) -> bool:
+    return location.startswith((".", "/", "~")) or Path(location).suffix in _READERS or location.count("/") > 1
+
+
+def _from_file(path: Path, key: str) -> Iterator[PlacedRow]:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{key}: {path} is none of {', '.join(_READERS)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{key}: {path} is empty")
+    return _guarded(path, reader, key)
+
+
+def _guarded(path: Path, reader: Callable[[Path], Iterator[Row]], key: str) -> Iterator[PlacedRow]:
+    kind = path.suffix.lower()[1:]
+    try:
+        for number, row in enumerate(reader(path), start=1):
+            yield f"{path}, row {number}", row
+    except _Unreadable as error:
+        raise DataError(f"{key}: {path} cannot be read as {kind}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: {path}, {_bad_line(path)}") from error
+
+
+class _Unreadable(Exception):
+    """What is wrong with a file."""
+
+
+def _bad_line(path: Path) -> str:
+    """The first line of a file that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                return "the file is UTF-16, and must be UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`"
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                around = line[max(0, error.start - 20) : error.start + 5]
+                return (
+                    f"line {number} (from 1): not UTF-8 text, at byte {error.start} of the line ({around!r}); if it is "
+                    "Latin-1, convert it with `iconv -f LATIN1 -t UTF-8`"
+                )
+    return "not UTF-8 text"
+
+
+def _decoded(text: str, line: int | None) -> Any:
+    try:
+        return decode_json(text.strip())
+    except ValueError as error:
+        place = f"line {line} (from 1): " if line is not None else ""
+        raise _Unreadable(f"{place}{error}; expected one object, such as {{'input': '1+1', 'output': 2}}") from error
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    """One object per line, or a file that is one list of objects."""
+    first = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if not text:
+                continue
+            if first and (text.startswith("[") or text == "{"):
+                yield from _json_list(path)
+                return
+            first = False
+            yield _object(_decoded(text, number), f"line {number} (from 1)")
+
+
+def _json_list(path: Path) -> Iterator[Row]:
+    whole = _decoded(path.read_text(encoding="utf-8-sig"), None)
+    if isinstance(whole, dict):
+        raise _Unreadable(
+            f"it is one object with {', '.join(map(str, whole))}; expected a list of objects, or one object per line"
+        )
+    for number, row in enumerate(whole, start=1):
+        yield _object(row, f"row {number} (from 1)")
+
+
+def _object(row: object, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise _Unreadable(f"{place} holds {shown(row)}; expected an object, such as {{'input': '1+1', 'output': 2}}")
+    return row
+
+
+def _separated(path: Path) -> Iterator[Row]:
+    """A table whose first line names the columns; every cell is text."""
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, delimiter=delimiter)
+            names = next(rows, [])
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise _Unreadable(f"the column {twice!r} is there {names.count(twice)} times")
+            if len(names) == 1 and re.search(r"[;\t|]", names[0]):
+                raise _Unreadable(f"the first line is {names[0]!r}; columns must be separated by {delimiter!r}")
+            for cells in rows:
+                if not cells:
+                    continue
+                if len(cells) != len(names):
+                    raise _Unreadable(
+                        f"line {rows.line_num} (from 1) has {len(cells)} cells and the first line names {len(names)} "
+                        f"columns ({', '.join(names)}); cells with {delimiter!r} or line breaks need quotes"
+                    )
+                yield dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise _Unreadable(str(error)) from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield from _rows_of(file.iter_batches(batch_size=_ROWS_AT_ONCE))
+    except (pa.ArrowException, OSError) as error:
+        raise _Unreadable(_root_cause(error)) from error
+
+
+def _arrow(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path)) as file:
+            try:
+                yield from _rows_of(pa.ipc.open_stream(file))
+            except pa.ArrowInvalid:
+                file.seek(0)
+                reader = pa.ipc.open_file(file)
+                yield from _rows_of(reader.get_batch(number) for number in range(reader.num_record_batches))
+    except (pa.ArrowException, OSError) as error:
+        raise _Unreadable(_root_cause(error)) from error
+
+
+def _rows_of(tables: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[Row]:
+    import pyarrow as pa
+
+    for table in tables:
+        spelled = table
+        for index, field in enumerate(table.schema):
+            if pa.types.is_float32(field.type):
+                # As Python floats they would end in digits that nobody wrote.
+                spelled = spelled.set_column(index, field.name, spelled.column(index).cast(pa.string()))
+        for row in spelled.to_pylist():
+            yield {column: _without_filling(value) for column, value in row.items()}
+
+
+def _without_filling(value: Any) -> Any:
+    """Nested objects without nulls: arrow gives every object of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_filling(inner) for key, inner in value.items() if inner is not None}
+    return [_without_filling(inner) for inner in value] if isinstance(value, list) else value
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".parquet": _parquet,
+    ".csv": _separated,
+    ".tsv": _separated,
+    ".arrow": _arrow,
+}
+
+
+def _from_directory(path: Path, split: str | None, subset: str | None, key: str) -> Iterator[PlacedRow]:
+    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    card = path / "README.md"
+    if saved or (card.is_file() and re.search(r"^configs:", card.read_text("utf-8", "replace"), re.MULTILINE)):
+        return _from_saved(path, split, subset, key, saved=saved)
+    if subset is not None:
+        raise DataError(f"{key}: {path} has no subsets, and {subset!r} is asked for; name its directory as data_path")
+    by_split: dict[str, list[Path]] = {}
+    for file in sorted(path.rglob("*")):
+        inside = file.relative_to(path)
+        if file.suffix.lower() in _READERS and file.name not in _NO_ROWS and not str(inside).startswith("."):
+            by_split.setdefault(_split_of(inside), []).append(file)
+    if not by_split:
+        raise DataError(f"{key}: the directory {path} has no file of {', '.join(_READERS)}")
+    files = by_split[_wanted(list(by_split), split, path, key)]
+    if len({file.suffix.lower() for file in files}) > 1:
+        names = ", ".join(file.name for file in files[:5])
+        raise DataError(f"{key}: the directory {path} has files of several kinds ({names}); name one as data_path")
+    return (row for file in files for row in _from_file(file, key))
+
+
+def _split_of(file: Path) -> str:
+    words = re.split(r"[^a-z]+", str(file).lower())
+    return next((split for split, names in _SPLIT_WORDS.items() if set(names) & set(words)), "train")
+
+
+def _wanted(splits: list[str], split: str | None, path: Path, key: str) -> str:
+    wanted = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+    if wanted not in splits:
+        raise DataError(
+            f"{key}.split: {path} has no split {wanted!r}.{did_you_mean(wanted, splits)} It has {', '.join(splits)}"
+        )
+    return wanted
+
+
+def _from_saved(path: Path, split: str | None, subset: str | None, key: str, *, saved: bool) -> Iterator[PlacedRow]:
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), subset)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        raise DataError(f"{key}: the directory {path} cannot be read as a dataset: {_root_cause(error)}") from error
+    if isinstance(loaded, datasets.Dataset):
+        _no_parts(path, split, subset, key)
+        return _placed(loaded, str(path))
+    return _placed(loaded[_wanted([str(name) for name in loaded], split, path, key)], str(path))
+
+
+def _from_hub(name: str, subset: str | None, split: str | None, cache_dir: str | None, key: str) -> Iterator[PlacedRow]:
+    import datasets
+
+    try:
+        return _placed(datasets.load_dataset(name, subset, split=split or "train", cache_dir=cache_dir), name)
+    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+        raise DataError(
+            f"{key}: {name} is neither a path here nor a dataset that can be reached on the Hugging Face "
+            f"hub: {_root_cause(error)}"
+        ) from error
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        raise DataError(
+            f"{key}: {name} (subset {subset}, split {split or 'train'}) cannot be read: {_root_cause(error)}"
+        ) from error
+
+
+def _placed(dataset: Dataset, name: str) -> Iterator[PlacedRow]:
+    tables = dataset.with_format("arrow").iter(_ROWS_AT_ONCE)
+    return ((f"{name}, row {number}", row) for number, row in enumerate(_rows_of(tables), start=1))
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
