@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.startup import check_prompt_lengths, check_tokens, set_seed
+from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
@@ -148,7 +148,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     tokenizer = get_tokenizer(config.tokenizer, config.generation.trust_remote_code)
     policy = _as_policy(config)
     ends = check_tokens(policy, model_config(policy), tokenizer, say, key="generation.stop_token_ids")
-    problems = _problems(config, tokenizer)
+    problems = load_problems(config, tokenizer, say)
     name = config.data.env_name
     environment_class(name, section_of(name, config.env))
     with ExitStack() as stack:
@@ -190,7 +190,9 @@ def _end(actors: dict[str, ActorHandle[object]]) -> None:
 
 
 @dataclass(frozen=True)
-class _Problems:
+class Problems:
+    """What is asked: `count` of the dataset's prompts, from the first, and their tasks."""
+
     dataset: AllTaskProcessedDataset
     count: int
     tasks: list[str]
@@ -235,7 +237,12 @@ def _as_policy(config: EvalMasterConfig) -> PolicyConfig:
     )
 
 
-def _problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase) -> _Problems:
+def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, say: Say) -> Problems:
+    """Reads the problems of an evaluation.
+
+    Raises:
+        DataError: they cannot be read, or none is short enough to be asked.
+    """
     if config.data.split_validation_size > 0:
         raise DataError(
             f"data.split_validation_size={config.data.split_validation_size} takes rows out of training, and an "
@@ -245,8 +252,8 @@ def _problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase) -> _
     limit = config.data.max_input_seq_length
     dataset = processed([(raw, raw.dataset)], tokenizer, limit)
     count = min(config.data.max_samples or len(dataset), len(dataset))
-    check_prompt_lengths("data", {raw.task_name: dataset}, limit, logger.warning)
-    return _Problems(dataset, count, [raw.task_name])
+    check_prompt_lengths("data", {raw.task_name: dataset}, limit, say)
+    return Problems(dataset, count, [raw.task_name])
 
 
 def _start_engines(
@@ -279,7 +286,7 @@ def _answer(
     config: EvalMasterConfig,
     runner: RolloutRunner,
     generation: VllmGeneration,
-    problems: _Problems,
+    problems: Problems,
     tell: Callable[[int], None],
 ) -> list[list[Trajectory]]:
     """Trajectories by problem; at most `num_prompts_per_step` problems are in flight. `tell` hears how many are

@@ -142,9 +142,12 @@ def as_text(value: object, what: str) -> str:
             return as_text(value[0], what)
         if value and all(isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS for part in value):
             return "".join(as_text(part, what) for part in value)
-        media = [part["type"] for part in value if isinstance(part, Mapping) and part.get("type", "text") != "text"]
-        if media:
-            raise RowError(f"{what} has a part of type {media[0]!r}; only text can be read, such as 'How many?'")
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    other = [
+        part["type"] for part in parts if isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS
+    ]
+    if other:
+        raise RowError(f"{what} has a part of type {other[0]!r}; only text can be read, such as 'How many?'")
     raise refusal(what, value, "one text or number, such as '7'")
 
 

@@ -17,6 +17,7 @@ from nemo_rl.algorithms.resume import (
     ResumeError,
     check_same_shape,
     find_resume,
+    same_contents,
 )
 from nemo_rl.algorithms.run_checkpoint import LOADER_FILE
 from nemo_rl.config import MasterConfig, SFTMasterConfig
@@ -28,10 +29,10 @@ def configured(root: Path, *, kind: Any = MasterConfig, resume: Any = (), **sect
     return kind(**{"checkpointing": checkpointing, **sections})
 
 
-def saved(config: Any, step: int = 4) -> None:
+def saved(config: Any, step: int = 4, **more: Any) -> None:
     """A checkpoint as a run with this configuration leaves it."""
     manager = CheckpointManager(config.checkpointing)
-    info = {"total_steps": step, "dataset_names": [entry.dataset_name for entry in config.data.train]}
+    info = {"total_steps": step, "dataset_names": [entry.dataset_name for entry in config.data.train], **more}
     path = manager.init_tmp_checkpoint(step, info, config)
     torch.save({"rows": 16}, path / LOADER_FILE)
     manager.finalize_checkpoint(path)
@@ -122,6 +123,40 @@ def test_other_data_begin_with_their_first_prompt(tmp_path: Path) -> None:
     assert loader.state is None and (state.epoch, state.step_in_epoch) == (0, 0)
     assert found(configured(tmp_path)).restore_position(loader, state, 32)
     assert loader.state == {"rows": 16}
+
+
+BEFORE = {"data.train.0": "9 rows, digest a", "data.train.1": "5 rows, digest b", "data.validation": "3 rows, digest c"}
+
+
+def resumed_on(contents: dict[str, str], root: Path, **now: Any) -> Resume:
+    saved(configured(root), data_contents=BEFORE)
+    config = configured(root, **now)
+    resume = same_contents(found(config), {**BEFORE, **contents}, config.checkpointing.resume)
+    assert resume is not None
+    return resume
+
+
+@pytest.mark.parametrize("changed", [{"data.train.0": "9 rows, digest z"}, {"data.train.1": "6 rows, digest b"}])
+def test_other_rows_under_the_same_keys_make_another_run(changed: dict[str, str], tmp_path: Path) -> None:
+    [(key, now)] = changed.items()
+    with pytest.raises(ResumeError) as refused:
+        resumed_on(changed, tmp_path)
+    assert f"- data: {key}: {BEFORE[key]} -> {now}" in str(refused.value)
+    assert "checkpointing.resume=[data]" in str(refused.value)
+    resume = resumed_on(changed, tmp_path, resume="data")
+    assert not resume.same_data and f"  allowed as data: {key}: {BEFORE[key]} -> {now}" in list(resume.lines())
+
+
+def test_other_validation_rows_are_said_and_change_no_position(tmp_path: Path) -> None:
+    resume = resumed_on({"data.validation": "4 rows, digest c"}, tmp_path)
+    assert resume.same_data and "data.validation: 3 rows, digest c -> 4 rows" in "\n".join(resume.lines())
+    assert list(resumed_on({}, tmp_path).lines()) == [f"resuming from step 4 of {tmp_path}/step_4"]
+
+
+def test_a_checkpoint_that_knows_no_contents_goes_on(tmp_path: Path) -> None:
+    saved(configured(tmp_path))
+    resume = found(configured(tmp_path))
+    assert same_contents(resume, BEFORE, []) == resume and same_contents(None, BEFORE, []) is None
 
 
 @settings(max_examples=60)

@@ -161,7 +161,7 @@ def _check_conversations(by_task: Mapping[str, Any], key: str) -> None:
     for task, dataset in by_task.items():
         if dataset[0]["message_log"][-1]["role"] != "assistant":
             raise DataError(
-                f"{key}.processor of {task} makes prompts without an answer, and SFT trains on answers; set "
+                f"{key}.processor makes prompts without an answer ({task}), and SFT trains on answers; set "
                 f"{key}.processor: sft_processor"
             )
 

@@ -1,0 +1,277 @@
+"""Every format that data come in, read for GRPO, SFT and evaluation, as training and as validation data.
+
+`formats/<name>` holds rows as they are published (parquet as JSON lines, from which the file is made here), one file
+whose last row must be refused, and `expected.json`: what is asked, what is the answer, what is trained, and what the
+refusal says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_rl.algorithms.evaluation import load_problems
+from nemo_rl.algorithms.startup import check_prompt_lengths
+from nemo_rl.config import DataConfig, EvalMasterConfig
+from nemo_rl.data.collate_fn import sft_collate
+from nemo_rl.data.datasets import load_response_dataset
+from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.processors import math_hf_data_processor
+from nemo_rl.data.setup import load_datasets
+
+FORMATS = Path(__file__).parent / "formats"
+NAMES = sorted(path.name for path in FORMATS.iterdir())
+# What is published as parquet, and what is not of a recognised format.
+PARQUET = ("dapo_messages", "prompt_completion")
+ENTRIES: dict[str, dict[str, Any]] = {
+    "dapo_messages": {"dataset_name": "DAPOMath17K"},
+    "dapo_text": {"dataset_name": "DAPOMath17K"},
+    "helpsteer3": {"dataset_name": "HelpSteer3"},
+    "gsm8k": {"dataset_name": "gsm8k"},
+    "named_columns": {"input_key": "question", "output_key": "response"},
+}
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Any:
+    """The directory of a format, in a path with a bracket, and its entry in `data`."""
+
+    def copied(name: str, processor: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path / "copy[1]"
+        shutil.copytree(FORMATS / name, folder, ignore=shutil.ignore_patterns("expected.json"))
+        if name in PARQUET:
+            for file in folder.iterdir():
+                rows = [json.loads(line) for line in file.read_text().splitlines()]
+                pq.write_table(pa.Table.from_pylist(rows), file.with_suffix(".parquet"))
+                file.unlink()
+        refused = next(folder.glob("refused*"))
+        refused.rename(tmp_path / refused.name)
+        entry = {"dataset_name": "ResponseDataset", "prompt_file": None, "processor": processor}
+        return tmp_path / refused.name, {**entry, **ENTRIES.get(name, {}), "data_path": str(folder)}
+
+    return copied
+
+
+def prompts(purpose: str, part: str, entry: dict[str, Any], tokenizer: Any) -> Any:
+    """The prompts, or conversations, of one cell of the table."""
+    rows = {"split": part} if Path(entry["data_path"]).is_dir() else {}
+    if purpose == "evaluation":
+        config = EvalMasterConfig.model_validate({"data": {**entry, **rows}})
+        return load_problems(config, tokenizer, print).dataset
+    small = {"dataset_name": "arithmetic", "num_problems": 2, "held_out": 1, "prompt_file": None}
+    other = {**small, "processor": entry["processor"]}
+    train, validation = ({**entry, **rows}, other) if part == "train" else (other, {**entry, **rows})
+    data = load_datasets(tokenizer, DataConfig.model_validate({"train": train, "validation": validation}))
+    return data.train if part == "train" else data.validation
+
+
+def shown(datum: Any, tokenizer: Any) -> dict[str, Any]:
+    text = "".join(tokenizer.decode(message["token_ids"]) for message in datum["message_log"])
+    if datum["extra_env_info"] is not None:
+        return {"prompt": text, "answer": datum["extra_env_info"]["ground_truth"]}
+    batch = sft_collate(tokenizer.pad_token_id)([datum])
+    tokens = zip(batch["input_ids"][0].tolist(), batch["token_mask"][0].tolist(), strict=True)
+    runs = [
+        tokenizer.decode([token for token, _ in run]) for masked, run in groupby(tokens, lambda at: at[1]) if masked
+    ]
+    # How much of a turn's marks is trained is the business of the tests of masks.
+    marks = r"<\|im_start\|>assistant\n|<\|im_end\|>|<eos>"
+    return {"text": text, "trained": [re.sub(marks, "", run).strip() for run in runs]}
+
+
+PURPOSES = {"grpo": "default", "evaluation": "default", "sft": "sft_processor"}
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_reads_the_right_text(name: str, purpose: str, part: str, published: Any, tokenizer: Any) -> None:
+    _, entry = published(name, PURPOSES[purpose])
+    dataset = prompts(purpose, part, entry, tokenizer)
+    expected = json.loads((FORMATS / name / "expected.json").read_text())
+    read = [shown(dataset[index], tokenizer) for index in range(len(dataset))]
+    assert read == expected["sft" if purpose == "sft" else "asked"][part]
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_cannot_be_read_is_named(name: str, purpose: str, part: str, published: Any, tokenizer: Any) -> None:
+    refused, entry = published(name, PURPOSES[purpose])
+    expected = json.loads((FORMATS / name / "expected.json").read_text())["refused"]
+    with pytest.raises(DataError) as error:
+        prompts(purpose, part, {**entry, "data_path": str(refused)}, tokenizer)
+    said = str(error.value)
+    key = "data" if purpose == "evaluation" else f"data.{part}"
+    assert f"{key}: 1 of " in said and f"{refused.name}, row {expected['row']}: {expected['says']}" in said
+
+
+def rows(path: Path, content: str | bytes | list[dict[str, Any]]) -> dict[str, Any]:
+    """An entry of `data` that names a file with this content."""
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return {"dataset_name": "ResponseDataset", "data_path": str(path), "prompt_file": None}
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+FILES: list[tuple[str, str | bytes, str]] = [
+    (
+        "a.jsonl",
+        b'{"input": "1", "output": "2"}\n{"input": "caf\xe9", "output": "2"}\n',
+        r"a.jsonl, line 2 .* not UTF-8",
+    ),
+    ("a.csv", "input,output\ncaf\xe9,2\n".encode("latin-1"), r"a.csv, line 2 .* not UTF-8 text, at byte 3"),
+    ("a.json", '{"input": "1"}'.encode("utf-16"), "the file is UTF-16, and must be UTF-8"),
+    ("a.jsonl", '{"input": "1", "output": "2"}\n{"input": \n', r"line 2 \(from 1\): .* expected one object"),
+    ("a.jsonl", '{"input": "1", "output": "2"}\n[1]\n', r"line 2 \(from 1\) holds a list of 1: .* expected an object"),
+    ("a.json", '{\n"rows": []\n}', "it is one object with rows; expected a list of objects"),
+    ("a.json", "[]", "data.train: the data is empty"),
+    ("a.csv", "input,output\n1,2,3\n", "line 2 .* has 3 cells and the first line names 2"),
+    ("a.csv", "input;output\n1;2\n", "columns must be separated by ','"),
+    ("a.csv", "input,input\n1,2\n", "the column 'input' is there 2 times"),
+    ("a.parquet", "input,output\n", r"a.parquet cannot be read as parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), FILES)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(
+    name: str, content: str | bytes, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=says):
+        load_response_dataset(rows(tmp_path / name, content))
+
+
+ROWS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"input": "q", "output": {"value": "7"}},
+        "column 'output' holds an object with value; expected one text or number",
+    ),
+    ({"input": "q", "output": "\ud83d"}, "half of a UTF-16 pair cannot be encoded"),
+    ({"input": [{"content": "q"}], "output": "7"}, "column 'input' holds an object with content"),
+    ({"input": "[{'role': 'user', 'content': 'q'}]", "output": "7"}, "not an object or a list that was written out"),
+    ({"input": "q", "output": "7", "images": ["a.png"]}, "column 'images' holds media"),
+    ({"input": "q", "output": "7", "tools": "add"}, "column 'tools' holds the text 'add'; expected a list"),
+    ({"input": "q", "output": "7", "chat_template_kwargs": {"a": 1}}, "set policy.tokenizer.chat_template_kwargs"),
+    ({"prompt": "q", "completion": "7", "label": False}, "marks the completion as unwanted"),
+    ({"messages": [user("q"), assistant("7"), user("and?")]}, r"at its end, .* has 3 \(user, assistant, user\)"),
+    ({"messages": [{"role": "system", "content": "s"}, assistant("7")]}, r"has 2 \(system, assistant\)"),
+    ({"messages": ["q", "7"]}, "message 1 holds the text 'q'; expected an object with role and content"),
+    ({"messages": [{"content": "q"}, assistant("7")]}, "message 1 has neither 'role' nor 'from'; it has content"),
+    (
+        {"messages": [user([{"type": "image_url", "image_url": "x"}]), assistant("7")]},
+        "a part of type 'image_url'",
+    ),
+    ({"messages": [user("q", images=["x"]), assistant("7")]}, "message 1 carries 'images'"),
+    ({"messages": [user(""), assistant("7")]}, "the last question of `messages` holds the text ''"),
+    ({"system": "A", "messages": [{"role": "system", "content": "B"}, user("q"), assistant("7")]}, "differ; leave one"),
+    ({"prompt": "q", "reward_model": "7"}, "column 'reward_model' holds .*7; expected an object such as"),
+    ({"instruction": "q", "output": "7", "history": [["a"]]}, "column 'history' .* expected pairs"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), ROWS)
+def test_a_row_whose_meaning_would_be_lost_is_refused(row: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"data.train: 1 of 1 rows cannot be read .*\n.*a.jsonl, row 1: .*{says}"):
+        load_response_dataset(rows(tmp_path / "a.jsonl", [row]))
+
+
+@pytest.mark.parametrize(
+    ("gold", "expected"),
+    [
+        (["7"], "7"),
+        ({"ground_truth": "7", "style": "rule"}, "7"),
+        ([{"type": "text", "text": "sev"}, {"type": "text", "text": "en"}], "seven"),
+        ("6 + 1 = 7.\n#### 7", "7"),
+        ("#### $1,234.50", "$1,234.50"),
+        ("It is $\\boxed{\\frac{1}{2}}$ then.", "\\frac{1}{2}"),
+        ("\\boxed{7}", "\\boxed{7}"),
+        ("a #1 b", "a #1 b"),
+    ],
+)
+def test_a_gold_is_converted_by_a_stated_rule_alone(gold: Any, expected: str, tokenizer: Any, tmp_path: Path) -> None:
+    dataset = load_response_dataset(rows(tmp_path / "a.jsonl", [{"input": "q", "output": gold}]))
+    datum = math_hf_data_processor(dataset.dataset[0], dataset.task_spec, tokenizer, 999, 0)
+    assert datum["extra_env_info"] == {"ground_truth": expected}
+
+
+CARRIED: list[tuple[str, dict[str, Any]]] = [
+    ("tool_calls", {"messages": [user("q"), assistant(None, tool_calls=[{"id": "1"}]), user("r"), assistant("7")]}),
+    ("reasoning_content", {"messages": [user("q"), assistant("a", reasoning_content="so"), user("r"), assistant("7")]}),
+    ("name", {"messages": [user("q", name="Ann"), assistant("7")]}),
+    ("tools", {"input": "q", "output": "7", "tools": [{"name": "add"}]}),
+]
+
+
+@pytest.mark.parametrize(("key", "row"), CARRIED)
+def test_what_messages_carry_is_shown_by_the_template_or_refused(
+    key: str, row: dict[str, Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = rows(tmp_path / "a.jsonl", [{key: None, **row}, row])
+    config = DataConfig.model_validate({"train": entry})
+    with pytest.raises(DataError, match=rf"a.jsonl, row 1: carries '{key}', which the chat template .* does not show"):
+        load_datasets(tokenizer, config)
+    source = (
+        "{{ tools | tojson }}" if key == "tools" else f"{{% for m in messages %}}{{{{ m['{key}'] }}}}{{% endfor %}}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", source + tokenizer.chat_template)
+    text = "".join(message["content"] for message in load_datasets(tokenizer, config).train[1]["message_log"])
+    assert next(word for word in ("'id': '1'", "so", "Ann", '"add"') if word in text)
+
+
+def test_an_answer_that_is_not_to_be_trained_is_refused_by_sft_alone(tmp_path: Path) -> None:
+    talk = [user("q"), assistant("a", weight=0), user("r"), assistant("7", weight=1)]
+    entry = rows(tmp_path / "a.jsonl", [{"messages": talk}])
+    assert len(load_response_dataset(entry).dataset) == 1
+    with pytest.raises(DataError, match="message 2 has weight=0, and every answer"):
+        load_response_dataset({**entry, "processor": "sft_processor"})
+
+
+def test_contents_are_known_by_their_rows_and_not_by_path_or_time(tmp_path: Path) -> None:
+    def contents(output: str) -> str:
+        entry = rows(tmp_path / "a.jsonl", [{"input": "q", "output": output}])
+        os.utime(tmp_path / "a.jsonl", (0, 0))
+        return load_response_dataset(entry).contents
+
+    assert contents("1") == contents("1") and contents("1") != contents("2")
+    assert contents("1").startswith("1 rows, digest ")
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_data_whose_every_prompt_is_too_long_is_refused_wherever_it_is_used(
+    part: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    short, long = rows(tmp_path / "a.jsonl", [{"input": "q", "output": "7"}]), [{"input": "q" * 999, "output": "7"}]
+    data = {"train": short, "validation": short, part: rows(tmp_path / "b.jsonl", long), "max_input_seq_length": 100}
+    loaded = load_datasets(tokenizer, DataConfig.model_validate(data))
+    by_task = loaded.train_by_task if part == "train" else loaded.validation_by_task
+    with pytest.raises(DataError, match=rf"data.{part} \(ResponseDataset\): 1 of 1 prompts are longer than"):
+        check_prompt_lengths(f"data.{part}", by_task, 100, print)
+    evaluation = EvalMasterConfig.model_validate({"data": {**data[part], "max_input_seq_length": 100}})
+    with pytest.raises(DataError, match=r"data \(ResponseDataset\): 1 of 1 prompts .* nothing would be measured"):
+        load_problems(evaluation, tokenizer, print)
+
+
+def test_rows_are_taken_out_of_training_alone(tokenizer: Any, tmp_path: Path) -> None:
+    entry = rows(tmp_path / "a.jsonl", [{"input": str(n), "output": "7"} for n in range(4)])
+    cut = {**entry, "split_validation_size": 1}
+    with pytest.raises(DataError, match=r"data.validation.split_validation_size=1 takes rows out of training"):
+        load_datasets(tokenizer, DataConfig.model_validate({"train": entry, "validation": cut}))
+    with pytest.raises(DataError, match=r"data.split_validation_size=1 takes rows out of training"):
+        load_problems(EvalMasterConfig.model_validate({"data": cut}), tokenizer, print)
