@@ -120,7 +120,7 @@ class GRPOConfig(Section):
         "val_num_generations_per_prompt samples instead of their mean, which is then logged as mean_accuracy.",
     )
     stop_at_validation_metric: str | None = Field(
-        None, description="Validation metric that ends the run early; null never does."
+        None, description="Validation metric that ends the run early, as <name> or val:<name>; null never does."
     )
     stop_at_validation_threshold: float | None = Field(
         None, description="The run ends, after a checkpoint, once the metric is at least this."

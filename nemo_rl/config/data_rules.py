@@ -14,6 +14,7 @@ from nemo_rl.config.env import EnvConfig, UserEnvironmentConfig
 from nemo_rl.config.errors import Problem, did_you_mean
 from nemo_rl.config.foreign import GYM, VLM
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.metric_names import MetricName
 from nemo_rl.config.section import not_built
 
 _UNBUILT_ENVIRONMENTS = {
@@ -178,24 +179,33 @@ GRPO_TRAINING = (
 
 
 def checkpoints_are_ranked_by_a_metric(config: RootConfig) -> Iterator[Problem]:
-    name = config.checkpointing.metric_name
-    if name is None:
+    if config.checkpointing.metric_name is None:
         return
-    kind, _, short = name.partition(":")
-    if kind == "val":
-        yield from _unknown_of_validation(config, f"checkpointing.metric_name: {name}", short, "val:")
+    name = f"checkpointing.metric_name: {config.checkpointing.metric_name}"
+    metric = MetricName.read(config.checkpointing.metric_name)
+    if metric.kind == "val":
+        yield from _unknown_of_validation(config, name, metric.name, "val:")
         return
     known = SFT_TRAINING if isinstance(config, SFTMasterConfig) else GRPO_TRAINING
-    near = did_you_mean(short, known)
-    if short not in known and near:
-        yield f"checkpointing.metric_name: {name}: training measures no {short!r}.{near} (train:<name>)"
+    near = did_you_mean(metric.name, known)
+    if metric.name not in known and near:
+        yield f"{name}: training measures no {metric.name!r}.{near} (train:<name>)"
 
 
 def a_run_ends_by_a_metric(config: MasterConfig) -> Iterator[Problem]:
-    name = config.grpo.stop_at_validation_metric
-    if name is not None:
-        short = name.removeprefix("val:").removeprefix("validation/")
-        yield from _unknown_of_validation(config, f"grpo.stop_at_validation_metric: {name}", short, "")
+    grpo, key = config.grpo, "grpo.stop_at_validation_metric"
+    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
+        yield f"{key} and grpo.stop_at_validation_threshold belong together; set both or neither"
+    if grpo.stop_at_validation_metric is None:
+        return
+    metric = MetricName.read(grpo.stop_at_validation_metric)
+    name = f"{key}: {grpo.stop_at_validation_metric}"
+    if metric.kind == "train":
+        yield f"{name}: a metric of training; a run ends by one of validation, such as accuracy"
+        return
+    if grpo.val_period <= 0:
+        yield f"{name}: grpo.val_period is {grpo.val_period}, so that nothing is validated before the run's end"
+    yield from _unknown_of_validation(config, name, metric.name, "")
 
 
 def _unknown_of_validation(config: RootConfig, what: str, short: str, prefix: str) -> Iterator[Problem]:
@@ -203,9 +213,44 @@ def _unknown_of_validation(config: RootConfig, what: str, short: str, prefix: st
         key = what.partition(":")[0]
         yield not_built(key, short, "metrics of NeMo-Gym's rollouts", f"{prefix}accuracy is the mean reward")
         return
-    known = SFT_VALIDATION if isinstance(config, SFTMasterConfig) else GRPO_VALIDATION
-    if short not in known and not (isinstance(config, MasterConfig) and short.startswith("accuracy/")):
-        yield f"{what}: validation measures no {short!r}; it measures {', '.join(prefix + name for name in known)}"
+    known = SFT_VALIDATION
+    if isinstance(config, MasterConfig):
+        grpo = config.grpo
+        if short == "pass_k" and grpo.val_num_generations_per_prompt < 2:
+            yield f"{what}: pass_k needs grpo.val_num_generations_per_prompt above 1"
+        if short == "mean_accuracy" and not grpo.use_best_at_k:
+            yield f"{what}: mean_accuracy needs grpo.use_best_at_k; without it, accuracy is the mean"
+        known = (*GRPO_VALIDATION, *(names := _of_tasks_and_environments(config)))
+        if any(short.startswith(name.removesuffix("*")) for name in names if name.endswith("*")):
+            return
+    if short not in known:
+        listed = ", ".join(prefix + name for name in known)
+        yield f"{what}: validation measures no {short!r}; it measures {listed}.{did_you_mean(short, known)}"
+
+
+# What built-in environments measure of a validation, and the parts of their rewards.
+_MATH = ("accuracy", "verify_timeouts")
+_MEASURED = dict.fromkeys(("math", "math_default", "dapo", "math_multi_reward"), _MATH)
+_PARTS = {"math_multi_reward": ("correctness", "integer", "format")}
+
+
+def _of_tasks_and_environments(config: MasterConfig) -> list[str]:
+    """Names under which validation data and their environments are measured; `*` at the end stands for any."""
+    entries = [entry for entry in config.data.train if entry.split_validation_size > 0]
+    entries += config.data.validation or []
+    names: list[str] = []
+    for name in dict.fromkeys(entry.env_name for entry in entries):
+        own = config.env.of(name)
+        if name in EnvConfig.model_fields and (own is None or own.env_class is None):
+            names += [f"{name}/{measured}" for measured in _MEASURED.get(name, ())]
+            names += [f"reward/{part}" for part in _PARTS.get(name, ())]
+        else:
+            names += [f"{name}/*", "reward/*"]
+    tasks = [entry.dataset_name for entry in entries]
+    if len(entries) < 2 or any("." in task for task in tasks) or len(set(tasks)) < len(tasks):
+        # One set of a class of the user's may hold several tasks, and equal names are numbered.
+        return [*names, "accuracy/*"]
+    return [*names, *(f"accuracy/{task}" for task in tasks)]
 
 
 SHARED_METRIC_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (checkpoints_are_ranked_by_a_metric,)

@@ -60,16 +60,6 @@ def loader_batch_is_whole(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def early_stop_has_its_metric(config: MasterConfig) -> Iterator[str]:
-    grpo, prefix = config.grpo, "grpo.stop_at_validation_metric"
-    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
-        yield f"{prefix} and grpo.stop_at_validation_threshold belong together; set both or neither"
-    if grpo.stop_at_validation_metric == "pass_k" and grpo.val_num_generations_per_prompt < 2:
-        yield f"{prefix}: pass_k needs grpo.val_num_generations_per_prompt above 1"
-    if grpo.stop_at_validation_metric == "mean_accuracy" and not grpo.use_best_at_k:
-        yield f"{prefix}: mean_accuracy needs grpo.use_best_at_k; without it, accuracy is the mean"
-
-
 def sequences_fit(config: RootConfig) -> Iterator[str]:
     policy = config.policy
     longest = (
@@ -111,7 +101,6 @@ BATCH_RULES: tuple[Callable[[MasterConfig], Iterator[str]], ...] = (
     global_batch_divides,
     step_divides_into_optimizer_steps,
     loader_batch_is_whole,
-    early_stop_has_its_metric,
     sequences_fit,
 )
 

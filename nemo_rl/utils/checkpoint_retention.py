@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.config.errors import UserError
+from nemo_rl.config.metric_names import MetricName
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ def ranking_metric(
     """
     if cfg.metric_name is None:
         return {}
-    kind, _, name = cfg.metric_name.partition(":")
-    metrics = {"train": train, "val": val}[kind]
+    metric = MetricName.read(cfg.metric_name)
+    metrics = {"train": train, "val": val}[metric.kind]
     if metrics is None:
         logger.warning(
             "checkpoint_not_ranked step=%d metric=%s: not measured at this step; validate at every save_period",
@@ -104,13 +105,13 @@ def ranking_metric(
             cfg.metric_name,
         )
         return {}
-    if name not in metrics:
+    if metric.name not in metrics:
         logger.warning(
             "checkpoint_not_ranked step=%d metric=%s: there is no such metric; %s metrics are %s",
             step,
             cfg.metric_name,
-            kind,
+            metric.kind,
             sorted(metrics),
         )
         return {}
-    return {cfg.metric_name: float(metrics[name])}
+    return {cfg.metric_name: float(metrics[metric.name])}

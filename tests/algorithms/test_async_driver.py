@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import validation
+from nemo_rl.algorithms.grpo import loop, validation
 from nemo_rl.algorithms.grpo.control_plane import check_control_plane
 from nemo_rl.algorithms.grpo.loop import async_grpo_train, grpo_train
 from nemo_rl.algorithms.grpo.run import GRPOState
@@ -24,6 +24,7 @@ from nemo_rl.distributed.worker_calls import WorkerDiedError
 from nemo_rl.experience.hooks import HooksError
 from nemo_rl.experience.rollouts import merged_rollout_metrics
 from nemo_rl.experience.store import InProcessStore
+from nemo_rl.utils.checkpoint_retention import UnknownMetric
 from nemo_rl.utils.record_events import GroupAdmitted, GroupDropped, GroupTrained, StepFinished
 from tests.algorithms.driver_world import CONFIG, PROMPTS, SAMPLES, Hooks, Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
@@ -431,3 +432,15 @@ def test_rollout_metrics_of_groups_are_joined_as_one_batch() -> None:
         "min_total_reward": -1.0,
         "histogram/a": [1, 2, 3],
     }
+
+
+def test_a_metric_that_no_validation_gives_ends_the_run_after_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "validate", lambda run, step: {"accuracy": 0.5})
+    judge = ["++env.judge.class=letters.Judge", "data.train.env_name=judge", "data.train.split_validation_size=1"]
+    stop = ["grpo.stop_at_validation_metric=judge/rihgt", "grpo.stop_at_validation_threshold=1", "grpo.val_period=1"]
+    world = World(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=3", *judge, *stop)
+    with pytest.raises(UnknownMetric, match=r"judge/rihgt: validation gives \['accuracy'\]"):
+        async_grpo_train(world.run)
+    assert "save 1" in world.happened

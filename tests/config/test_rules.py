@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.grpo.metrics import batch_metrics, validation_metrics
-from nemo_rl.config import ConfigError, MasterConfig, SFTMasterConfig, check_config, load_master_config
+from nemo_rl.config import (
+    CheckpointingConfig,
+    ConfigError,
+    MasterConfig,
+    SFTMasterConfig,
+    check_config,
+    load_master_config,
+)
 from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING
+from nemo_rl.config.metric_names import MetricName
+from nemo_rl.utils.checkpoint_retention import ranking_metric
 
 EXAMPLE = Path(__file__).parents[2] / "examples/configs/grpo_math_1B.yaml"
 
@@ -397,6 +406,33 @@ BROKEN = [
         ["grpo.stop_at_validation_metric=acc", "grpo.stop_at_validation_threshold=1"],
         "grpo.stop_at_validation_metric: acc: validation measures no 'acc'",
     ),
+    *(
+        ([f"grpo.stop_at_validation_metric={name}", "grpo.stop_at_validation_threshold=1"], message)
+        for name, message in (
+            ("val:pass_k", "pass_k needs grpo.val_num_generations_per_prompt above 1"),
+            ("validation/pass_k", "pass_k needs grpo.val_num_generations_per_prompt above 1"),
+            ("val:mean_accuracy", "mean_accuracy needs grpo.use_best_at_k"),
+            ("val:acuracy", "Did you mean 'accuracy'?"),
+            ("train:reward", "a metric of training"),
+            ("math/acuracy", "Did you mean 'math/accuracy'?"),
+            ("reward/format", "validation measures no 'reward/format'"),
+            ("judge/right", "validation measures no 'judge/right'"),
+        )
+    ),
+    (["checkpointing.metric_name=val:pass_k"], "pass_k needs grpo.val_num_generations_per_prompt above 1"),
+    (["checkpointing.metric_name=val:mean_accuracy"], "mean_accuracy needs grpo.use_best_at_k"),
+    (
+        [
+            "data.validation=[{dataset_name: AIME2024}, {dataset_name: AIME2025}]",
+            "data.train={dataset_name: gsm8k}",
+            "checkpointing.metric_name=val:accuracy/AIME2026",
+        ],
+        "Did you mean 'accuracy/AIME2025'?",
+    ),
+    (
+        ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=1", "grpo.val_period=0"],
+        "nothing is validated before the run's end",
+    ),
     (["policy.generation=null"], "policy.generation: null, but GRPO generates"),
 ]
 
@@ -494,6 +530,28 @@ def test_sft_has_its_own_loop_and_its_rules() -> None:
 )
 def test_metrics_that_a_run_may_measure_rank_checkpoints(name: str) -> None:
     load_master_config(None, [f"checkpointing.metric_name={name}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("accuracy", []),
+        ("val:accuracy", []),
+        ("validation/accuracy", []),
+        ("val:pass_k", ["grpo.val_num_generations_per_prompt=4"]),
+        ("math/accuracy", []),
+        ("reward/correctness", ["data.default.env_name=math_multi_reward"]),
+        ("judge/right", ["data.default.env_name=judge", "++env.judge.class=letters.Judge"]),
+        ("reward/mine", ["data.default.env_name=judge", "++env.judge.class=letters.Judge"]),
+    ],
+)
+def test_a_run_may_end_by_what_its_validation_measures(name: str, overrides: list[str]) -> None:
+    stop = [f"grpo.stop_at_validation_metric={name}", "grpo.stop_at_validation_threshold=1"]
+    load_master_config(None, [*stop, *overrides])
+    prefixed = f"val:{MetricName.read(name).name}"
+    load_master_config(None, [f"checkpointing.metric_name={prefixed}", *overrides])
+    measured = {MetricName.read(name).name: 0.5}
+    assert ranking_metric(CheckpointingConfig(metric_name=prefixed), 1, train={}, val=measured) == {prefixed: 0.5}
 
 
 def test_every_metric_that_steps_and_validation_report_is_known_by_name() -> None:

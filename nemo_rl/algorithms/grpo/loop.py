@@ -29,7 +29,7 @@ from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.profiling import profiled_steps
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
-from nemo_rl.utils.checkpoint_retention import should_save
+from nemo_rl.utils.checkpoint_retention import UnknownMetric, should_save
 from nemo_rl.utils.record_events import StepBegun
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,13 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
         with _idle(run, source, "validation"):
             done.val_metrics = validate(run, run.state.step) if validation_due(run, is_last=is_last) else None
         run.timeout.mark_iteration()
-        done.stops_early = early_stop(run, done.val_metrics)
+        try:
+            done.stops_early = early_stop(run, done.val_metrics)
+        except UnknownMetric:
+            # A name of a user's environment is known only now; the steps so far are not lost for it.
+            if run.config.checkpointing.enabled and not done.saved:
+                save_step(run, source, done)
+            raise
         if not control.saves_before_publish:
             _save_if_due(run, source, done, is_last=is_last)
         elif done.stops_early and not done.saved and run.config.checkpointing.enabled:

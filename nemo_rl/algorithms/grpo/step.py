@@ -27,6 +27,8 @@ from nemo_rl.algorithms.grpo.stages import (
     needs_reference_logprobs,
 )
 from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.metric_names import MetricName
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.utils.checkpoint_retention import UnknownMetric, ranking_metric
 from nemo_rl.utils.record_events import GroupTrained, StepFinished, StepSpan
@@ -215,7 +217,10 @@ def early_stop(run: GRPORun, val_metrics: dict[str, float] | None) -> bool:
     name, threshold = run.config.grpo.stop_at_validation_metric, run.config.grpo.stop_at_validation_threshold
     if name is None or threshold is None or val_metrics is None:
         return False
-    short = name.removeprefix("val:").removeprefix("validation/")
+    short = MetricName.read(name).name
     if short not in val_metrics:
-        raise UnknownMetric(f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}")
+        raise UnknownMetric(
+            f"grpo.stop_at_validation_metric={name}: validation gives {sorted(val_metrics)}."
+            f"{did_you_mean(short, val_metrics)}"
+        )
     return val_metrics[short] >= threshold

@@ -1,0 +1,36 @@
+"""How a key names a metric: `val:<name>` or `train:<name>`.
+
+Every rule and every reader goes through `MetricName`, so that what a rule accepts is what a run looks up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """A metric of training steps or of validations, under the name by which it is measured."""
+
+    kind: Literal["train", "val"]
+    name: str
+
+    @classmethod
+    def read(cls, text: str) -> MetricName:
+        """Reads `val:<name>` or `train:<name>`, and as logs have them `validation/<name>` or `train/<name>`; a name
+        alone is one of validation.
+        """
+        for prefix, kind in _PREFIXES.items():
+            if text.startswith(prefix):
+                return cls(kind, text.removeprefix(prefix))
+        return cls("val", text)
+
+
+_PREFIXES: dict[str, Literal["train", "val"]] = {
+    "val:": "val",
+    "validation:": "val",
+    "validation/": "val",
+    "train:": "train",
+    "train/": "train",
+}
