@@ -30,8 +30,9 @@ _ROLES = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = ("image", "images", "image_url", "audio", "audios", "video", "videos")
 # Whether a message is trained; the values that mean yes say nothing.
-_TRAINED = ("weight", "train", "trainable", "loss", "loss_mask", "mask")
+_TRAINED = ("weight", "train", "trainable", "loss", "loss_mask")
 _YES = (1, True, "1", "1.0", "true")
+_NO = (0, False, "0", "0.0", "false")
 # Keys that say something which the text of a conversation must show.
 _SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "name")
 _MARKED_ANSWER = re.compile(r"(?:^|\n|\s)####[ \t]*([^\n]+?)\s*$")
@@ -300,12 +301,21 @@ def check_trained(messages: Sequence[Message]) -> None:
     if "tool_calls" not in last and "function_call" not in last:
         filled_text(last["content"], "the last of `messages`")
     for number, message in enumerate(messages, start=1):
-        key = next((key for key in _TRAINED if key in message), None)
+        if "mask" in message:
+            raise RowError(f"message {number} has 'mask', which means opposite things; say it with 'weight': 0 or 1")
+        key = next((key for key in _TRAINED if key in message and message[key] not in _NO), None)
         if key is not None and message["role"] == "assistant":
             raise RowError(
-                f"message {number} has {key}={message[key]}, and every answer of a conversation is trained; make it "
-                "the last answer of a row of its own, or leave the key"
+                f"message {number} has {key}={message[key]}; an answer is trained or not, so expected 1 or 0 (true or "
+                "false)"
             )
+    if all(is_untrained(message) for message in messages if message["role"] == "assistant"):
+        raise RowError("no answer of the conversation is to be trained; leave such rows")
+
+
+def is_untrained(message: Message) -> bool:
+    """Whether a message says that it is not to be trained, as with `weight` 0 or `train` false."""
+    return any(key in message for key in _TRAINED)
 
 
 def shown_keys(messages: Sequence[Message]) -> list[str]:

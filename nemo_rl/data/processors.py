@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nemo_rl.config.data_rules import UNBUILT_PROCESSORS
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.config.errors import ConfigError, did_you_mean
@@ -25,6 +27,7 @@ from nemo_rl.data.conversations import (
     check_trained,
     expected_answer,
     filled_text,
+    is_untrained,
 )
 from nemo_rl.data.interfaces import DataError, DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
@@ -140,8 +143,9 @@ def sft_processor(
     """A row with `messages`, and perhaps `tools` (JSON) for the chat template; the whole conversation is tokenized, to
     be trained on.
     """
+    messages = _trained(datum_dict)
     log = get_formatted_message_log(
-        _trained(datum_dict),
+        messages,
         tokenizer,
         task_data_spec,
         add_bos,
@@ -150,6 +154,10 @@ def sft_processor(
         tools=_tools(datum_dict),
         stop_texts=stop_texts,
     )
+    # A system prompt of the task may stand before them.
+    for message, formatted in zip(reversed(messages), reversed(log), strict=False):
+        if is_untrained(message):
+            formatted["trained_tokens"] = torch.zeros(len(formatted["token_ids"]), dtype=torch.bool)
     return _datum(log, None, datum_dict, max_seq_length, idx)
 
 
@@ -295,7 +303,7 @@ class AllTaskProcessedDataset:
         spec, processor = self._processor_of(task)
         try:
             datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
-        except RowError as error:
+        except DataError as error:
             raise DataError(f"row {idx + 1} (from 1) of {task}: {error}") from error
         datum.setdefault("task_name", task)
         return datum

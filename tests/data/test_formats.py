@@ -235,11 +235,28 @@ def test_what_messages_carry_is_shown_by_the_template_or_refused(
     assert next(word for word in ("'id': '1'", "so", "Ann", '"add"') if word in text)
 
 
-def test_an_answer_that_is_not_to_be_trained_is_refused_by_sft_alone(tmp_path: Path) -> None:
-    talk = [user("q"), assistant("a", weight=0), user("r"), assistant("7", weight=1)]
-    entry = rows(tmp_path / "a.jsonl", [{"messages": talk}])
+@pytest.mark.parametrize(("key", "no", "yes"), [("weight", 0, 1), ("train", False, True), ("loss_mask", 0.0, 1.0)])
+def test_an_answer_that_is_not_to_be_trained_is_masked(
+    key: str, no: object, yes: object, tokenizer: Any, tmp_path: Path
+) -> None:
+    talk = [user("q"), assistant("a", **{key: no}), user("r"), assistant("7", **{key: yes})]
+    entry = {**rows(tmp_path / "a.jsonl", [{"messages": talk}]), "processor": "sft_processor"}
+    datum = load_datasets(tokenizer, DataConfig.model_validate({"train": entry})).train[0]
+    assert shown(datum, tokenizer)["trained"] == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "says"),
+    [
+        ({"weight": 0.5}, "message 2 has weight=0.5; an answer is trained or not"),
+        ({"mask": True}, "message 2 has 'mask', which means opposite things"),
+        ({"train": False}, "no answer of the conversation is to be trained"),
+    ],
+)
+def test_marks_that_sft_cannot_honour_are_refused_by_it_alone(marks: Any, says: str, tmp_path: Path) -> None:
+    entry = rows(tmp_path / "a.jsonl", [{"messages": [user("q"), assistant("7", **marks)]}])
     assert len(load_response_dataset(entry).dataset) == 1
-    with pytest.raises(DataError, match="message 2 has weight=0, and every answer"):
+    with pytest.raises(DataError, match=says):
         load_response_dataset({**entry, "processor": "sft_processor"})
 
 

@@ -279,13 +279,20 @@ def _from_saved(path: Path, split: str | None, subset: str | None, key: str, *, 
     import datasets
 
     try:
-        loaded: Any = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), subset)
+        loaded: Any = datasets.load_from_disk(str(path)) if saved else _prepared(path, subset)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         raise DataError(f"{key}: the directory {path} cannot be read as a dataset: {_root_cause(error)}") from error
     if isinstance(loaded, datasets.Dataset):
         _no_parts(path, split, subset, key)
         return _placed(loaded, str(path))
     return _placed(loaded[_wanted([str(name) for name in loaded], split, path, key)], str(path))
+
+
+def _prepared(path: Path, subset: str | None) -> Any:
+    import datasets
+
+    # What an earlier run prepared is not taken: it is known by the files' times, not by their contents.
+    return datasets.load_dataset(str(path), subset, download_mode="reuse_cache_if_exists")
 
 
 def _from_hub(name: str, subset: str | None, split: str | None, cache_dir: str | None, key: str) -> Iterator[PlacedRow]:

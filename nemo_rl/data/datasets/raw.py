@@ -16,7 +16,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.conversations import Message, Row, RowError, shown_keys
 from nemo_rl.data.datasets.files import PlacedRow
 from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
-from nemo_rl.data.processors import get_processor
+from nemo_rl.data.processors import get_processor, used_messages
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +41,7 @@ class RawDataset:
         processor: turns a row into a prompt, once `set_processor` was called.
         preprocessor: applied to a row before the processor; None for none.
         contents: how many rows there are and a digest of them, by which a resumed run knows them again.
+        left_out: how many rows the dataset's own rule leaves out, as proofs without an answer.
         handed_on: examples of rows whose messages carry what the chat template has to show, by key.
     """
 
@@ -51,6 +52,7 @@ class RawDataset:
     processor: TaskDataProcessFnCallable
     preprocessor: object = None
     contents: str = ""
+    left_out: int = 0
     handed_on: Mapping[str, list[HandedOn]] = {}
 
     def set_task_spec(self, config: DatasetConfig) -> None:
@@ -127,32 +129,25 @@ class ReadRows:
         from datasets import Dataset
 
         chunks, made = _Chunks(), 0
-        errors: list[str] = []
+        # The first row of each reason, and how many more there are.
+        errors: dict[str, tuple[str, int]] = {}
         total = 0
         for place, row in rows:
             total += 1
             try:
                 one = self._made(place, row, make)
             except RowError as error:
-                errors.append(f"{place}: {error}")
+                _count(errors, str(error), place)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                errors.append(
-                    f"{place}: not of the format that is expected ({type(error).__name__}: {error}); the row has "
-                    f"{', '.join(map(str, row))}"
-                )
+                reason = f"not of the format that is expected ({type(error).__name__}: {error})"
+                _count(errors, f"{reason}; the row has {', '.join(map(str, row))}", place)
             else:
                 made += one is not None
                 self.left_out += one is None
                 if one is not None and not errors:
                     chunks.add(one)
         if errors:
-            more = f"\n  and {len(errors) - _SHOWN_ERRORS} more" if len(errors) > _SHOWN_ERRORS else ""
-            lines = "\n  ".join(errors[:_SHOWN_ERRORS])
-            if len(errors) < total and "there is no column" in lines:
-                more += "\nThe data mixes rows of different columns; keep one kind of row per dataset"
-            raise DataError(
-                f"{self.key}: {len(errors)} of {total} rows cannot be read (rows count from 1):\n  {lines}{more}"
-            )
+            raise DataError(_refused(self.key, errors, total))
         if not made:
             raise DataError(
                 f"{self.key}: " + ("there is no usable row" if total else "the data is empty: it has no row")
@@ -171,6 +166,24 @@ class ReadRows:
                 if len(examples) < _EXAMPLES:
                     examples.append(HandedOn(place, messages, tools))
         return {**packed(made), "task_name": self.task_name}
+
+
+def _count(errors: dict[str, tuple[str, int]], reason: str, place: str) -> None:
+    first, rows = errors.get(reason, (place, 0))
+    errors[reason] = (first, rows + 1)
+
+
+def _refused(key: str, errors: Mapping[str, tuple[str, int]], total: int) -> str:
+    refused = sum(rows for _, rows in errors.values())
+    lines = [
+        f"  {place}: {reason}" + (f" (and {rows - 1} more such rows)" if rows > 1 else "")
+        for reason, (place, rows) in list(errors.items())[:_SHOWN_ERRORS]
+    ]
+    if len(errors) > _SHOWN_ERRORS:
+        lines.append(f"  and {len(errors) - _SHOWN_ERRORS} more reasons")
+    if refused < total and any("there is no column" in line for line in lines):
+        lines.append("The data mixes rows of different columns; keep one kind of row per dataset")
+    return "\n".join([f"{key}: {refused} of {total} rows cannot be read (rows count from 1):", *lines])
 
 
 class _Chunks:
@@ -216,20 +229,28 @@ def packed(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "messages": texts, **({"more": json.dumps(more)} if any(more) else {})}
 
 
-def contents_of(dataset: Any) -> str:
-    """What the rows of a user's dataset are known by: their number, and a digest of all, or of some that lie evenly
-    where each is made when it is asked for.
+def contents_of(dataset: RawDataset, key: str) -> str:
+    """What the rows of a generated or a user's dataset are known by: their number, and a digest of all, or of some that
+    lie evenly where each is made when it is asked for.
+
+    Raises:
+        DataError: the processor cannot read one of them.
     """
     from datasets import Dataset
 
-    rows = len(dataset)
-    if rows <= _LOOKED_AT or isinstance(dataset, Dataset):
-        looked_at = (dataset[place] for place in range(rows)) if not isinstance(dataset, Dataset) else iter(dataset)
-    else:
-        looked_at = (dataset[number * rows // _LOOKED_AT] for number in range(_LOOKED_AT))
+    rows, found = len(dataset.dataset), dataset.dataset
+    read = used_messages(dataset.processor) if dataset.preprocessor is None else None
+    everything = isinstance(found, Dataset) or rows <= _LOOKED_AT
+    places = range(rows) if everything else [number * rows // _LOOKED_AT for number in range(_LOOKED_AT)]
     digest = hashlib.blake2b(digest_size=12)
-    for row in looked_at:
+    looked_at: Iterable[Any] = found if isinstance(found, Dataset) else map(found.__getitem__, places)
+    for place, row in zip(places, looked_at, strict=True):
         digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
+        try:
+            if read is not None:
+                read(row)
+        except RowError as error:
+            raise DataError(f"{key}: row {place + 1} (from 1) of {dataset.task_name}: {error}") from error
     return f"{rows} rows, digest {digest.hexdigest()}"
 
 

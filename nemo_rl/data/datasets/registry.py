@@ -148,7 +148,7 @@ class NamedDataset(RawDataset):
                 return completed(row, messages, config)
 
             self.dataset, self.contents = reading.read(chain([first] if first is not None else [], rows), make)
-        self.handed_on = reading.handed_on
+        self.handed_on, self.left_out = reading.handed_on, reading.left_out
 
     @override
     def set_processor(self, config: DatasetConfig) -> None:
@@ -225,7 +225,7 @@ def load_response_dataset(
     dataset = _load(config, key, task_name or config.dataset_name)
     dataset.set_task_spec(config)
     dataset.set_processor(config)
-    dataset.contents = dataset.contents or contents_of(dataset.dataset)
+    dataset.contents = dataset.contents or contents_of(dataset, key)
     dataset.split_train_validation(config.split_validation_size, config.seed)
     if config.repeat > 1:
         dataset.dataset = dataset.dataset.select(list(range(len(dataset.dataset))) * config.repeat)
