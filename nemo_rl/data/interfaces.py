@@ -97,7 +97,7 @@ def load_prompt(path: str | None) -> str | None:
     if command is not None:
         raise DataError(
             f"prompt_file {path}: the only {{}} is the argument of {command.group(1)}, so that the problem would stand "
-            f"inside it; write {command.group(1)}{{{{}}}} for the braces of the command, and {{}} where the problem goes"
+            f"inside it; write {command.group(1)}{{{{}}}} for its braces, and {{}} where the problem goes"
         )
     return text
 

@@ -280,7 +280,7 @@ def test_mistakes_in_an_entry_are_named(
         ("open { brace {}", "literal braces are written twice"),
         ("The answer goes into \\boxed{}.", r"argument of \\boxed"),
         ("Write \\text{0} last", r"argument of \\text"),
-        ("\\mathrm{}", r"write \\mathrm\{\{\}\} for the braces"),
+        ("\\mathrm{}", r"write \\mathrm\{\{\}\} for its braces"),
     ],
 )
 def test_a_malformed_prompt_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
