@@ -171,6 +171,13 @@ class TimeoutChecker:
         """Save and end when the running step is over, however much time is left."""
         self._asked = True
 
+    @property
+    def reason(self) -> str:
+        """Why the run saves and ends, once it does."""
+        if self._asked:
+            return "a signal asked for it"
+        return "checkpointing.checkpoint_must_save_by has come; the same command goes on from the checkpoint"
+
     def start_iterations(self) -> None:
         """The first step begins now."""
         self._iteration_started = self._clock()

@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.algorithms.grpo import loop, validation
 from nemo_rl.algorithms.grpo.control_plane import check_control_plane
-from nemo_rl.algorithms.grpo.loop import async_grpo_train, grpo_train
+from nemo_rl.algorithms.grpo.loop import PromptsUsedUp, async_grpo_train, grpo_train
 from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.stages import Experience, apply_staleness_policy
 from nemo_rl.config import ConfigError, load_master_config
@@ -444,3 +444,45 @@ def test_a_metric_that_no_validation_gives_ends_the_run_after_a_checkpoint(
     with pytest.raises(UnknownMetric, match=r"judge/rihgt: validation gives \['accuracy'\]"):
         async_grpo_train(world.run)
     assert "save 1" in world.happened
+
+
+@pytest.mark.parametrize("driver", [grpo_train, async_grpo_train])
+def test_a_run_whose_prompts_fill_no_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: Callable[[Any], None]
+) -> None:
+    monkeypatch.delenv("RLIX_CONTROL_PLANE", raising=False)
+    sampling = ["grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"]
+    world = World(tmp_path, *sampling, loader=Loader(batches=2))
+    world.rewards = lambda prompt, sample: 0.0
+    with pytest.raises(PromptsUsedUp, match=r"no step was trained.*max_num_epochs=1 are used up, and dynamic sampling"):
+        driver(world.run)
+
+
+def test_a_custom_loader_that_gives_no_more_prompts_fails(tmp_path: Path) -> None:
+    world = World(tmp_path, "grpo.max_num_steps=9", loader=Loader(batches=2))
+    world.run.config.data.use_multiple_dataloader = True
+    with pytest.raises(PromptsUsedUp, match=r"ended after step 2 of grpo.max_num_steps=9: data.custom_dataloader gave"):
+        grpo_train(world.run)
+    assert world.run.state.step == 2
+
+
+def test_an_end_before_the_last_step_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "validate", lambda run, step: {"accuracy": 0.5})
+    stop = ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.5", "grpo.val_period=1"]
+    held_out = "data.train.split_validation_size=1"
+    ends = {
+        "stop_at_validation_metric=accuracy has reached grpo.stop_at_validation_threshold=0.5": [held_out, *stop],
+        "grpo.max_num_epochs=1 passes over the prompts are done": ["grpo.max_num_steps=50"],
+        "a signal asked for it": ["grpo.max_num_steps=3"],
+        "": ["grpo.max_num_steps=2"],
+    }
+    for number, (why, overrides) in enumerate(ends.items()):
+        caplog.clear()
+        world = World(tmp_path / str(number), *overrides, loader=Loader(batches=4))
+        if "signal" in why:
+            world.run.timeout.end_after_step()
+        grpo_train(world.run)
+        said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ended after step")]
+        assert len(said) == int(bool(why)) and all(why in line for line in said)

@@ -8,6 +8,7 @@ that are dropped are cleared from the store.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from nemo_rl.experience.columns import joined_rows
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, number_samples
 from nemo_rl.models.generation.interfaces import VALIDATION_STEP_OFFSET, GenerationSamplingParams
 from nemo_rl.utils.record_events import GroupAdmitted, GroupCommitted, GroupDropped
+
+logger = logging.getLogger(__name__)
 
 
 class DynamicSamplingError(UserError, ValueError):
@@ -174,6 +177,14 @@ def gather_experience(run: GRPORun, next_experience: Callable[[int], Experience]
             experience = next_experience(len(selections))
         except StopIteration:
             # The step stays incomplete: what was kept for it is not trained.
+            if selections:
+                logger.warning(
+                    "the prompts are used up in step %d: %d samples that dynamic sampling kept of its %d generation "
+                    "batches do not fill it and are not trained",
+                    run.state.step + 1,
+                    sum(part.rows.size for part in kept),
+                    len(selections),
+                )
             for part in kept:
                 _record_dropped(run, part.rows["prompt_number"].tolist(), "prompts_exhausted")
             raise

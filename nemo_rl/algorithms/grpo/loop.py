@@ -28,11 +28,16 @@ from nemo_rl.algorithms.grpo.step import (
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.profiling import profiled_steps
+from nemo_rl.config.errors import UserError
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.utils.checkpoint_retention import UnknownMetric, should_save
 from nemo_rl.utils.record_events import StepBegun
 
 logger = logging.getLogger(__name__)
+
+
+class PromptsUsedUp(UserError, RuntimeError):
+    """A run ends for want of prompts before the end that was asked for."""
 
 
 def drive(run: GRPORun) -> None:
@@ -56,6 +61,7 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
     """
     run.timeout.start_iterations()
     newest: CompletedStep | None = None
+    used_up = False
     try:
         source.start()
         run.control.start(source)
@@ -67,6 +73,7 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
                 profiler.before(run.state.step + 1)
                 step = run_step(run, source)
                 if step is None:
+                    used_up = True
                     _end_with(run, source, newest)
                     break
                 newest = step
@@ -78,6 +85,7 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
     run.reports.settle()
     source.clear()
     run.checkpointer.settle()
+    _say_why(run, newest, used_up=used_up)
 
 
 def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedStep | None:
@@ -121,9 +129,6 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
     report_step(run, trained.experience, trained.metrics, trained.result)
     if done.saved or done.ends_run:
         run.reports.settle()
-    if done.ends_run:
-        reason = "early_stop" if done.stops_early else "checkpoint_must_save_by"
-        logger.info("run=ended step=%d reason=%s", run.state.step, reason)
     return done
 
 
@@ -149,13 +154,45 @@ def _save_if_due(run: GRPORun, source: ExperienceSource, done: CompletedStep, *,
 
 def _end_with(run: GRPORun, source: ExperienceSource, newest: CompletedStep | None) -> None:
     """Does for the newest step what only the last one gets: with dynamic sampling nobody knew that it would be."""
-    logger.info("run=ended step=%d reason=prompts_exhausted", run.state.step)
     if newest is None:
         return
     if newest.val_metrics is None and validation_due(run, is_last=True):
         newest.val_metrics = validate(run, run.state.step)
     if not newest.saved and should_save(run.state.step, run.config.checkpointing, is_last=True):
         save_step(run, source, newest)
+
+
+def _say_why(run: GRPORun, newest: CompletedStep | None, *, used_up: bool) -> None:
+    """Says why a run ended that did not reach `grpo.max_num_steps`.
+
+    Raises:
+        PromptsUsedUp: It is not the end that was asked for.
+    """
+    cfg, step = run.config.grpo, run.state.step
+    if used_up and run.config.data.use_multiple_dataloader:
+        raise PromptsUsedUp(
+            f"ended after step {step} of grpo.max_num_steps={cfg.max_num_steps}: data.custom_dataloader gave no more "
+            "prompts; it has to start exhausted iterators anew (itself, from the loaders that it is given)"
+        )
+    if used_up and step == 0:
+        kept = "dynamic sampling kept too few samples for one step of " if cfg.use_dynamic_sampling else ""
+        raise PromptsUsedUp(
+            f"no step was trained: the prompts of grpo.max_num_epochs={cfg.max_num_epochs} are used up, and {kept}"
+            f"grpo.num_prompts_per_step={cfg.num_prompts_per_step} was not filled; look at the rewards "
+            "(are the prompts too hard or too easy for the model?), take more data or smaller steps"
+        )
+    if newest is not None and newest.stops_early:
+        why = (
+            f"grpo.stop_at_validation_metric={cfg.stop_at_validation_metric} has reached "
+            f"grpo.stop_at_validation_threshold={cfg.stop_at_validation_threshold}"
+        )
+    elif newest is not None and newest.timed_out and step < cfg.max_num_steps:
+        why = run.timeout.reason
+    elif step < cfg.max_num_steps:
+        why = f"grpo.max_num_epochs={cfg.max_num_epochs} passes over the prompts are done"
+    else:
+        return
+    logger.warning("ended after step %d of grpo.max_num_steps=%d: %s", step, cfg.max_num_steps, why)
 
 
 def grpo_train(run: GRPORun) -> None:

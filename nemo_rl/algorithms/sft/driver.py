@@ -154,6 +154,7 @@ def sft_train(run: SFTRun) -> None:
     run.placement.lend(run)
     if run.config.sft.val_at_start and run.state.step == 0:
         validate(run)
+    timed_out = False
     with profiled_steps(run.policy) as profiler:
         for batch in _batches(run):
             profiler.before(run.state.step + 1)
@@ -172,11 +173,18 @@ def sft_train(run: SFTRun) -> None:
             run.placement.step_done(run)
             _log_step(run, batch, metrics)
             if timed_out:
-                logger.info("run=ended step=%d reason=checkpoint_must_save_by", run.state.step)
                 break
     run.checkpointer.settle()
     if run.config.checkpointing.enabled:
         name_latest(run.checkpointer)
+    cfg, step = run.config.sft, run.state.step
+    if step < cfg.max_num_steps:
+        why = (
+            run.timeout.reason
+            if timed_out
+            else f"sft.max_num_epochs={cfg.max_num_epochs} passes over the data are done"
+        )
+        logger.warning("ended after step %d of sft.max_num_steps=%d: %s", step, cfg.max_num_steps, why)
 
 
 def _batches(run: SFTRun) -> Iterator[BatchedDataDict]:
