@@ -242,4 +242,7 @@ class GenerationConfig(Section):
         "continue", description="A request whose engine is taken away keeps its tokens, or redoes its turn."
     )
     vllm_cfg: VllmConfig = Field(VllmConfig(), description="Options of the vLLM engine.")
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed as they are to the engine.")
+    vllm_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of the engine, passed as they are; what has a key of its own is set there.",
+    )

@@ -132,7 +132,11 @@ class MegatronConfig(Section):
     force_reconvert_from_hf: bool = Field(
         False, description="Accepted for recipes; Hugging Face weights are read directly and nothing is converted."
     )
-    model_overrides: dict[str, Any] = Field(default_factory=dict, description="Changes to the Megatron model's config.")
+    model_overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further options of Megatron's TransformerConfig that leave the model and its gradients as they "
+        "are.",
+    )
     use_fused_linear_logprobs: bool = Field(
         False, description="Accepted for recipes; tokens are always scored chunk by chunk from hidden states."
     )

@@ -7,9 +7,10 @@ Lengths and token budgets are in tokens. Which combinations are possible is deci
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from nemo_rl.config.automodel import AutomodelConfig, MoEParallelizerConfig
 from nemo_rl.config.generation import GenerationConfig
@@ -119,6 +120,9 @@ class DTensorConfig(Section):
     lora_cfg: LoraConfig = Field(LoraConfig(), description="Low-rank adapters; the other weights stay as they are.")
 
 
+OPTIMIZER_AMOUNTS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
+
+
 class OptimizerConfig(Section):
     """`policy.optimizer`: a torch optimizer by dotted name."""
 
@@ -127,6 +131,16 @@ class OptimizerConfig(Section):
         {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8},
         description="Its keyword arguments besides the parameters.",
     )
+
+    @field_validator("kwargs")
+    @classmethod
+    def _amounts_are_numbers(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Readers of YAML 1.1 that do not know `1e-8` for a number hand it on as text."""
+        for name in OPTIMIZER_AMOUNTS:
+            if isinstance(kwargs.get(name), str):
+                with suppress(ValueError):
+                    kwargs = kwargs | {name: float(kwargs[name])}
+        return kwargs
 
 
 class SchedulerConfig(Section):

@@ -16,6 +16,7 @@ from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.generation_rules import GENERATION_RULES
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
+from nemo_rl.config.pass_through import PASS_THROUGH_RULES, engine_arguments_are_safe
 from nemo_rl.config.placement import (
     ParallelSizesError,
     data_parallel_size,
@@ -34,7 +35,9 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
     """One line per rule that the configuration breaks, and per part that a combination asks for and is not built."""
     problems: list[Problem] = []
     if isinstance(config, RootConfig):
-        problems += [line for rule in (*SHARED_RULES, *SHARED_METRIC_RULES) for line in rule(config)]
+        problems += [
+            line for rule in (*SHARED_RULES, *SHARED_METRIC_RULES, *PASS_THROUGH_RULES) for line in rule(config)
+        ]
     if isinstance(config, MasterConfig):
         problems += [
             line
@@ -43,6 +46,8 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
         ]
     if isinstance(config, SFTMasterConfig):
         problems += [line for rule in (*SFT_BATCH_RULES, *SFT_DATA_RULES) for line in rule(config)]
+    if isinstance(config, (MasterConfig, EvalMasterConfig)):
+        problems += engine_arguments_are_safe(config)
     if isinstance(config, EvalMasterConfig):
         problems += [line for rule in EVAL_RULES for line in rule(config)]
     return problems

@@ -437,6 +437,82 @@ BROKEN = [
 ]
 
 
+MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "cluster.device=cuda"]
+PASSED_THROUGH = [
+    *(
+        ([*MEGATRON, f"+policy.megatron_cfg.model_overrides.{override}"], message)
+        for override, message in (
+            ("moe_router_load_balancing_type=aux_loss", "not built yet: auxiliary losses"),
+            ("moe_aux_loss_coeff=0.001", "not built yet: auxiliary losses"),
+            ("moe_z_loss_coeff=1e-3", "not built yet: auxiliary losses"),
+            ("mtp_num_layers=1", "not built yet: multi-token prediction"),
+            ("moe_router_bias_update_rate=1e-3", "not built yet: updates of the router's biases"),
+            ("moe_token_dropping=true", "not built yet: experts that drop tokens"),
+            ("attention_dropout=0.1", "not built yet: dropout"),
+            ("moe_enable_deepep=true", "not built yet: token exchange by DeepEP"),
+            ("context_parallel_size=2", "this is policy.megatron_cfg.context_parallel_size"),
+            ("bf16=false", "this is set by policy.precision"),
+            ("fp8_recipe=delayed", "this is set by policy.megatron_cfg.fp8_cfg"),
+            ("num_layers=3", "not known to leave the model and its gradients as they are"),
+            ("recompute_methd=uniform", "Did you mean 'recompute_method'?"),
+        )
+    ),
+    *(
+        ([f"+policy.generation.vllm_kwargs.{override}"], message)
+        for override, message in (
+            ("kv_cache_dtype=fp8", "not built yet: fp8 KV cache"),
+            ("tensor_parallel_size=2", "this is policy.generation.vllm_cfg.tensor_parallel_size"),
+            ("logprobs_mode=raw_logits", "this is policy.generation.vllm_cfg.logprobs_mode"),
+            ("max_model_len=8", "this is policy.generation.vllm_cfg.max_model_len"),
+            ("model=other", "this is policy.model_name"),
+            ("dtype=float16", "this is policy.generation.vllm_cfg.precision"),
+            ("hf_overrides={num_hidden_layers: 1}", "this is policy.hf_config_overrides"),
+            ("rope_theta=1e6", "engines would load another model"),
+            ("logits_processors=[a.B]", "another distribution"),
+            ("quantization=fp8", "quantised engines"),
+            ("data_parallel_size=2", "every accelerator has an engine of its own"),
+        )
+    ),
+    *(
+        ([f"++policy.{override}"], message)
+        for override, message in (
+            ("optimizer.kwargs.amsgrad='off'", "'off' is neither true nor false"),
+            ("optimizer.kwargs.lr=fast", "'fast' is no number"),
+            ("optimizer.kwargs.weight_decay=no", "False is no number"),
+            ("optimizer.kwargs.maximize=yes", "training minimises the loss"),
+            ("hf_config_overrides.router_aux_loss_coef=0.001", "not built yet: auxiliary losses of a router"),
+            ("hf_config_overrides.text_config.router_aux_loss_coef=0.1", "not built yet: auxiliary losses"),
+            ("hf_config_overrides.attention_dropout=0.1", "not built yet: dropout"),
+            ("hf_config_overrides.torch_dtype=float16", "this is set by policy.precision"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), PASSED_THROUGH)
+def test_what_a_free_mapping_sets_is_held_to_the_rules_of_the_key_itself(overrides: list[str], message: str) -> None:
+    key = overrides[-1].lstrip("+").partition("=")[0].partition("={")[0]
+    assert any(message in line and key in line for line in problems(*overrides)), problems(*overrides)
+
+
+def test_free_mappings_take_what_is_safe_and_what_the_key_itself_says() -> None:
+    load_master_config(
+        None,
+        [
+            *MEGATRON,
+            "policy.megatron_cfg.model_overrides={moe_aux_loss_coeff: 0.0, mtp_num_layers: 0, tp_comm_overlap: false}",
+        ],
+    )
+    safe = "{max_num_seqs: 8, tokenizer: Qwen/Qwen2.5-1.5B, compilation_config: {backend: eager}}"
+    config = load_master_config(
+        None,
+        [f"policy.generation.vllm_kwargs={safe}", "policy.hf_config_overrides={router_aux_loss_coef: 0.0}"],
+    )
+    assert config.policy.generation.vllm_kwargs["max_num_seqs"] == 8
+    # Options of a backend that the run does not use do no harm.
+    load_master_config(None, ["policy.megatron_cfg.model_overrides={moe_z_loss_coeff: 0.1}"])
+
+
 @pytest.mark.parametrize(("overrides", "message"), BROKEN)
 def test_what_cannot_be_combined_is_refused_with_its_keys(overrides: list[str], message: str) -> None:
     assert any(message in line for line in problems(*overrides)), problems(*overrides)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_rl.models.policy.model_config import UnsupportedModelError, model_config
 from nemo_rl.models.policy.optimizer import OptimizerConfigError, advance_scheduler, build_optimizer, build_scheduler
 
 
@@ -111,3 +114,13 @@ def test_a_schedule_whose_rate_or_arguments_changed_is_obeyed_from_the_step_wher
     optimizer.step()
     advance_scheduler(schedule, 2)
     assert schedule.get_last_lr() == pytest.approx([6.0])
+
+
+def test_an_override_of_a_key_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    Qwen2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    for key, near in (("rope_thetta", ""), ("max_position_embedings", "Did you mean 'max_position_embeddings'")):
+        cfg = PolicyConfig(model_name=str(tmp_path), hf_config_overrides={key: 8})
+        with pytest.raises(UnsupportedModelError, match=rf"hf_config_overrides\.{key}: 8: .* no such key\..*{near}"):
+            model_config(cfg)
+    cfg = PolicyConfig(model_name=str(tmp_path), hf_config_overrides={"max_position_embeddings": 8})
+    assert model_config(cfg).max_position_embeddings == 8

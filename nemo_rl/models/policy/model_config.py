@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl.config import DTensorConfig, PolicyConfig
-from nemo_rl.config.errors import UserError
+from nemo_rl.config.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -45,6 +45,7 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
 
     Raises:
         ModelNotFoundError: Nothing can be loaded from there.
+        UnsupportedModelError: An override names nothing that the model has.
     """
     from transformers import AutoConfig
 
@@ -59,6 +60,12 @@ def model_config(cfg: PolicyConfig, source: str | None = None) -> PretrainedConf
             f"policy.model_name={name!r}: no model configuration could be loaded from there ({reason})"
         ) from error
     for key, value in cfg.hf_config_overrides.items():
+        if not hasattr(config, key):
+            near = did_you_mean(key, config.to_dict())
+            raise UnsupportedModelError(
+                f"policy.hf_config_overrides.{key}: {value!r}: the configuration of a {config.model_type} model has no "
+                f"such key.{near}"
+            )
         setattr(config, key, value)
     return config
 
