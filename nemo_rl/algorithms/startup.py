@@ -26,6 +26,7 @@ from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.data.model_tokens import StopTokens, check_vocabulary, stop_tokens, vocabulary_size
 from nemo_rl.data.setup import TaskDatasets, load_datasets
+from nemo_rl.data.shown import Mask, example, unstopped_turn
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.ray_runtime import RayStart, accelerator_here
@@ -107,6 +108,7 @@ class Algorithm(Generic[State, TrainLoader, Begun]):
         loaders: Checks the datasets and makes the loaders.
         begin: Starts what needs neither tokenizer nor data, given the kind of accelerator and the checkpoint that the
             run goes on from. Called beside the checks, on a thread of its own, as soon as Ray is up.
+        mask: Marks what is trained of a row; None where rows are prompts, and responses are trained.
     """
 
     state: State
@@ -117,6 +119,7 @@ class Algorithm(Generic[State, TrainLoader, Begun]):
     check: Callable[[], PretrainedConfig]
     loaders: Callable[[TaskDatasets, PreTrainedTokenizerBase], Loaders[TrainLoader]]
     begin: Callable[[Accelerator, CheckpointManager, Resume | None], Begun]
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -202,8 +205,8 @@ def prepared(
             datasets = load_datasets(tokenizer, config.data, ends.texts)
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
             limit = config.data.max_input_seq_length
-            check_prompt_lengths("data.train", datasets.train_by_task, limit, start.say)
-            check_prompt_lengths("data.validation", datasets.validation_by_task, limit, start.say)
+            for key, by_task in (("train", datasets.train_by_task), ("validation", datasets.validation_by_task)):
+                check_prompt_lengths(f"data.{key}", by_task, limit, start.say, algorithm.mask)
             loaders = algorithm.loaders(datasets, tokenizer)
             state, total_steps = _position(algorithm, resume, loaders.train)
             state.data_contents = datasets.contents
@@ -289,29 +292,33 @@ def check_tokens(
         vocabulary=vocabulary_size(model),
         key=key,
     )
-    for line in (lacking, ends.line()):
+    for line in (lacking, ends.line(), unstopped_turn(tokenizer, ends)):
         if line is not None:
             say(line)
     return ends
 
 
-def check_prompt_lengths(key: str, by_task: Mapping[str, Any], limit: int | None, say: Say) -> None:
-    """Counts prompts that are longer than the limit, which are cut: they train nothing, and nobody can answer them.
+def check_prompt_lengths(
+    key: str, by_task: Mapping[str, Any], limit: int | None, say: Say, mask: Mask | None = None
+) -> None:
+    """Counts rows and shows one of each task; prompts that are longer than the limit are cut, train nothing, and nobody
+    can answer them.
 
     Args:
         key: `data.train`, `data.validation`, or `data` of an evaluation.
         by_task: Processed data per task; `[i]["loss_multiplier"]` is 0 for a prompt that is too long.
         limit: `data.max_input_seq_length`, tokens; None has no limit.
         say: Tells the person.
+        mask: Marks what is trained of a conversation; None for prompts.
 
     Raises:
         DataError: Every prompt that was looked at is too long.
     """
     trained = key == "data.train"
     effect = "train nothing" if trained else "are cut, so that no answer to them counts as right"
-    for task, dataset in by_task.items() if limit is not None else ():
+    for task, dataset in by_task.items():
         rows = len(dataset)
-        looked_at = _spread(rows)
+        looked_at = _spread(rows) if limit is not None else ()
         too_long = sum(dataset[row]["loss_multiplier"] == 0 for row in looked_at)
         part = "" if len(looked_at) == rows else f" looked at, of {rows},"
         count = f"{too_long} of {len(looked_at)} prompts{part}"
@@ -321,8 +328,9 @@ def check_prompt_lengths(key: str, by_task: Mapping[str, Any], limit: int | None
                 f"would be {'trained' if trained else 'measured'}; raise it (and policy.max_total_sequence_length, or "
                 "generation.vllm_cfg.max_model_len), or name shorter data"
             )
-        if too_long:
-            say(f"{key} ({task}): {count} are longer than data.max_input_seq_length={limit} and {effect}")
+        left_out = f", {dataset.left_out} more left out by its format" if dataset.left_out else ""
+        cut = f"{count} are longer than data.max_input_seq_length={limit} and {effect}" if too_long else "none is cut"
+        say(f"{key} ({task}): {rows} rows{left_out}; {cut}; {example(dataset, mask)}")
 
 
 def check_cpu_is_meant(config: RootConfig, accelerator: Accelerator, model: PretrainedConfig, say: Say) -> None:

@@ -273,6 +273,7 @@ class AllTaskProcessedDataset:
         task_data_processors: prompt and processor per task, or one processor.
         max_seq_length: longest prompt, in tokens.
         task_data_preprocessors: applied to a row of a task before its processor.
+        left_out: how many rows their format's own rule left out, for the person.
     """
 
     def __init__(
@@ -283,6 +284,7 @@ class AllTaskProcessedDataset:
         task_data_processors: TaskProcessors | TaskDataProcessFnCallable,
         max_seq_length: int,
         task_data_preprocessors: Mapping[str, Any] | None = None,
+        left_out: int = 0,
     ) -> None:
         self.dataset = dataset
         self.tokenizer = tokenizer
@@ -290,6 +292,7 @@ class AllTaskProcessedDataset:
         self.task_data_processors = task_data_processors
         self.max_seq_length = max_seq_length
         self.task_data_preprocessors = dict(task_data_preprocessors or {})
+        self.left_out = left_out
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -152,7 +152,8 @@ def processed(
         dataset.task_name: dataset.preprocessor for dataset, _ in parts if dataset.preprocessor is not None
     }
     rows = parts[0][1] if len(parts) == 1 else ConcatDataset([part for _, part in parts])
-    return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec(), processors, max_seq_length, preprocessors)
+    left_out = sum(dataset.left_out for dataset, _ in parts)
+    return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec(), processors, max_seq_length, preprocessors, left_out)
 
 
 def check_handed_on(dataset: RawDataset, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -19,6 +19,7 @@ from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, prepared
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
 from nemo_rl.data.interfaces import DataError
+from nemo_rl.data.llm_message_utils import add_loss_mask_to_message_log
 from nemo_rl.data.loader import Batch, make_loader
 from nemo_rl.data.setup import TaskDatasets
 from nemo_rl.distributed.accelerators import Accelerator
@@ -101,6 +102,7 @@ def _algorithm(config: SFTMasterConfig, placement: Placement) -> Algorithm[SFTSt
         check=lambda: check_policy(config),
         loaders=lambda datasets, tokenizer: _loaders(config, datasets, tokenizer),
         begin=lambda accelerator, checkpointer, resume: _begin(config, placement, accelerator, checkpointer, resume),
+        mask=lambda log: add_loss_mask_to_message_log([log], only_unmask_final=sft.only_unmask_final),
     )
 
 
