@@ -23,13 +23,13 @@ class DatasetKeys(Section):
     system_prompt_file: str | None = Field(None, description="Text file with the system message; null has none.")
     processor: str = Field("math_hf_data_processor", description="Name of the function that turns a row into a prompt.")
     env_name: str = Field("math", description="Which env.<name> judges the responses.")
-    chat_key: str = Field("messages", description="openai_format: column of the conversation.")
-    system_key: str | None = Field(None, description="openai_format: column of the system message; null has none.")
-    system_prompt: str | None = Field(
-        None, description="openai_format: system message of rows without one of their own."
+    chat_key: str = Field("messages", description="openai_format, ResponseDataset: column of the conversation.")
+    system_key: str | None = Field(
+        None, description="Column of the system message; null: `system` or `system_prompt`, where rows have one."
     )
+    system_prompt: str | None = Field(None, description="System message of rows without one of their own.")
     tool_key: str | None = Field(
-        None, description="openai_format: column of the tools that the chat template is given."
+        None, description="Column of the tools that the chat template is given; null: `tools`, where rows have it."
     )
     input_key: str | None = Field(None, description="Column of the problem; null: the dataset's own.")
     output_key: str | None = Field(None, description="Column of the expected answer; null: the dataset's own.")
@@ -43,8 +43,8 @@ class DatasetKeys(Section):
     repeat: PositiveInt = Field(1, description="How many times the rows are repeated, e.g. for small validation sets.")
     data_path: str | None = Field(
         None,
-        description="JSONL file, Hugging Face dataset directory, arrow file, or Hugging Face id; for "
-        "ResponseDataset and the like.",
+        description="JSON, JSONL, CSV, TSV, parquet or arrow file, a directory of them or of save_to_disk, or a "
+        "Hugging Face id; every dataset also reads rows of its published columns from here.",
     )
     num_problems: PositiveInt = Field(10_000, description="Generated datasets: distinct problems of split `train`.")
     held_out: NonNegativeInt = Field(

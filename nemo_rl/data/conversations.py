@@ -20,8 +20,9 @@ from nemo_rl.data.interfaces import DataError
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
+_PLAIN_ROLES = ("system", "user", "assistant", "tool")
 _ROLES = {
-    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **{name: name for name in _PLAIN_ROLES},
     "developer": "system",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
@@ -127,7 +128,7 @@ def as_text(value: object, what: str) -> str:
                 value.encode()
             except UnicodeEncodeError:
                 raise refusal(what, value, "text; half of a UTF-16 pair cannot be encoded") from None
-        if _OBJECT_WITH_GOLD.match(value) or _MESSAGES_AS_PYTHON.match(value):
+        if value[:1] in ("[", "{") and (_OBJECT_WITH_GOLD.match(value) or _MESSAGES_AS_PYTHON.match(value)):
             raise refusal(what, value, "text, not an object or a list that was written out as text")
         return str(value)
     if isinstance(value, bool):
@@ -244,6 +245,8 @@ def as_messages(value: object, what: str) -> list[Message]:
 def _message(raw: object, what: str) -> Message:
     if not isinstance(raw, Mapping):
         raise refusal(what, raw, "an object with role and content, such as {'role': 'user', 'content': '1+1=?'}")
+    if len(raw) == 2 and raw.get("role") in _PLAIN_ROLES and isinstance(raw.get("content"), str):
+        return {"role": raw["role"], "content": as_text(raw["content"], what)}
     role, content = _either(raw, "role", "from", what), _either(raw, "content", "value", what)
     name = _ROLES.get(str(role).lower())
     if name is None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.resume import NothingToDo
+from nemo_rl.algorithms.resume import NothingToDo, ResumeError
 from nemo_rl.algorithms.sft.assembly import setup
 from nemo_rl.algorithms.sft.driver import SFTRun, SFTState, sft_train
 from nemo_rl.config import SFTMasterConfig
@@ -121,6 +121,14 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(
     assert (parts / "checkpoints" / "step_6" / "training_info.json").stat().st_mtime_ns == before
     shutil.rmtree(parts / "checkpoints" / "step_6")
     assert not (parts / "checkpoints" / "latest").exists(), "latest is a link into the checkpoint, not a copy"
+
+    # Rows that are others than those that it was written with, under the same keys, make another run.
+    written = parts / "checkpoints" / "step_3" / "training_info.json"
+    info = json.loads(written.read_text())
+    assert info["data_contents"].keys() == {"data.train", "data.validation"}
+    written.write_text(json.dumps({**info, "data_contents": {"data.train": "40 rows, digest of others"}}))
+    with pytest.raises(ResumeError, match=r"data: data.train: 40 rows, digest of others -> 40 rows, digest [0-9a-f]+"):
+        setup(configured(parts, tiny_model))
 
 
 @pytest.fixture

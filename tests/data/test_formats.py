@@ -142,7 +142,7 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.jsonl", '{"input": "1", "output": "2"}\n{"input": \n', r"line 2 \(from 1\): .* expected one object"),
     ("a.jsonl", '{"input": "1", "output": "2"}\n[1]\n', r"line 2 \(from 1\) holds a list of 1: .* expected an object"),
     ("a.json", '{\n"rows": []\n}', "it is one object with rows; expected a list of objects"),
-    ("a.json", "[]", "data.train: the data is empty"),
+    ("a.json", "[]", r"data.train: .*a.json is empty"),
     ("a.csv", "input,output\n1,2,3\n", "line 2 .* has 3 cells and the first line names 2"),
     ("a.csv", "input;output\n1;2\n", "columns must be separated by ','"),
     ("a.csv", "input,input\n1,2\n", "the column 'input' is there 2 times"),
@@ -190,6 +190,25 @@ ROWS: list[tuple[dict[str, Any], str]] = [
 def test_a_row_whose_meaning_would_be_lost_is_refused(row: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"data.train: 1 of 1 rows cannot be read .*\n.*a.jsonl, row 1: .*{says}"):
         load_response_dataset(rows(tmp_path / "a.jsonl", [row]))
+
+
+PUBLISHED: list[tuple[str, list[dict[str, Any]], str]] = [
+    ("squad", [{"context": "c", "question": "q", "answers": {"text": []}}], "row 1: column 'answers' holds"),
+    ("mmlu", [{"question": "q", "choices": ["a", "b"], "answer": 5}], "row 1: the question has 2 choices"),
+    ("mmlu_pro", [{"question": "q", "options": "ab", "answer": "A"}], "row 1: column 'options' holds the text 'ab'"),
+    ("DeepScaler", [{"problem": "q", "answer": None}], "row 1: column 'answer' holds nothing"),
+    ("NuminaMath-1.5", [{"problem": "q", "answer": "proof"}], "has no usable row"),
+    ("open_assistant", [{"message_id": "1", "parent_id": "0", "role": "assistant", "text": "a"}], "0, which is in no"),
+    ("tulu3_sft_mixture", [{"messages": [user("q"), {"role": "assistant"}]}], "row 1: .* message 2 has neither"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), PUBLISHED)
+def test_rows_of_a_published_dataset_that_do_not_fit_are_named(
+    name: str, content: list[dict[str, Any]], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=says):
+        load_response_dataset({**rows(tmp_path / "a.jsonl", content), "dataset_name": name})
 
 
 @pytest.mark.parametrize(

@@ -22,20 +22,34 @@ from nemo_rl.data.conversations import (
     cell,
     expected_answer,
     filled_text,
+    is_empty,
     last_boxed,
     refusal,
 )
 from nemo_rl.data.datasets.files import PlacedRow
 from nemo_rl.data.datasets.formats import question_and_answer
+from nemo_rl.data.interfaces import DataError
 
 _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PlacedRow]:
-    """Open Assistant's message trees: one conversation per path from a root to its last assistant message."""
-    children: dict[object, list[tuple[str, Row]]] = defaultdict(list)
+    """Open Assistant's message trees: one conversation per path from a root to its last assistant message.
+
+    Raises:
+        DataError: a row lacks a column, or answers a message that is not there.
+    """
+    children: dict[object, list[PlacedRow]] = defaultdict(list)
+    known: set[object] = {None}
     for place, row in rows:
+        missing = next((name for name in ("message_id", "role", "text") if is_empty(row.get(name))), None)
+        if missing is not None:
+            raise DataError(f"{place}: there is nothing in column {missing!r}; it has {', '.join(map(str, row))}")
+        known.add(row["message_id"])
         children[row.get("parent_id") or None].append((place, row))
+    for parent, replies in children.items():
+        if parent not in known:
+            raise DataError(f"{replies[0][0]}: column 'parent_id' names the message {parent}, which is in no row")
     for root in children[None]:
         yield from _paths(root, children)
 
@@ -44,15 +58,10 @@ def _paths(root: PlacedRow, children: dict[object, list[PlacedRow]]) -> Iterator
     waiting: list[tuple[PlacedRow, list[Message]]] = [(root, [])]
     while waiting:
         (place, node), before = waiting.pop()
-        missing = next((name for name in ("message_id", "parent_id", "role", "text") if name not in node), None)
-        if missing is not None:
-            # Without its column the row is no conversation, which is said of it where all rows are read.
-            yield place, node
-            continue
         path = [*before, {"role": node["role"], "content": node["text"]}]
         replies = children[node["message_id"]]
         waiting += [(reply, path) for reply in reversed(replies)]
-        if node["role"] == "assistant" and not any(children[reply.get("message_id")] for _, reply in replies):
+        if node["role"] == "assistant" and not any(children[reply["message_id"]] for _, reply in replies):
             yield place, {"messages": path}
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.conversations import Message, Row, RowError, shown_keys
 from nemo_rl.data.datasets.files import PlacedRow
@@ -103,6 +105,7 @@ class ReadRows:
 
     Attributes:
         key: Dotted key of the dataset, for messages.
+        source: Where its rows are, for messages.
         task_name: The task of every row.
         used: The messages that a chat template is given, of a row that was made; raises RowError for a row that the
             processor cannot read. None checks nothing.
@@ -111,6 +114,7 @@ class ReadRows:
     """
 
     key: str
+    source: str
     task_name: str
     used: Callable[[Row], list[Message]] | None = None
     left_out: int = 0
@@ -149,9 +153,7 @@ class ReadRows:
         if errors:
             raise DataError(_refused(self.key, errors, total))
         if not made:
-            raise DataError(
-                f"{self.key}: " + ("there is no usable row" if total else "the data is empty: it has no row")
-            )
+            raise DataError(f"{self.key}: {self.source} {'has no usable row' if total else 'is empty: it has no row'}")
         return Dataset(chunks.table(), fingerprint=chunks.digest()), f"{made} rows, digest {chunks.digest()}"
 
     def _made(self, place: str, row: Row, make: Callable[[Row], dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -195,7 +197,7 @@ class _Chunks:
         self._tables: list[pa.Table] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        self._hash.update(json.dumps(row).encode())
+        self._hash.update(orjson.dumps(row))
         self._waiting.append(row)
         if len(self._waiting) == _ROWS_PER_CHUNK:
             self._flush()

@@ -133,8 +133,12 @@ class NamedDataset(RawDataset):
         rows = _read(config, source, key)
         if source.gather is not None:
             rows = source.gather(rows)
-        reading = ReadRows(key, task_name, used_messages(self.processor))
+        reading = ReadRows(key, config.data_path or config.dataset_name, task_name, used_messages(self.processor))
         if source.choices is not None:
+            unread = ("input_key", "output_key", "system_key", "system_prompt", "tool_key")
+            named = next((name for name in unread if config[name] is not None), None)
+            if named is not None:
+                raise DataError(f"{key}.{named}: {self._name} is read by its published columns; leave it")
             self.dataset, self.contents = reading.read(rows, source.choices)
         else:
             first = next(rows, None)
@@ -162,7 +166,8 @@ class NamedDataset(RawDataset):
         row.
         """
         source, named = self._source, (config.input_key, config.output_key)
-        if self._name == "openai_format":
+        chat = config.chat_key != DatasetConfig.model_fields["chat_key"].default
+        if self._name == "openai_format" or (self._name == "ResponseDataset" and chat):
             column = config.input_key or config.chat_key
             return lambda row: as_messages(cell(row, column, "chat_key"), f"column {column!r}")
         if named == (None, None) and self._name == "ResponseDataset" and first:
