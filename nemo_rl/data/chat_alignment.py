@@ -9,8 +9,9 @@ same. Invariant: the parts, joined, are the rendered conversation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nemo_rl.data.interfaces import DataError
 
@@ -70,14 +71,19 @@ def align(
         if strict and message["role"] == "assistant" and placed[index] != spans[index]:
             raise DataError(_not_found(messages, index, name))
     ends: list[int] = []
-    for index in range(len(messages) - 1):
+    # What lies between two contents is the same in every turn, and cut in the same place.
+    known: dict[tuple[object, object, str], int] = {}
+    for index, (message, after) in enumerate(pairwise(messages)):
         following = next((span[0] for span in placed[index + 1 :] if span is not None), len(text))
         span = placed[index]
         least = max(ends[-1] if ends else 0, span[1] if span is not None else 0)
-        end = _end(render, messages, index, text, placed, least, following)
-        if messages[index]["role"] == "assistant":
-            end = _with_stop(text, end, least, following, stop_texts)
-        ends.append(end)
+        between = (message["role"], after["role"], text[least:following])
+        if span is None or placed[index + 1] is None or between not in known:
+            end = _end(render, messages, index, text, placed, least, following)
+            if message["role"] == "assistant":
+                end = _with_stop(text, end, least, following, stop_texts)
+            known[between] = end - least
+        ends.append(least + known[between])
     ends.append(len(text))
     return Alignment(text, ends, _answers(render, messages, text, ends, placed))
 
@@ -111,33 +117,45 @@ def _contents(
 ) -> list[tuple[int, int] | None]:
     """Where the content of each message is in the text, as far as the template keeps it."""
     bounds = {index: found for index, message in enumerate(messages) if (found := _bounds(message)) is not None}
-    marks = _Marks(messages)
+    marks = _Marks(text, len(messages))
 
     def rendered(cuts: Mapping[int, tuple[int, int]]) -> str:
         return render(marks.put(messages, cuts), add_generation_prompt)
 
-    found = marks.read(rendered(bounds), text, list(bounds))
-    if found is not None:
-        return [found.get(index) for index in range(len(messages))]
     spans: list[tuple[int, int] | None] = [None] * len(messages)
-    for index, (begin, end) in bounds.items():
-        content = str(messages[index]["content"])
-        for start in _starts(content, begin, end, lambda at, i=index, e=end: rendered({i: (at, e)}), text, marks):
-            found = marks.read(rendered({index: (start, end)}), text, [index])
-            if found is not None:
-                spans[index] = found[index]
-                break
+    starts = {
+        index: _starts(
+            str(messages[index]["content"]), begin, end, lambda i=index, e=end: rendered({i: (e, e)}), text, marks
+        )
+        for index, (begin, end) in bounds.items()
+    }
+    while cuts := {
+        index: (start, bounds[index][1]) for index in starts if (start := next(starts[index], None)) is not None
+    }:
+        # All at once; one by one only where a mark has made the template do something else.
+        marked = rendered(cuts)
+        if marks.without(marked) == text:
+            found = marks.read(marked, list(cuts))
+        else:
+            alone = {index: rendered({index: cut}) for index, cut in cuts.items()}
+            found = {
+                index: span
+                for index, one in alone.items()
+                if marks.without(one) == text
+                for span in marks.read(one, [index]).values()
+            }
+        for index, span in found.items():
+            spans[index] = span
+        starts = {index: starts[index] for index in cuts if index not in found}
     return spans
 
 
-def _starts(
-    content: str, begin: int, end: int, rendered: Callable[[int], str], text: str, marks: _Marks
-) -> Iterator[int]:
+def _starts(content: str, begin: int, end: int, with_end: Callable[[], str], text: str, marks: _Marks) -> Iterator[int]:
     """Where the part of a content may begin that a template shows, the likeliest and longest first."""
     yield begin
     thinking = [match.end() for match in re.finditer(r"</?think(?:ing)?>\s*", content)]
     yield from (at for at in dict.fromkeys((*thinking[:1], *thinking[-1:])) if begin < at < end)
-    without_start = marks.before_end(rendered(end), text)
+    without_start = marks.before_end(with_end(), text)
     if without_start is None:
         return
     core = content[begin:end]
@@ -151,11 +169,10 @@ def _starts(
 class _Marks:
     """Two characters for each message that occur nowhere in the conversation."""
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        used = str(messages)
-        size = 2 * len(messages)
+    def __init__(self, text: str, messages: int) -> None:
+        size = 2 * messages
         self._base = next(
-            (plane for plane in _PLANES if not any(plane <= ord(char) < plane + size for char in used)), None
+            (plane for plane in _PLANES if not any(plane <= ord(char) < plane + size for char in text)), None
         )
         if self._base is None:
             raise DataError(
@@ -176,28 +193,31 @@ class _Marks:
             marked[index]["content"] = content[:start] + before + content[start:end] + after + content[end:]
         return marked
 
-    def read(self, marked: str, text: str, indices: Sequence[int]) -> dict[int, tuple[int, int]] | None:
-        """Where the marked parts are in the text; None if the template did more with the marks than to keep them."""
-        if self._pattern.sub("", marked) != text:
-            return None
-        at = {match.group(): match.start() - number for number, match in enumerate(self._pattern.finditer(marked))}
+    def without(self, marked: str) -> str:
+        """The text that the marks are in."""
+        return self._pattern.sub("", marked)
+
+    def read(self, marked: str, indices: Iterable[int]) -> dict[int, tuple[int, int]]:
+        """Where the marked parts are in the text without marks, of messages that are there once and whole."""
+        at: dict[str, list[int]] = {}
+        for number, match in enumerate(self._pattern.finditer(marked)):
+            at.setdefault(match.group(), []).append(match.start() - number)
         spans = {}
         for index in indices:
-            before, after = self._pair(index)
-            if marked.count(before) != 1 or marked.count(after) != 1 or at[before] > at[after]:
-                return None
-            spans[index] = (at[before], at[after])
+            before, after = (at.get(mark, []) for mark in self._pair(index))
+            if len(before) == len(after) == 1 and before[0] <= after[0]:
+                spans[index] = (before[0], after[0])
         return spans
 
     def before_end(self, marked: str, text: str) -> str | None:
         """The text before the one mark that is left."""
         found = list(self._pattern.finditer(marked))
-        return marked[: found[0].start()] if found and self._pattern.sub("", marked) == text else None
+        return marked[: found[0].start()] if found and self.without(marked) == text else None
 
     def behind_end(self, marked: str, index: int) -> str | None:
         """What follows a message's second mark."""
         after = self._pair(index)[1]
-        return self._pattern.sub("", marked.partition(after)[2]) if after in marked else None
+        return self.without(marked.partition(after)[2]) if after in marked else None
 
 
 def _in_order(spans: Sequence[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
@@ -231,7 +251,7 @@ def _end(
     anchor = next((number for number in range(index, -1, -1) if placed[number] is not None), None)
     begin, span = 0, placed[anchor] if anchor is not None else None
     if anchor is not None and span is not None:
-        marks, (_, end) = _Marks(messages), _bounds(messages[anchor]) or (0, 0)
+        marks, (_, end) = _Marks(text, len(messages)), _bounds(messages[anchor]) or (0, 0)
         begin = span[1]
         alone = marks.behind_end(render(marks.put(so_far, {anchor: (end, end)}), False), anchor) or ""
     return max(least, min(most, begin + _shared(alone, text[begin:most])))

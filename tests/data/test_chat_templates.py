@@ -226,6 +226,17 @@ def test_a_template_that_does_not_show_a_message_once_is_refused(role: str, toke
         )
 
 
+def test_private_characters_of_a_text_are_kept(tokenizer: Any) -> None:
+    using, messages = with_template(tokenizer, TEMPLATES["chatml"]), turns(2)
+    messages[2]["content"] = "\U000f0000\U000f0001 \ue000"
+    log = formatted(messages, using, opens=True)
+    check_whole(log, messages, using)
+    assert trained(log, using)[0] == "\U000f0000\U000f0001 \ue000<|im_end|>\n"
+    messages[4]["content"] = "\U00100000"
+    with pytest.raises(DataError, match="both supplementary private-use planes"):
+        formatted(messages, using)
+
+
 def test_the_plain_template_trains_the_contents(tokenizer: Any) -> None:
     using = with_template(tokenizer, PASSTHROUGH_TEMPLATE)
     assert trained(formatted(turns(2), using, add_eos_token=True), using) == ["answer 0.", "answer 1.<eos>"]
