@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
-from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, set_seed
+from nemo_rl.algorithms.startup import Say, check_prompt_lengths, check_tokens, hold_to_vocabulary, set_seed
 from nemo_rl.config import ConfigError, EvalMasterConfig, PolicyConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.registry import load_response_dataset
@@ -147,8 +147,10 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     set_seed(config.eval.seed)
     tokenizer = get_tokenizer(config.tokenizer, config.generation.trust_remote_code)
     policy = _as_policy(config)
-    ends = check_tokens(policy, model_config(policy), tokenizer, say, key="generation.stop_token_ids")
+    model = model_config(policy)
+    ends = check_tokens(policy, model, tokenizer, say, key="generation.stop_token_ids")
     problems = load_problems(config, tokenizer, say)
+    hold_to_vocabulary([problems.dataset], tokenizer, model)
     name = config.data.env_name
     environment_class(name, section_of(name, config.env))
     with ExitStack() as stack:

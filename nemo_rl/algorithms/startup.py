@@ -9,7 +9,7 @@ built is ended again when a later part fails.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -25,6 +25,7 @@ from nemo_rl.config.master import RootConfig
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.data.model_tokens import StopTokens, check_vocabulary, stop_tokens, vocabulary_size
+from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import TaskDatasets, load_datasets
 from nemo_rl.data.shown import Mask, example, unstopped_turn
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -204,6 +205,10 @@ def prepared(
             ends = check_tokens(config.policy, model, tokenizer, start.say)
             datasets = load_datasets(tokenizer, config.data, ends.texts)
             resume = same_contents(resume, datasets.contents, config.checkpointing.resume)
+            hold_to_vocabulary([datasets.train, datasets.validation], tokenizer, model)
+            hold_to_vocabulary(
+                [*datasets.train_by_task.values(), *datasets.validation_by_task.values()], tokenizer, model
+            )
             limit = config.data.max_input_seq_length
             for key, by_task in (("train", datasets.train_by_task), ("validation", datasets.validation_by_task)):
                 check_prompt_lengths(f"data.{key}", by_task, limit, start.say, algorithm.mask)
@@ -296,6 +301,16 @@ def check_tokens(
         if line is not None:
             say(line)
     return ends
+
+
+def hold_to_vocabulary(
+    datasets: Iterable[AllTaskProcessedDataset | None], tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig
+) -> None:
+    """Has rows refused that spell a token which the model lacks, where the tokenizer has such tokens."""
+    rows = vocabulary_size(model)
+    for dataset in datasets if rows is not None and len(tokenizer) > rows else ():
+        if dataset is not None:
+            dataset.vocabulary = rows
 
 
 def check_prompt_lengths(

@@ -293,6 +293,8 @@ class AllTaskProcessedDataset:
         self.max_seq_length = max_seq_length
         self.task_data_preprocessors = dict(task_data_preprocessors or {})
         self.left_out = left_out
+        # Rows of the model's embedding, where the tokenizer has more tokens than these.
+        self.vocabulary: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -309,7 +311,19 @@ class AllTaskProcessedDataset:
         except DataError as error:
             raise DataError(f"row {idx + 1} (from 1) of {task}: {error}") from error
         datum.setdefault("task_name", task)
+        if self.vocabulary is not None:
+            self._check_tokens(datum, self.vocabulary)
         return datum
+
+    def _check_tokens(self, datum: DatumSpec, vocabulary: int) -> None:
+        highest = max(
+            int(message["token_ids"].max()) for message in datum["message_log"] if len(message["token_ids"])
+        )
+        if highest >= vocabulary:
+            raise DataError(
+                f"row {datum['idx'] + 1} of {datum.get('task_name')}: spells {self.tokenizer.decode([highest])!r} "
+                f"(token {highest}), for which the model's embedding of {vocabulary} rows has none; remove it"
+            )
 
     def _processor_of(self, task: str) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
         if callable(self.task_data_processors):

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig, Qwen3Config
 
+from nemo_rl.algorithms import evaluation
+from nemo_rl.algorithms.grpo import assembly
+from nemo_rl.algorithms.startup import check_tokens, hold_to_vocabulary
 from nemo_rl.compat.rollouts import configure_generation_config
-from nemo_rl.config import PolicyConfig
-from nemo_rl.data.interfaces import DataError
+from nemo_rl.config import EvalMasterConfig, PolicyConfig
+from nemo_rl.data.datasets.raw import conversation
+from nemo_rl.data.interfaces import DataError, TaskDataSpec
 from nemo_rl.data.model_tokens import check_vocabulary, stop_tokens
-from nemo_rl.models.policy.model_config import generation_config
+from nemo_rl.data.processors import AllTaskProcessedDataset, get_processor
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.models.policy.model_config import generation_config, model_config
 
 EOS, TURN, MORE = 1, 4, 0
 
@@ -116,5 +123,36 @@ def test_tokens_beyond_the_embedding_are_refused(tokenizer: Any) -> None:
 
 def test_special_tokens_that_no_template_uses_are_said(tokenizer: Any) -> None:
     image = grown(tokenizer, add_special_tokens={"additional_special_tokens": ["<image>"]})
-    line = check_vocabulary(image, Qwen3Config(vocab_size=len(tokenizer)), "m")
+    small = Qwen3Config(vocab_size=len(tokenizer))
+    line = check_vocabulary(image, small, "m")
     assert line is not None and "<image>" in line
+    rows = [{"messages": conversation(text, "2"), "task_name": "sums"} for text in ("1+1", "<image> 1+1")]
+    processor = get_processor("math_hf_data_processor")
+    dataset = AllTaskProcessedDataset(rows, image, TaskDataSpec("sums"), processor, 99)
+    hold_to_vocabulary([dataset, None], image, small)
+    assert dataset[0]["loss_multiplier"] == 1.0
+    with pytest.raises(DataError, match=r"row 2 of sums: spells '<image>' \(token 261\), .* 261 rows has none"):
+        dataset[1]
+
+
+def test_every_run_hands_the_listed_tokens_to_its_engines(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    model(folder, {"eos_token_id": [258, 257]})
+    policy, said = PolicyConfig(model_name=str(folder)), list[str]()
+    own = get_tokenizer({"name": str(folder)})
+    ends = check_tokens(policy, model_config(policy), own, said.append)
+    assert ends.ids == (258, 257) and said == ["stop tokens: <|im_end|> (258), <|im_start|> (257)"]
+    given: list[list[int]] = []
+    for module in (assembly, evaluation):
+        monkeypatch.setattr(module, "VllmGeneration", lambda *_, stop_token_ids, **__: given.append(stop_token_ids))
+    monkeypatch.setattr(evaluation, "start_engine_actors", lambda *_, **__: None)
+    assembly._start_generation(object(), own, ends.ids, None)  # type: ignore[arg-type]
+    placement, config = evaluation.OwnPlacement(), EvalMasterConfig()
+    evaluation._start_engines(config, policy, None, own, ends.ids, placement)  # type: ignore[arg-type]
+    assert given == [[258, 257]] * 2
+    policy.generation.stop_token_ids = [9999]
+    with pytest.raises(DataError, match=r"stop_token_ids: \[9999\] are no tokens"):
+        check_tokens(policy, model_config(policy), own, said.append)
