@@ -199,6 +199,13 @@ def plain(value: Any) -> Any:
     return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
+def without_filling(value: Any) -> Any:
+    """Nested objects without nulls: arrow gives every object of a column the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_filling(inner) for key, inner in value.items() if inner is not None}
+    return [without_filling(inner) for inner in value] if isinstance(value, list) else value
+
+
 def from_json(value: object, what: str) -> object:
     """A cell that holds a list or an object, be it written out as JSON.
 
@@ -268,7 +275,8 @@ def _either(raw: Mapping[str, Any], name: str, other: str, what: str) -> object:
     both = [raw[key] for key in (name, other) if raw.get(key) is not None]
     if len(both) == 2 and both[0] != both[1]:
         raise RowError(f"{what} has {name!r} and {other!r}, which differ; keep one")
-    if not both and name not in raw and other not in raw:
+    calls = raw.keys() & {"tool_calls", "function_call"}
+    if not both and name not in raw and other not in raw and not (name == "content" and calls):
         raise RowError(f"{what} has neither {name!r} nor {other!r}; it has {', '.join(map(str, raw)) or 'no key'}")
     return both[0] if both else None
 

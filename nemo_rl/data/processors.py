@@ -28,6 +28,7 @@ from nemo_rl.data.conversations import (
     expected_answer,
     filled_text,
     is_untrained,
+    without_filling,
 )
 from nemo_rl.data.interfaces import DataError, DatumSpec, LLMMessageLogType, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.llm_message_utils import get_formatted_message_log
@@ -54,6 +55,7 @@ def _prompt_of(read: Callable[[Row], Prompt]) -> TaskDataProcessFnCallable:
         idx: int,
     ) -> DatumSpec:
         messages, info = read(datum_dict)
+        _one_system_message(messages, task_data_spec)
         log = get_formatted_message_log(
             messages, tokenizer, task_data_spec, add_generation_prompt=True, tools=_tools(datum_dict)
         )
@@ -144,6 +146,7 @@ def sft_processor(
     be trained on.
     """
     messages = _trained(datum_dict)
+    _one_system_message(messages, task_data_spec)
     log = get_formatted_message_log(
         messages,
         tokenizer,
@@ -176,9 +179,16 @@ def conversation_of(row: Row) -> list[Message]:
     Raises:
         RowError: the row has none, or one cannot be read.
     """
-    messages = as_messages(cell(row, "messages"), "`messages`")
-    more = json.loads(row["more"]) if row.get("more") else [{}] * len(messages)
-    return [{**message, **kept} for message, kept in zip(messages, more, strict=True)]
+    value = cell(row, "messages")
+    if not row.get("more"):
+        return as_messages(without_filling(value), "`messages`")
+    more = json.loads(row["more"])
+    return [{**message, **kept} for message, kept in zip(as_messages(value, "`messages`"), more, strict=True)]
+
+
+def _one_system_message(messages: list[Message], spec: TaskDataSpec) -> None:
+    if spec.system_prompt is not None and any(message["role"] == "system" for message in messages):
+        raise RowError("has a system message, and system_prompt_file sets another one; leave one of them")
 
 
 def _tools(row: Row) -> list[dict[str, object]] | None:

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from nemo_rl.algorithms.evaluation import load_problems
 from nemo_rl.algorithms.startup import check_prompt_lengths
@@ -311,3 +312,78 @@ def test_rows_are_taken_out_of_training_alone(tokenizer: Any, tmp_path: Path) ->
         load_datasets(tokenizer, DataConfig.model_validate({"train": entry, "validation": cut}))
     with pytest.raises(DataError, match=r"data.split_validation_size=1 takes rows out of training"):
         load_problems(EvalMasterConfig.model_validate({"data": cut}), tokenizer, print)
+
+
+def test_tool_calls_without_text_keep_their_arguments_alone(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(arguments: dict[str, Any]) -> dict[str, Any]:
+        asked = assistant(None, tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+        return {"messages": [user("q"), asked, {"role": "tool", "content": "1", "tool_call_id": "x"}, assistant("7")]}
+
+    talks = [call({"a": 1}), call({"b": "two"})]
+    pq.write_table(pa.Table.from_pylist(talks), tmp_path / "a.parquet")
+    (tmp_path / "their_talks.py").write_text(
+        "from datasets import Dataset\nfrom nemo_rl.data.datasets import RawDataset\n"
+        "class Talks(RawDataset):\n    def __init__(self, data_path, **_):\n"
+        "        self.task_name, rows = 'talks', Dataset.from_parquet(data_path)\n"
+        "        self.dataset = rows.add_column('task_name', ['talks'] * len(rows))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = "{% for m in messages %}{{ m['tool_calls'] | tojson if 'tool_calls' in m }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", calls + tokenizer.chat_template)
+    for entry in (
+        rows(tmp_path / "a.jsonl", talks),
+        {"data_path": str(tmp_path / "a.parquet"), "dataset_name": "ResponseDataset", "prompt_file": None},
+        {"data_path": str(tmp_path / "a.parquet"), "dataset_name": "their_talks.Talks", "prompt_file": None},
+    ):
+        log = load_datasets(tokenizer, DataConfig.model_validate({"train": entry})).train[0]["message_log"]
+        assert '"arguments": {"a": 1}' in "".join(message["content"] for message in log)
+
+
+def test_rows_of_a_users_class_are_looked_at_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_lists.py").write_text(
+        "from nemo_rl.data.datasets import RawDataset\n"
+        "class Lists(RawDataset):\n    def __init__(self, answers, **_):\n        self.task_name = 'lists'\n"
+        "        say = lambda role, text: {'role': role, 'content': text}\n"
+        "        self.dataset = [{'messages': [say('user', 'q'), say('assistant', a)]} for a in answers]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = {"dataset_name": "their_lists.Lists", "prompt_file": None}
+    known = [load_response_dataset({**entry, "answers": answers}).contents for answers in (["1"], ["1"], ["2"])]
+    assert known[0] == known[1] != known[2]
+    with pytest.raises(DataError, match=r"data.train: row 2 \(from 1\) of lists: `messages`, message 2: its content"):
+        load_response_dataset({**entry, "answers": ["1", ["3", "4"]]})
+
+
+def test_a_directory_is_read_by_the_split_of_its_dataset(tmp_path: Path) -> None:
+    for folder in ("a[1]", "b[1]"):
+        (tmp_path / folder).mkdir()
+    for split in ("train", "test"):
+        rows(tmp_path / "a[1]" / f"{split}.jsonl", [{"problem": split, "answer": "7"}])
+    parts = {split: Dataset.from_list([{"problem": split, "answer": "7"}]) for split in ("train", "test")}
+    DatasetDict(parts).save_to_disk(str(tmp_path / "b[1]"))
+
+    def first(folder: str, **entry: Any) -> str:
+        entry = {"data_path": str(tmp_path / folder), "prompt_file": None, **entry}
+        return load_response_dataset(entry).dataset[0]["messages"][0]["content"]
+
+    for folder in ("a[1]", "b[1]"):
+        assert first(folder, dataset_name="math500") == "test" == first(folder, dataset_name="DeepScaler", split="test")
+        assert first(folder, dataset_name="DeepScaler") == "train"
+    rows(tmp_path / "a[1]" / "train.csv", "problem,answer\nq,7\n")
+    with pytest.raises(DataError, match=r"files of several kinds \(train.csv, train.jsonl\)"):
+        first("a[1]", dataset_name="DeepScaler")
+
+
+def test_the_last_question_is_put_into_the_prompt_of_the_task(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Solve {}!")
+    (tmp_path / "system.txt").write_text("Be kind.")
+    talk = [user("1+1"), assistant("2"), user("2+2"), assistant("4")]
+    entry = {**rows(tmp_path / "a.jsonl", [{"messages": talk}]), "prompt_file": str(tmp_path / "prompt.txt")}
+    log = load_datasets(tokenizer, DataConfig.model_validate({"train": entry})).train[0]["message_log"]
+    text = "".join(message["content"] for message in log)
+    assert "user\n1+1<" in text and "user\nSolve 2+2!<" in text
+    entry = {**rows(tmp_path / "a.jsonl", [{"system": "Be brief.", "messages": talk}]), "prompt_file": None}
+    with pytest.raises(DataError, match="row 1: has a system message, and system_prompt_file sets another one"):
+        load_response_dataset({**entry, "system_prompt_file": str(tmp_path / "system.txt")})

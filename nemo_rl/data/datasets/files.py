@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.conversations import Row, decode_json, shown
+from nemo_rl.data.conversations import Row, decode_json, shown, without_filling
 from nemo_rl.data.interfaces import DataError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def read_rows(
     location: str,
     *,
     split: str | None = None,
+    usual_split: str = "train",
     subset: str | None = None,
     cache_dir: str | None = None,
     key: str = "data",
@@ -46,7 +47,8 @@ def read_rows(
 
     Args:
         location: a file, a directory, or an id on the Hugging Face hub.
-        split: split to read; None takes `train`, or the only one there is.
+        split: split to read; None takes the usual one, `train`, or the only one there is.
+        usual_split: split that the dataset is read from where none is asked for.
         subset: configuration of a hub dataset.
         cache_dir: where downloads go.
         key: dotted key of the dataset, for messages.
@@ -60,10 +62,10 @@ def read_rows(
         _no_parts(path, split, subset, key)
         return _from_file(path, key)
     if path.is_dir():
-        return _from_directory(path, split, subset, key)
+        return _from_directory(path, split, usual_split, subset, key)
     if _looks_like_a_path(location):
         raise DataError(f"{key}: there is nothing at {path.absolute()}")
-    return _from_hub(location, subset, split, cache_dir, key)
+    return _from_hub(location, subset, split or usual_split, cache_dir, key)
 
 
 def _no_parts(path: Path, split: str | None, subset: str | None, key: str) -> None:
@@ -220,14 +222,7 @@ def _rows_of(tables: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[Row]:
                 # As Python floats they would end in digits that nobody wrote.
                 spelled = spelled.set_column(index, field.name, spelled.column(index).cast(pa.string()))
         for row in spelled.to_pylist():
-            yield {column: _without_filling(value) for column, value in row.items()}
-
-
-def _without_filling(value: Any) -> Any:
-    """Nested objects without nulls: arrow gives every object of a column the keys of all."""
-    if isinstance(value, dict):
-        return {key: _without_filling(inner) for key, inner in value.items() if inner is not None}
-    return [_without_filling(inner) for inner in value] if isinstance(value, list) else value
+            yield {column: without_filling(value) for column, value in row.items()}
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -240,11 +235,11 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def _from_directory(path: Path, split: str | None, subset: str | None, key: str) -> Iterator[PlacedRow]:
+def _from_directory(path: Path, split: str | None, usual: str, subset: str | None, key: str) -> Iterator[PlacedRow]:
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     card = path / "README.md"
     if saved or (card.is_file() and re.search(r"^configs:", card.read_text("utf-8", "replace"), re.MULTILINE)):
-        return _from_saved(path, split, subset, key, saved=saved)
+        return _from_saved(path, split, usual, subset, key, saved=saved)
     if subset is not None:
         raise DataError(f"{key}: {path} has no subsets, and {subset!r} is asked for; name its directory as data_path")
     by_split: dict[str, list[Path]] = {}
@@ -254,7 +249,7 @@ def _from_directory(path: Path, split: str | None, subset: str | None, key: str)
             by_split.setdefault(_split_of(inside), []).append(file)
     if not by_split:
         raise DataError(f"{key}: the directory {path} has no file of {', '.join(_READERS)}")
-    files = by_split[_wanted(list(by_split), split, path, key)]
+    files = by_split[_wanted(list(by_split), split, usual, path, key)]
     if len({file.suffix.lower() for file in files}) > 1:
         names = ", ".join(file.name for file in files[:5])
         raise DataError(f"{key}: the directory {path} has files of several kinds ({names}); name one as data_path")
@@ -266,8 +261,9 @@ def _split_of(file: Path) -> str:
     return next((split for split, names in _SPLIT_WORDS.items() if set(names) & set(words)), "train")
 
 
-def _wanted(splits: list[str], split: str | None, path: Path, key: str) -> str:
-    wanted = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+def _wanted(splits: list[str], split: str | None, usual: str, path: Path, key: str) -> str:
+    there = next((name for name in (usual, "train") if name in splits), splits[0] if len(splits) == 1 else "train")
+    wanted = split or there
     if wanted not in splits:
         raise DataError(
             f"{key}.split: {path} has no split {wanted!r}.{did_you_mean(wanted, splits)} It has {', '.join(splits)}"
@@ -275,7 +271,9 @@ def _wanted(splits: list[str], split: str | None, path: Path, key: str) -> str:
     return wanted
 
 
-def _from_saved(path: Path, split: str | None, subset: str | None, key: str, *, saved: bool) -> Iterator[PlacedRow]:
+def _from_saved(
+    path: Path, split: str | None, usual: str, subset: str | None, key: str, *, saved: bool
+) -> Iterator[PlacedRow]:
     import datasets
 
     try:
@@ -285,7 +283,7 @@ def _from_saved(path: Path, split: str | None, subset: str | None, key: str, *, 
     if isinstance(loaded, datasets.Dataset):
         _no_parts(path, split, subset, key)
         return _placed(loaded, str(path))
-    return _placed(loaded[_wanted([str(name) for name in loaded], split, path, key)], str(path))
+    return _placed(loaded[_wanted([str(name) for name in loaded], split, usual, path, key)], str(path))
 
 
 def _prepared(path: Path, subset: str | None) -> Any:
@@ -295,11 +293,11 @@ def _prepared(path: Path, subset: str | None) -> Any:
     return datasets.load_dataset(str(path), subset, download_mode="reuse_cache_if_exists")
 
 
-def _from_hub(name: str, subset: str | None, split: str | None, cache_dir: str | None, key: str) -> Iterator[PlacedRow]:
+def _from_hub(name: str, subset: str | None, split: str, cache_dir: str | None, key: str) -> Iterator[PlacedRow]:
     import datasets
 
     try:
-        return _placed(datasets.load_dataset(name, subset, split=split or "train", cache_dir=cache_dir), name)
+        return _placed(datasets.load_dataset(name, subset, split=split, cache_dir=cache_dir), name)
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
         raise DataError(
             f"{key}: {name} is neither a path here nor a dataset that can be reached on the Hugging Face "
@@ -307,7 +305,7 @@ def _from_hub(name: str, subset: str | None, split: str | None, cache_dir: str |
         ) from error
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         raise DataError(
-            f"{key}: {name} (subset {subset}, split {split or 'train'}) cannot be read: {_root_cause(error)}"
+            f"{key}: {name} (subset {subset}, split {split}) cannot be read: {_root_cause(error)}"
         ) from error
 
 

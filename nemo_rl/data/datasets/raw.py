@@ -160,13 +160,8 @@ class ReadRows:
         made = make(row)
         if made is None:
             return None
-        if self.used is not None and "messages" in made:
-            tools = json.loads(made["tools"]) if "tools" in made else None
-            messages = self.used(made)
-            for key in [*shown_keys(messages), *(["tools"] if tools else [])]:
-                examples = self.handed_on.setdefault(key, [])
-                if len(examples) < _EXAMPLES:
-                    examples.append(HandedOn(place, messages, tools))
+        if self.used is not None:
+            remember(self.handed_on, place, self.used(made), made)
         return {**packed(made), "task_name": self.task_name}
 
 
@@ -186,6 +181,15 @@ def _refused(key: str, errors: Mapping[str, tuple[str, int]], total: int) -> str
     if refused < total and any("there is no column" in line for line in lines):
         lines.append("The data mixes rows of different columns; keep one kind of row per dataset")
     return "\n".join([f"{key}: {refused} of {total} rows cannot be read (rows count from 1):", *lines])
+
+
+def remember(handed_on: dict[str, list[HandedOn]], place: str, messages: list[Message], row: Row) -> None:
+    """Adds a row to the examples of what its messages carry beyond role and content, where few are known."""
+    tools = json.loads(row["tools"]) if row.get("tools") else None
+    for key in [*shown_keys(messages), *(["tools"] if tools else [])]:
+        examples = handed_on.setdefault(key, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(HandedOn(place, messages, tools))
 
 
 class _Chunks:
@@ -231,9 +235,9 @@ def packed(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "messages": texts, **({"more": json.dumps(more)} if any(more) else {})}
 
 
-def contents_of(dataset: RawDataset, key: str) -> str:
-    """What the rows of a generated or a user's dataset are known by: their number, and a digest of all, or of some that
-    lie evenly where each is made when it is asked for.
+def look_at_rows(dataset: RawDataset, key: str) -> None:
+    """Sets `contents` and `handed_on` of a generated or a user's dataset, from all rows, or from some that lie evenly
+    where each is made when it is asked for.
 
     Raises:
         DataError: the processor cannot read one of them.
@@ -244,16 +248,17 @@ def contents_of(dataset: RawDataset, key: str) -> str:
     read = used_messages(dataset.processor) if dataset.preprocessor is None else None
     everything = isinstance(found, Dataset) or rows <= _LOOKED_AT
     places = range(rows) if everything else [number * rows // _LOOKED_AT for number in range(_LOOKED_AT)]
-    digest = hashlib.blake2b(digest_size=12)
+    digest, handed_on = hashlib.blake2b(digest_size=12), dict[str, list[HandedOn]]()
     looked_at: Iterable[Any] = found if isinstance(found, Dataset) else map(found.__getitem__, places)
     for place, row in zip(places, looked_at, strict=True):
         digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
+        where = f"{key}: row {place + 1} (from 1) of {dataset.task_name}"
         try:
             if read is not None:
-                read(row)
+                remember(handed_on, where, read(row), row)
         except RowError as error:
-            raise DataError(f"{key}: row {place + 1} (from 1) of {dataset.task_name}: {error}") from error
-    return f"{rows} rows, digest {digest.hexdigest()}"
+            raise DataError(f"{where}: {error}") from error
+    dataset.contents, dataset.handed_on = f"{rows} rows, digest {digest.hexdigest()}", handed_on
 
 
 def conversation(question: str, answer: str) -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ from nemo_rl.data.datasets import published
 from nemo_rl.data.datasets.files import PlacedRow, read_rows
 from nemo_rl.data.datasets.formats import completed, dapo, helpsteer, question_and_answer, recognised
 from nemo_rl.data.datasets.generated import ArithmeticDataset, ReasoningGymDataset
-from nemo_rl.data.datasets.raw import RawDataset, ReadRows, contents_of
+from nemo_rl.data.datasets.raw import RawDataset, ReadRows, look_at_rows
 from nemo_rl.data.datasets.sliding_puzzle import SlidingPuzzleDataset
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import get_processor, trains_whole, used_messages
@@ -199,6 +199,7 @@ def _read(config: DatasetConfig, source: Source, key: str) -> Iterator[PlacedRow
         return read_rows(
             config.data_path,
             split=config.split,
+            usual_split=source.split,
             subset=config.subset,
             cache_dir=config.download_dir,
             key=f"{key}.data_path",
@@ -230,7 +231,8 @@ def load_response_dataset(
     dataset = _load(config, key, task_name or config.dataset_name)
     dataset.set_task_spec(config)
     dataset.set_processor(config)
-    dataset.contents = dataset.contents or contents_of(dataset, key)
+    if not dataset.contents:
+        look_at_rows(dataset, key)
     dataset.split_train_validation(config.split_validation_size, config.seed)
     if config.repeat > 1:
         dataset.dataset = dataset.dataset.select(list(range(len(dataset.dataset))) * config.repeat)
