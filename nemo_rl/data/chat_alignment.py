@@ -21,6 +21,7 @@ Render = Callable[[Sequence[Message], bool], str]
 # The first of a private-use plane: no tokenizer, template or text gives it a meaning.
 _PLANES = (0xF0000, 0x100000)
 _TRIES = 64
+_THINKING = re.compile(r".*</think(?:ing)?>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def align(
     text = _whole(render, messages, add_generation_prompt)
     spans = _contents(render, messages, add_generation_prompt, text)
     for index, message in enumerate(messages):
-        if strict and spans[index] is None and _bounds(message) is not None:
+        if strict and spans[index] is None and _says_something(message):
             raise DataError(_not_found(messages, index, name))
     placed = _in_order(spans)
     for index, message in enumerate(messages):
@@ -110,6 +111,12 @@ def _bounds(message: Message) -> tuple[int, int] | None:
     if not isinstance(content, str) or not content.strip():
         return None
     return len(content) - len(content.lstrip()), len(content.rstrip())
+
+
+def _says_something(message: Message) -> bool:
+    """Whether a message has more than thinking, which templates leave out of earlier turns."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(_THINKING.sub("", content).strip())
 
 
 def _contents(

@@ -160,8 +160,12 @@ def get_formatted_message_log(
         before = bisect_right(token_ends, len(first)) if first else 0
         trained = _marked_tokens(tokenizer, messages, tools, ids[before:])
         trained = [False] * before + trained + [True] * (len(ids) - before - len(trained))
-    elif add_generation_prompt and not opens and answers[0]:
-        trained = [end > len(first) + answers[0] for end in token_ends]
+    elif add_generation_prompt and not opens:
+        # Openings that no message of another role stands before, to take them.
+        begins = [len(first) + answer for answer in answers]
+        turns = [0, *(len(first) + end for end in aligned.ends[:-1])]
+        openings = [span for span in zip(turns, begins, strict=True) if span[0] < span[1]]
+        trained = [not any(begin < end <= answer for begin, answer in openings) for end in token_ends]
     borders = [0, *(bisect_right(token_ends, end) for end in ends[:-1]), len(ids)]
     formatted: LLMMessageLogType = []
     text, begin = f"{first}{whole}{last or ''}", 0
@@ -169,7 +173,7 @@ def get_formatted_message_log(
         formatted.append(
             {"role": message["role"], "content": text[begin:end], "token_ids": torch.tensor(ids[low:high]).long()}
         )
-        if trained is not None and message["role"] == "assistant":
+        if trained is not None and message["role"] == "assistant" and not all(trained[low:high]):
             formatted[-1]["trained_tokens"] = torch.tensor(trained[low:high], dtype=torch.bool)
         begin = end
     return formatted

@@ -326,9 +326,7 @@ class AllTaskProcessedDataset:
         return datum
 
     def _check_tokens(self, datum: DatumSpec, vocabulary: int) -> None:
-        highest = max(
-            int(message["token_ids"].max()) for message in datum["message_log"] if len(message["token_ids"])
-        )
+        highest = max(int(message["token_ids"].max()) for message in datum["message_log"] if len(message["token_ids"]))
         if highest >= vocabulary:
             raise DataError(
                 f"row {datum['idx'] + 1} of {datum.get('task_name')}: spells {self.tokenizer.decode([highest])!r} "

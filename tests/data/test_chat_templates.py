@@ -207,6 +207,24 @@ def test_a_conversation_that_begins_with_the_assistant_leaves_its_opening_untrai
     assert trained(formatted(messages, using), using)[0] == "<|im_start|>assistant\nHello!<|im_end|>\n"
 
 
+@pytest.mark.parametrize("name", ["chatml", "vicuna", "llama3", "generation_marks"])
+def test_answers_that_follow_each_other_leave_their_openings_untrained(name: str, tokenizer: Any) -> None:
+    using = with_template(tokenizer, TEMPLATES[name])
+    messages = [*turns(1), {"role": "assistant", "content": "again."}, *turns(1, system=False)]
+    log = formatted(messages, using, opens=True)
+    check_whole(log, messages, using)
+    for text, said in zip(trained(log, using), ("answer 0.", "again.", "answer 0."), strict=True):
+        assert re.fullmatch(rf"\s*{re.escape(said)}{STOP}\s*", text)
+
+
+def test_a_turn_of_thinking_alone_is_no_reason_to_refuse_the_row(tokenizer: Any) -> None:
+    using, messages = with_template(tokenizer, TEMPLATES["thinking"]), turns(2)
+    messages[2]["content"] = "<think>\nhm\n</think>"
+    log = formatted(messages, using, opens=True)
+    check_whole(log, messages, using)
+    assert trained(log, using)[1].endswith("answer 1.<|im_end|>\n")
+
+
 DROPS = {
     "system": "{% for m in messages if m['role'] != 'system' %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}",
     "user": "{% for m in messages if m['role'] != 'user' %}{{ m['content'] }}\n{% endfor %}",
