@@ -192,6 +192,14 @@ def test_stages_on_parts_give_the_bits_of_the_whole(seed: int, cut: int, name: s
     assert -1.0 <= together["advantages/min"] <= together["advantages/max"] <= 1.5
 
 
+def test_metrics_of_advantages_leave_out_what_is_not_trained() -> None:
+    batch = tokens(3)
+    batch["row_advantages"] = torch.tensor([-5.0, 0.25, 7.0], dtype=torch.float64)
+    batch["sample_mask"] = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    metrics = compute_advantages(ApplyInProcess(batch), GRPOConfig(), LOSS)
+    assert {metrics[f"advantages/{name}"] for name in ("min", "max", "mean")} == {0.25}
+
+
 def test_a_batch_without_trained_tokens_has_zero_advantage_metrics() -> None:
     batch = tokens(2)
     batch["sample_mask"].zero_()

@@ -1,6 +1,8 @@
 """Step metrics: joining microbatches, batch statistics, throughput, validation; seeds and the public path."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,15 @@ from nemo_rl.algorithms.grpo.metrics import (
     accuracy_by_task,
     aggregate_microbatch_metrics,
     batch_metrics,
+    step_metrics,
     throughput_metrics,
     validation_metrics,
 )
+from nemo_rl.algorithms.grpo.stages import Experience, mask_and_weigh
+from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import RolloutWatch
+from nemo_rl.experience.store import InProcessStore
 
 
 def test_microbatch_metrics_are_summed_averaged_or_taken_at_the_extremum() -> None:
@@ -159,3 +166,47 @@ def test_samples_cut_short_are_told_once_until_they_have_been_few() -> None:
     assert "2% of the episodes were cut after grpo.max_rollout_turns=1" in "\n".join(
         RolloutWatch().observe("step 1", {"max_turns_reached_rate": 0.02}, max_new_tokens=64, max_turns=1)
     )
+
+
+def test_metrics_of_several_optimizer_steps_are_means_of_sums_and_extremes_of_extremes() -> None:
+    rows = BatchedDataDict(
+        reward=torch.tensor([1.0, 0.0, 5.0]),
+        valid=torch.tensor([True, True, False]),
+        baseline=torch.tensor([0.0, 1.0, 0.0]),
+        prompt_lengths=torch.ones(3),
+        total_lengths=torch.full((3,), 4.0),
+    )
+    run: Any = SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig()), state=SimpleNamespace(step=0))
+    measured = {"kl": [1.0, 3.0], "ratio_max": [1.0, 3.0], "ratio_min": [1.0, 3.0], "lr": [0.1, 0.3]}
+    result: Any = {"loss": torch.tensor([1.0, 2.0]), "grad_norm": 0.5, "all_mb_metrics": measured}
+    found = step_metrics(run, Experience(BatchedDataDict(), rows, {"kept": 1.0}), result)
+    assert {name: found[name] for name in ("kl", "ratio_max", "ratio_min", "lr", "loss", "kept")} == {
+        "kl": 2.0,
+        "ratio_max": 3.0,
+        "ratio_min": 1.0,
+        "lr": 0.2,
+        "loss": 1.5,
+        "kept": 1.0,
+    }
+    # What is said of rewards is said of those that count.
+    assert (found["reward"], found["baseline_reward/pct_0"], found["baseline_reward/pct_1"]) == (0.5, 0.5, 0.5)
+
+
+def test_a_prompt_is_solved_by_one_sample_of_full_reward() -> None:
+    rewards = torch.tensor([0.5, 0.5, 0.0, 1.0, 2.0, 0.0])
+    assert validation_metrics(rewards, torch.ones(6), generations_per_prompt=2)["pass_k"] == pytest.approx(2 / 3)
+    assert "pass_k" not in validation_metrics(rewards, torch.ones(6))
+
+
+def test_samples_of_a_later_part_go_on_counting_where_the_earlier_ended() -> None:
+    store = InProcessStore(0)
+    tokens = BatchedDataDict(
+        input_ids=torch.ones(2, 3), input_lengths=torch.tensor([3, 3]), token_mask=torch.ones(2, 3)
+    )
+    rows = BatchedDataDict(
+        sample_mask=torch.ones(2), row_advantages=torch.tensor([1.0, -1.0]), reward=torch.tensor([1.0, 0.0])
+    )
+    part = Experience(store.write(tokens), rows)
+    mask_and_weigh(part, store, GRPOConfig(), ClippedPGLossConfig(force_on_policy_ratio=True), 2, first_row=6)
+    assert store.read(part.handle, ["sample_index"])["sample_index"].tolist() == [6, 7]
+    assert store.read(part.handle, ["advantages"])["advantages"][:, 1].tolist() == [1.0, -1.0]

@@ -24,6 +24,7 @@ from nemo_rl.algorithms.grpo.rewards import RewardWatch, process_rewards, scale_
 from nemo_rl.algorithms.grpo.stages import (
     filter_rows,
     mask_by_sequence_error,
+    newest_tokens_only,
     score_rewards,
     sequence_error_stage,
     skipped_sequence_error_metrics,
@@ -353,3 +354,13 @@ def test_rewards_are_equal_where_every_group_has_one_value(samples: list[tuple[i
         line = watch.observe(step, rows([value for _, value in samples], [group for group, _ in samples]), 1.0)
     groups = {group: {value for other, value in samples if other == group} for group, _ in samples}
     assert (line is not None) == all(len(values) == 1 for values in groups.values())
+
+
+def test_newest_tokens_are_told_among_those_that_are_trained() -> None:
+    columns: BatchedDataDict[Any] = BatchedDataDict(
+        token_mask=torch.tensor([[0, 1, 1, 1, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]),
+        token_versions=torch.tensor([[9, 3, 4, 4, 9], [7, 2, 2, 9, 9], [5, 6, 7, 8, 9]]),
+    )
+    kept = newest_tokens_only(columns)
+    assert kept.columns["token_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 0, 0], [0] * 5]
+    assert kept.rows["masked_tokens"].tolist() == [1, 0, 0]

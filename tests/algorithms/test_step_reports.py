@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms.grpo.loop import grpo_train
+from nemo_rl.algorithms.grpo.step import early_stop, validation_due
+from nemo_rl.algorithms.grpo.validation import batches_to_run
+from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.prompts import EpochPrompts
 from tests.algorithms.driver_world import Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
@@ -130,3 +134,38 @@ def test_what_a_loader_raises_while_it_is_asked_ahead_is_raised_by_who_draws() -
     assert not prompts.prefetch() and prompts.position() == before
     with pytest.raises(LookupError, match="row 3"):
         prompts.next()
+
+
+@pytest.mark.parametrize(
+    ("keys", "due"),
+    [
+        ({"val_period": 2}, [2, 4, 6]),
+        ({"val_period": 2, "val_start_at": 3}, [4, 6]),
+        ({"val_period": 2, "val_start_at": 4}, [4, 6]),
+        ({"val_period": 3, "val_at_end": True}, [3, 6, 7]),
+        ({"val_period": 0}, []),
+        ({"val_period": 0, "val_at_end": True}, [7]),
+    ],
+)
+def test_validation_is_due_by_its_period_its_first_step_and_the_end(keys: dict[str, Any], due: list[int]) -> None:
+    def run(step: int) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(grpo=GRPOConfig(**keys)), state=SimpleNamespace(step=step))
+
+    assert [step for step in range(1, 8) if validation_due(run(step), is_last=step == 7)] == due
+
+
+@pytest.mark.parametrize("name", ["accuracy", "val:accuracy", "validation/accuracy"])
+def test_a_run_ends_once_its_metric_is_at_least_the_threshold(name: str) -> None:
+    grpo = GRPOConfig(stop_at_validation_metric=name, stop_at_validation_threshold=0.5)
+    run: Any = SimpleNamespace(config=SimpleNamespace(grpo=grpo))
+    assert [early_stop(run, {"accuracy": value}) for value in (0.4, 0.5, 0.6)] == [False, True, True]
+    assert not early_stop(run, None)
+    run.config.grpo = GRPOConfig()
+    assert not early_stop(run, {"accuracy": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "batches"), [(256, 256, 1), (300, 100, 3), (299, 100, 2), (5, 100, 1), (None, 100, 9)]
+)
+def test_validation_runs_whole_batches_and_at_least_one(samples: int | None, batch: int, batches: int) -> None:
+    assert batches_to_run(GRPOConfig(max_val_samples=samples, val_batch_size=batch), 9) == batches

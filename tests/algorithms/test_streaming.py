@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from nemo_rl.algorithms.grpo.loop import drive
 from nemo_rl.algorithms.grpo.run import GRPOState
-from nemo_rl.algorithms.grpo.streaming import check_streaming
+from nemo_rl.algorithms.grpo.streaming import _joined_metrics, check_streaming
 from nemo_rl.config import ConfigError, load_master_config
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.experience.collector import CollectorError
@@ -376,3 +377,21 @@ def test_a_custom_sampler_is_made_or_refused_by_name(user_modules: Path, tmp_pat
         check_streaming(load_master_config(STREAMING, [*name, "+async_rl.sampler.wrong=1"]))
     with pytest.raises(ConfigError, match="No module named 'nowhere'"):
         check_streaming(load_master_config(STREAMING, [name[0], "async_rl.sampler.target=nowhere:Class"]))
+
+
+def test_metrics_of_parts_are_joined_by_their_kind() -> None:
+    def part(size: int, **metrics: object) -> Any:
+        return SimpleNamespace(rows=SimpleNamespace(size=size), metrics=metrics)
+
+    one = {"num_masked": 1.0, "advantages/sum": 2.0, "advantages/max": 5.0, "min_seq": 0.5, "lag/mean": 1.0, "h": [1]}
+    two = {"num_masked": 2.0, "advantages/sum": 3.0, "advantages/max": 4.0, "min_seq": 0.1, "lag/mean": 4.0, "h": [2]}
+    joined = _joined_metrics([part(1, **one), part(3, **two, late=7.0)])
+    assert joined == {
+        "num_masked": 3.0,
+        "advantages/sum": 5.0,
+        "advantages/max": 5.0,
+        "min_seq": 0.1,
+        "lag/mean": 3.25,
+        "h": [1, 2],
+        "late": 7.0,
+    }

@@ -14,7 +14,7 @@ import torch
 from nemo_rl.compat.rollouts import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.environments.call import step_environment
-from nemo_rl.environments.code_environment import CodeJaccardEnvironment
+from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
 from nemo_rl.environments.interfaces import Conversation, EnvironmentFailure, UnknownEnvironment, response_of
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment, ReasoningGymEnvironment
 from nemo_rl.environments.registry import environment_class, environment_settings, register_env, section_of
@@ -308,6 +308,12 @@ def test_code_is_compared_by_its_words() -> None:
         CodeJaccardEnvironment({}), ("Sure:\n```python\nx = 1\n```", "```\nx = 1\n```"), ("y", "x"), ("a b c", "b c d")
     )
     assert torch.allclose(result.rewards, torch.tensor([1.0, 0.0, 0.5]))
+
+
+def test_texts_without_words_are_equal_and_sets_of_words_count_once() -> None:
+    assert jaccard("", " ") == 1.0
+    assert jaccard("", "x") == 0.0
+    assert jaccard("x x x y", "x y y") == 1.0
 
 
 class TheirEnvironment:

@@ -412,6 +412,28 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_that_ppo_drops() -> None:
     torch.testing.assert_close(cispo, -1.2 * mask / counts[1])
 
 
+def test_cispos_clipped_ratio_is_a_weight_without_a_gradient_of_its_own() -> None:
+    data, current = batch(2)
+    counts = count_valid(data)
+    cfg = ClippedPGLossConfig(use_cispo=True, reference_policy_kl_penalty=0.0, ratio_clip_min=0.5, ratio_clip_max=0.3)
+    _, gradient, _ = run(ClippedPGLossFn(cfg), data, current, [list(range(6))], counts)
+    ratio = (current - data["prev_logprobs"][:, 1:]).exp()
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    assert ((ratio < 1.3) & (mask != 0)).any() and ((ratio > 1.3) & (mask != 0)).any()
+    torch.testing.assert_close(gradient, -data["advantages"][:, 1:] * ratio.clamp(0.5, 1.3) * mask / counts[1])
+
+
+def test_importance_weights_of_a_sequence_leave_out_what_is_not_trained() -> None:
+    rows, mask = torch.tensor([[0.5, 9.0, 0.25]]), torch.tensor([[1.0, 0.0, 1.0]])
+    for kind in (None, Truncation("tis", 5.0)):
+        found = importance_weights(rows, torch.zeros(1, 3), mask, sequence_level=True, truncation=kind)
+        assert found.weights_BT.tolist() == [pytest.approx([2.117] * 3, abs=1e-3)]
+    masked = importance_weights(
+        rows, torch.zeros(1, 3), mask, sequence_level=False, truncation=Truncation("seq-mask-tis", 1.5, 1.4)
+    )
+    assert masked.out_of_bounds.tolist() == [0.0]
+
+
 def test_tokens_outside_the_sampling_filter_are_masked_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     data, current = batch(4)
     counts = count_valid(data)

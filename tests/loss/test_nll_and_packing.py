@@ -54,8 +54,9 @@ def test_kl_estimates_are_zero_for_equal_policies_and_k2_and_k3_never_negative(
     assert jensen_shannon(p, p).abs().max() < 1e-12
 
 
-def test_kl_weight_is_detached_where_the_input_clamp_bit() -> None:
-    policy = torch.tensor([-1.0, -5.0], requires_grad=True)
+@pytest.mark.parametrize("clamped", [-5.0, 3.0])
+def test_kl_weight_is_detached_where_the_input_clamp_bit(clamped: float) -> None:
+    policy = torch.tensor([-1.0, clamped], requires_grad=True)
     weight = (policy - policy.detach()).exp()
     calculate_kl(
         policy, torch.tensor([-1.5, -1.0]), "k3", input_clamp_value=2.0, output_clamp_value=None, weight=weight
