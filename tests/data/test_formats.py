@@ -24,6 +24,7 @@ from nemo_rl.algorithms.evaluation import load_problems
 from nemo_rl.algorithms.startup import check_prompt_lengths
 from nemo_rl.config import DataConfig, EvalMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
+from nemo_rl.data.conversations import as_messages
 from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import math_hf_data_processor
@@ -387,3 +388,29 @@ def test_the_last_question_is_put_into_the_prompt_of_the_task(tokenizer: Any, tm
     entry = {**rows(tmp_path / "a.jsonl", [{"system": "Be brief.", "messages": talk}]), "prompt_file": None}
     with pytest.raises(DataError, match="row 1: has a system message, and system_prompt_file sets another one"):
         load_response_dataset({**entry, "system_prompt_file": str(tmp_path / "system.txt")})
+
+
+@pytest.mark.parametrize(
+    ("written", "role"),
+    [("developer", "system"), ("Human", "user"), ("prompter", "user"), ("model", "assistant"), ("observation", "tool")],
+)
+def test_roles_have_one_name_whatever_a_format_calls_them(written: str, role: str) -> None:
+    [message] = as_messages([{"from": written, "value": "x"}], "column 'conversations'")
+    assert message == {"role": role, "content": "x"}
+
+
+def test_arrow_files_are_read_as_streams_and_as_files(tmp_path: Path) -> None:
+    table = pa.table({"input": ["q"], "output": pa.array([0.1], pa.float32())})
+    for number, opened in enumerate((pa.ipc.new_stream, pa.ipc.new_file)):
+        path = tmp_path / f"{number}.arrow"
+        with opened(str(path), table.schema) as writer:
+            writer.write_table(table)
+        entry = {"dataset_name": "ResponseDataset", "data_path": str(path), "prompt_file": None}
+        assert [row["messages"][1]["content"] for row in load_response_dataset(entry).dataset] == ["0.1"]
+
+
+@pytest.mark.parametrize(("score", "preferred"), [(-3, "first"), (0, "first"), (1, "second")])
+def test_a_preference_of_zero_takes_the_first_response(score: int, preferred: str, tmp_path: Path) -> None:
+    responses = {"response1": "first", "response2": "second", "overall_preference": score}
+    entry = rows(tmp_path / "a.jsonl", [{"context": [user("q")], **responses}])
+    assert load_response_dataset(entry).dataset[0]["messages"][-1]["content"] == preferred
