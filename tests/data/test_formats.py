@@ -183,6 +183,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("q", images=["x"]), assistant("7")]}, "message 1 carries 'images'"),
     ({"messages": [user(""), assistant("7")]}, "the last question of `messages` holds the text ''"),
     ({"system": "A", "messages": [{"role": "system", "content": "B"}, user("q"), assistant("7")]}, "differ; leave one"),
+    ({"messages": [user("q", **{"from": "gpt"}), assistant("7")]}, "message 1 has 'role' and 'from', which differ"),
     ({"prompt": "q", "reward_model": "7"}, "column 'reward_model' holds .*7; expected an object such as"),
     ({"instruction": "q", "output": "7", "history": [["a"]]}, "column 'history' .* expected pairs"),
 ]
@@ -388,6 +389,27 @@ def test_the_last_question_is_put_into_the_prompt_of_the_task(tokenizer: Any, tm
     entry = {**rows(tmp_path / "a.jsonl", [{"system": "Be brief.", "messages": talk}]), "prompt_file": None}
     with pytest.raises(DataError, match="row 1: has a system message, and system_prompt_file sets another one"):
         load_response_dataset({**entry, "system_prompt_file": str(tmp_path / "system.txt")})
+
+
+def test_the_name_of_a_tool_need_not_be_shown(tokenizer: Any, tmp_path: Path) -> None:
+    talk = [user("q"), assistant("a"), {"role": "tool", "name": "add", "content": "1"}, assistant("7")]
+    config = DataConfig.model_validate({"train": rows(tmp_path / "a.jsonl", [{"messages": talk}])})
+    assert len(load_datasets(tokenizer, config).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"input": "q", "output": "7"}\r\n\r\n'),
+        ("a.json", '[\n{"input": "q", "output": "7"}\n]'),
+        ("a.csv", "input,output\r\nq,7\r\n"),
+        ("a.tsv", "input\toutput\nq\t7\n"),
+    ],
+)
+def test_a_byte_order_mark_and_line_ends_are_no_text(name: str, content: str, tmp_path: Path) -> None:
+    entry = rows(tmp_path / name, b"\xef\xbb\xbf" + content.encode())
+    [row] = load_response_dataset(entry).dataset
+    assert [message["content"] for message in row["messages"]] == ["q", "7"]
 
 
 @pytest.mark.parametrize(
