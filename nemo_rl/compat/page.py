@@ -64,6 +64,18 @@ _DIFFERENT = {
         "count in no baseline, no deviation and no mean reward of a step. Truncated samples count, with "
         "`overlong_filtering` too, as in DAPO",
     ),
+    "`policy.generation.stop_token_ids: null`": (
+        "the tokenizer's end of sequence",
+        "every end-of-sequence id of the tokenizer, `generation_config.json` and `config.json`",
+    ),
+    "the chat template in SFT": (
+        "messages are cut by rendering longer and longer beginnings of a conversation",
+        "the conversation is rendered once, and its messages are found in it: the same for templates that only append",
+    ),
+    "`data.add_eos` in SFT": (
+        "the tokenizer's last token is added unless the text ends with it",
+        "it is added unless the text ends with any of the stop tokens",
+    ),
 }
 
 
