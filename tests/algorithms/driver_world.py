@@ -91,6 +91,7 @@ class World:
         self.happened: list[str] = []
         self.step_open = False
         self.trained: list[int] = []
+        self.sample_numbers: list[int] = []
         self.rewards = lambda prompt, sample: float(sample)
         self.served = -1
         self.released = 0
@@ -233,6 +234,7 @@ class World:
         if self.plane is not None:
             data = read_columns(self.plane, data, data.fields)
         self.trained += data["input_ids"][::SAMPLES, 0].tolist()
+        self.sample_numbers += data["sample_index"].tolist()
 
     def _result(self) -> dict[str, Any]:
         metrics = {"global_valid_toks": [1.0]}

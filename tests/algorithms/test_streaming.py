@@ -82,6 +82,7 @@ def test_groups_are_trained_as_they_finish_and_the_version_ticks_once_a_step(tmp
     world.after = lambda prompt: prompt // PROMPTS * PROMPTS + (PROMPTS - 1 - prompt % PROMPTS)
     world.drive()
     assert world.trained == [2, 1, 0, 5, 4, 3, 8, 7, 6] == world.finished
+    assert world.sample_numbers == [*range(PROMPTS * SAMPLES)] * 3
     steps = [what for what in world.happened if what.split()[0] in ("begin", "train", "finish", "refit")]
     assert steps[:7] == ["refit 0", "begin", "train 1", "train 2", "train 3", "finish", "refit 1"]
     assert steps.count("begin") == steps.count("finish") == 3

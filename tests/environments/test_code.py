@@ -41,7 +41,7 @@ def test_output_tests_and_failures_decide_the_reward() -> None:
         "talk",
     ]
     metadata: list[dict[str, Any]] = [
-        {"ground_truth": "42"},
+        {"ground_truth": " 42\n"},
         {},
         {"tests": "assert f() == 1"},
         {"tests": "assert f() == 1"},

@@ -20,7 +20,7 @@ from nemo_rl.experience.collector import is_infrastructure
 from nemo_rl.experience.columns import rollout_columns
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, RecordingError, ReplayedRollouts
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, number_samples
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutPlan, RolloutRunner, Trajectory, number_samples
 from nemo_rl.experience.store import InProcessStore, SpentHandleError, StageOutput, TokenStage
 from nemo_rl.models.generation.interfaces import (
     GenerationError,
@@ -142,6 +142,18 @@ def test_the_next_turn_continues_the_very_tokens_and_asks_with_its_own_seed_and_
     assert (first.request_id, second.request_id) == ("7-0-0-0", "7-0-0-1")
 
 
+def test_parts_of_a_reward_add_up_over_parts_and_turns() -> None:
+    class Parts(Counts):
+        def step(self, logs: Any, metadata: Any) -> Any:
+            answer = super().step(logs, metadata)
+            return answer._replace(
+                rewards={"reward/a": torch.full((len(logs),), 0.25), "reward/b": torch.full((len(logs),), -1.0)}
+            )
+
+    (done,) = roll_out(number_samples(prompts("a"), 1), plan(), Parts())
+    assert done.turns == 2 and done.reward == -1.5 and done.components == {"reward/a": 0.5, "reward/b": -2.0}
+
+
 def test_steps_that_arrive_together_are_one_call_of_the_environment() -> None:
     environment = Counts(turns=1)
     roll_out(number_samples(prompts("a", "b"), 8), plan(), environment)
@@ -197,6 +209,20 @@ def test_columns_train_responses_of_this_rollout_only() -> None:
     assert rows["generated_lengths"].tolist() == [3, 6] and rows["response_lengths"].tolist() == [3, 3]
     assert rows["mask_sample"].tolist() == [False, True]
     assert rows["weight_version"].tolist() == [4, 4] and rows["total_reward"].tolist() == [1.0, 2.0]
+
+
+def test_every_trained_token_has_the_version_of_its_own_turn() -> None:
+    def message(role: str, count: int, *, made: bool = False) -> dict[str, Any]:
+        logprobs = {"generation_logprobs": torch.full((count,), -0.5)} if made else {}
+        return {"role": role, "content": "", "token_ids": torch.ones(count, dtype=torch.long), **logprobs}
+
+    log = [message("user", 2), message("assistant", 1), message("user", 1)]
+    log += [message("assistant", 2, made=True), message("environment", 3), message("assistant", 2, made=True)]
+    done = Trajectory(log, generated=[2, 2], spans=[VersionSpan(4, 0, 2), VersionSpan(4, 2, 3), VersionSpan(6, 3, 4)])
+    batch = number_samples(prompts("ab"), 1)
+    columns = rollout_columns(batch, [done], pad_token_id=0, multiple=12, token_versions=True)
+    assert columns.tokens["token_versions"].tolist() == [[-1] * 4 + [4, 4] + [-1] * 3 + [4, 6] + [-1]]
+    assert (columns.rows["weight_version"].item(), columns.rows["newest_version"].item()) == (4, 6)
 
 
 def test_a_recording_replays_the_very_tensors(tmp_path: Path) -> None:

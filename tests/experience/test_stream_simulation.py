@@ -127,3 +127,30 @@ def test_the_end_of_a_step_is_trained_in_halves_and_everything_else_in_whole_pas
     assert [worth_a_pass(ready, step, 16) for ready in (6, 7)] == [False, True]
     step.taken = [GroupKey(0, 0, number) for number in range(63)]
     assert worth_a_pass(1, step, 16)
+
+
+def test_no_more_groups_roll_than_may_and_none_waits_beside_free_room() -> None:
+    queue = PromptQueue(InOrder(1), QueueLimits(wanted=8, last_step=9, capacity=6, max_inflight=3))
+    keys = queue.draw(8)
+    assert queue.to_launch(0) == keys[:3]
+    for key in keys[:2]:
+        queue.launched(key, 0)
+    assert queue.to_launch(0) == keys[2:3]
+    queue.ready(keys[0])
+    assert queue.to_launch(0) == keys[2:4]
+    queue.ready(keys[1])
+    for key in keys[2:5]:
+        queue.launched(key, 0)
+        queue.ready(key)
+    assert (queue.live(), queue.to_launch(0)) == (5, keys[5:6])
+
+
+def test_a_group_that_begins_again_keeps_its_place_and_its_failures() -> None:
+    queue = PromptQueue(InOrder(1), QueueLimits(wanted=2, last_step=9, capacity=6))
+    first, second = queue.draw(2)
+    queue.launched(first, 0)
+    assert queue.failed(first) == 1
+    fresh = queue.again(first)
+    assert fresh == GroupKey(0, 1, 2) and queue.to_launch(0) == [fresh, second]
+    queue.launched(fresh, 0)
+    assert queue.failed(fresh) == 2
