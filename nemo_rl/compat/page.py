@@ -68,14 +68,6 @@ _DIFFERENT = {
         "the tokenizer's end of sequence",
         "every end-of-sequence id of the tokenizer, `generation_config.json` and `config.json`",
     ),
-    "the chat template in SFT": (
-        "messages are cut by rendering longer and longer beginnings of a conversation",
-        "the conversation is rendered once, and its messages are found in it: the same for templates that only append",
-    ),
-    "`data.add_eos` in SFT": (
-        "the tokenizer's last token is added unless the text ends with it",
-        "it is added unless the text ends with any of the stop tokens",
-    ),
 }
 
 
