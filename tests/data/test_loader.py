@@ -145,3 +145,16 @@ def test_a_custom_function_mixes_the_loaders() -> None:
 
     source = multiple(only_b)
     assert next(source)["idx"].min() >= 1100
+
+
+@pytest.mark.parametrize("drawn", [1, 2, 3, 4, 5])
+def test_restored_loaders_go_on_with_the_one_whose_turn_it_is(drawn: int) -> None:
+    def loaders() -> MultipleLoaders:
+        return MultipleLoaders({"a": loader(8, shuffle=False), "b": loader(12, shuffle=False), "c": loader(4)})
+
+    first = loaders()
+    for _ in range(drawn):
+        next(first)
+    second = loaders()
+    second.load_state_dict(first.state_dict())
+    assert [next(second)["idx"].tolist() for _ in range(4)] == [next(first)["idx"].tolist() for _ in range(4)]

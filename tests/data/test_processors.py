@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl.data.datasets.raw import conversation
 from nemo_rl.data.interfaces import DataError, TaskDataSpec
-from nemo_rl.data.processors import get_processor, register_processor
+from nemo_rl.data.processors import get_processor, register_processor, state_processor
 
 SPEC = TaskDataSpec("task")
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -76,3 +76,11 @@ def test_users_processors_have_names_of_their_own() -> None:
     assert get_processor("mine_for_this_test") is mine
     with pytest.raises(DataError, match="there is a processor 'default' already"):
         register_processor("default", mine)
+
+
+def test_a_row_with_a_state_is_asked_its_last_question_and_keeps_its_answer_out(tokenizer: Any) -> None:
+    asked = [*conversation("hi", "hello"), *conversation("1+1", "2")]
+    for messages in (asked, asked[:3]):
+        datum = state_processor({"messages": messages, "state": '{"moves": 0}'}, SPEC, tokenizer, 500, 0)
+        assert [message["role"] for message in datum["message_log"]] == ["user", "assistant", "user"]
+        assert "1+1" in datum["message_log"][-1]["content"] and datum["extra_env_info"] == {"moves": 0}
