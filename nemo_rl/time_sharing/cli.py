@@ -233,8 +233,9 @@ def _check(chosen: argparse.Namespace) -> int:
     if violations:
         print(violations[0])
         return 1
+    read = f"{len(entries)} events" if whole else f"the {len(entries)} events before the damage, and no others,"
     print(
-        f"{', '.join(map(str, chosen.log))}: {len(entries)} events keep all {len(INVARIANTS)} invariants "
+        f"{', '.join(map(str, chosen.log))}: {read} keep all {len(INVARIANTS)} invariants "
         f"({time.perf_counter() - began:.1f} s)"
     )
     return 0

@@ -17,15 +17,17 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from nemo_rl.config.errors import UserError, disk_is_full
-from nemo_rl.utils.record_archive import archive_of, lines_of, mend_archive, move_to_archive
+from nemo_rl.utils.record_archive import ArchiveDamaged, archive_of, lines_of, mend_archive, move_to_archive
 from nemo_rl.utils.record_events import SCHEMA_VERSION, RecordOpened, UnknownEvent, event_class, plain, shape_of
 
 logger = logging.getLogger(__name__)
 
+TORN = "is torn: it has no end"
 _ENVELOPE = ("crc", "v", "n", "t", "src", "kind")
 _PREFIX_BYTES = len('{"crc":"00000000",')
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=plain).encode
@@ -52,6 +54,11 @@ class RecordDamaged(RecordError):
     @property
     def intact(self) -> int:
         return self.line - 1
+
+    @property
+    def torn(self) -> bool:
+        """Whether the record merely ends in a line that was not written whole."""
+        return self.reason == TORN
 
 
 class RecordUnwritable(RecordError, OSError):
@@ -139,7 +146,7 @@ class RecordWriter:
 
     Arguments: `path`, whose folder must exist; `source`, who speaks (`<pipeline>/<part>`); `clock`, seconds;
     `flush_interval_s`, how much a killed process may lose (0 hands each event to the operating system at once;
-    `flush()` does so on demand); `resume`, go on with an existing file: a damaged tail is cut off first;
+    `flush()` does so on demand); `resume`, go on with an existing file: a damaged tail is moved beside it first;
     `archive_bytes`, from which size on `flush` moves lines to the compressed archive beside the file, as `close` then
     does with the rest (None keeps all in the file). `emit` costs a few microseconds and may be called from several
     threads. Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is of a
@@ -271,13 +278,16 @@ def read_record(path: str | Path, *, recover: bool = False) -> Iterator[Entry]:
     RecordTooNew in both modes. Kinds that are not registered in this process come as UnknownEvent.
     """
     path = Path(path)
-    offset = 0
-    for index, line in enumerate(lines_of(path)):
-        entry = _decode(path, index, offset, line, recover=recover)
-        if entry is None:
-            return
-        offset += len(line)
-        yield entry
+    offset = index = 0
+    try:
+        for index, line in enumerate(lines_of(path), start=1):
+            entry = _decode(path, index - 1, offset, line, recover=recover)
+            if entry is None:
+                return
+            offset += len(line)
+            yield entry
+    except ArchiveDamaged as error:
+        _found(RecordDamaged(error.archive, index + 1, error.offset, error.reason), error, recover=recover)
 
 
 def merge_records(paths: Iterable[str | Path], *, recover: bool = False) -> Iterator[Entry]:
@@ -300,13 +310,21 @@ def _decode(path: Path, index: int, offset: int, line: bytes, *, recover: bool) 
         raise RecordTooNew(path, index + 1, newer.version) from newer
     except (ValueError, TypeError, KeyError) as error:
         reason = f"lacks its {error}" if isinstance(error, KeyError) else str(error)
-        damage = RecordDamaged(path, index + 1, offset, reason)
-        if not recover:
-            raise damage from error
-        logger.warning(
-            "record=%s damaged_line=%d byte=%d reason=%s intact=%d", path, damage.line, offset, reason, damage.intact
-        )
+        _found(RecordDamaged(path, index + 1, offset, reason), error, recover=recover)
         return None
+
+
+def _found(damage: RecordDamaged, cause: Exception, *, recover: bool) -> None:
+    if not recover:
+        raise damage from cause
+    logger.warning(
+        "record=%s damaged_line=%d byte=%d reason=%s intact=%d",
+        damage.path,
+        damage.line,
+        damage.offset,
+        damage.reason,
+        damage.intact,
+    )
 
 
 class _NewerSchema(ValueError):
@@ -318,7 +336,7 @@ class _NewerSchema(ValueError):
 def decode_line(line: bytes, expected_seq: int) -> Entry:
     """One line as an entry; ValueError says what is wrong with it."""
     if not line.endswith(b"\n"):
-        raise ValueError("is torn: it has no end")
+        raise ValueError(TORN)
     rest = line[_PREFIX_BYTES:-1]
     if line[:_PREFIX_BYTES] != b'{"crc":"%08x",' % zlib.crc32(rest):
         raise ValueError(
@@ -359,14 +377,28 @@ def _decode_event(body: dict[str, object]) -> object:
 
 
 def _cut_damaged_tail(path: Path) -> int:
-    """Truncates `path` behind its last good line and returns how many lines stay."""
-    intact, good_bytes = mend_archive(path), 0
+    """Truncates `path` behind its last good line, with a copy of what is cut beside it, and returns how many stay.
+
+    Raises:
+        RecordDamaged: Archived lines cannot be read, so that the number of the next one is not known.
+    """
+    try:
+        intact = mend_archive(path)
+    except ArchiveDamaged as error:
+        line = sum(1 for _ in read_record(path, recover=True)) + 1
+        raise RecordDamaged(error.archive, line, error.offset, error.reason) from error
+    good_bytes = 0
     with open(path, "rb") as file:
         for line in file:
             entry = _decode(path, intact, good_bytes, line, recover=True)
             if entry is None:
                 break
             intact, good_bytes = intact + 1, good_bytes + len(line)
-    if good_bytes < path.stat().st_size:
+        file.seek(good_bytes)
+        cut = file.read()
+    if cut:
+        copy = next(name for number in count() if not (name := path.with_name(f"{path.name}.cut{number}")).exists())
+        copy.write_bytes(cut)
+        logger.warning("record=%s cut_bytes=%d copy=%s", path, len(cut), copy)
         os.truncate(path, good_bytes)
     return intact

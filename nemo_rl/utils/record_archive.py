@@ -1,8 +1,10 @@
 """The older lines of a run record, compressed: `<record>.xz` beside the file that grows.
 
 Lines move there in whole pieces, each a stream of its own, and reach the disk before they leave the growing file. Knows
-bytes and lines, no events. Invariant: whenever a process or machine stops, every line is in the archive, in the growing
-file, or in both; a reader sees it once.
+bytes and lines, no events. Invariants: whenever a process or machine stops, every line is in the archive, in the
+growing file, or in both; a reader sees it once. A piece that cannot be read is the torn end of an unfinished move
+exactly where the growing file still begins with the piece's first line; anywhere else it is damage, and nothing behind
+it is read or removed.
 """
 
 from __future__ import annotations
@@ -13,9 +15,27 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _PRESET = 1
+_CHUNK = 1 << 16
 _NUMBER = re.compile(rb'"n":(\d+)')
+
+
+class ArchiveDamaged(Exception):
+    """A piece of the archive at byte `offset` cannot be read, and its lines are nowhere else."""
+
+    def __init__(self, archive: Path, offset: int, reason: str) -> None:
+        super().__init__(f"{archive}: byte {offset}: {reason}")
+        self.archive, self.offset, self.reason = archive, offset, reason
+
+
+class _Piece(NamedTuple):
+    """Lines that moved together, the bytes that they take in the archive, and why not all of them can be read."""
+
+    content: bytes
+    size: int
+    problem: str | None = None
 
 
 def archive_of(record: Path) -> Path:
@@ -45,64 +65,88 @@ def lines_of(record: Path) -> Iterator[bytes]:
 
     Raises:
         OSError: There is no such record.
+        ArchiveDamaged: The lines so far are all that can be read.
     """
+    archive = archive_of(record)
     seen = archived = 0
     while True:
-        for piece, size in _pieces(archive_of(record), seen):
-            seen += size
-            lines = piece.splitlines(keepends=True)
+        for piece in _whole_pieces(archive, seen):
+            seen += piece.size
+            lines = piece.content.splitlines(keepends=True)
             archived += len(lines)
             yield from lines
         growing = record.read_bytes()
         # Lines leave the growing file only once they are archived: where nothing was since, it was read whole.
-        if next(_pieces(archive_of(record), seen), None) is None:
+        rest = next(_pieces(archive, seen), None)
+        if rest is None or rest.problem is not None:
             break
-    if not _moved_already(growing.partition(b"\n")[0], archived):
+    first = _first_number(growing)
+    if rest is not None and first != archived:
+        yield from rest.content.splitlines(keepends=True)
+        raise ArchiveDamaged(archive, seen, rest.problem or "")
+    if first is None or first >= archived:
         yield from io.BytesIO(growing)
 
 
 def mend_archive(record: Path) -> int:
-    """Removes what an unfinished move left, so that the record can be written again; how many lines are archived."""
+    """Removes what an unfinished move left, so that the record can be written again; how many lines are archived.
+
+    Raises:
+        ArchiveDamaged: Lines of the archive cannot be read; the record is as it was.
+    """
     archive = archive_of(record)
-    if archive.exists():
-        whole = sum(size for _, size in _pieces(archive))
-        if whole < archive.stat().st_size:
-            os.truncate(archive, whole)
-    archived = sum(1 for _ in _archived(record))
+    archived = whole = 0
     with record.open("rb") as file:
-        moved = _moved_already(file.readline(), archived)
-    if moved:
+        first = _first_number(file.readline())
+    for piece in _pieces(archive):
+        if piece.problem is None:
+            archived, whole = archived + piece.content.count(b"\n"), whole + piece.size
+        elif first == archived:
+            os.truncate(archive, whole)
+        else:
+            raise ArchiveDamaged(archive, whole, piece.problem)
+    if first is not None and first < archived:
         os.truncate(record, 0)
     return archived
 
 
-def _moved_already(first_line: bytes, archived: int) -> bool:
-    """Whether the growing file still holds what is archived; pieces are moved whole, so its first line tells."""
-    number = _NUMBER.search(first_line)
-    return number is not None and int(number[1]) < archived
+def _first_number(lines: bytes) -> int | None:
+    """The number of the first line. Pieces are moved whole, so it tells whether those of the growing file moved."""
+    number = _NUMBER.search(lines.partition(b"\n")[0])
+    return None if number is None else int(number[1])
 
 
-def _archived(record: Path) -> Iterator[bytes]:
-    for piece, _ in _pieces(archive_of(record)):
-        yield from piece.splitlines(keepends=True)
+def _whole_pieces(archive: Path, offset: int) -> Iterator[_Piece]:
+    return (piece for piece in _pieces(archive, offset) if piece.problem is None)
 
 
-def _pieces(archive: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The whole pieces of an archive from a piece's offset on, and their compressed sizes; a torn last one, whose lines
-    have not left the growing file, is left out. None where there is no archive.
+def _pieces(archive: Path, offset: int = 0) -> Iterator[_Piece]:
+    """The pieces of an archive from a piece's offset on; the last of them is the first that cannot be read. None where
+    there is no archive.
     """
     if not archive.exists():
         return
     with archive.open("rb") as file:
         file.seek(offset)
-        rest = file.read()
+        rest = memoryview(file.read())
     while rest:
-        stream = lzma.LZMADecompressor()
-        try:
-            piece = stream.decompress(rest)
-        except lzma.LZMAError:
+        piece = _piece(rest)
+        yield piece
+        if piece.problem is not None:
             return
-        if not stream.eof:
-            return
-        yield piece, len(rest) - len(stream.unused_data)
-        rest = stream.unused_data
+        rest = rest[piece.size :]
+
+
+def _piece(compressed: memoryview) -> _Piece:
+    """The first piece; of one that cannot be read, what comes before the damage."""
+    stream, content, problem = lzma.LZMADecompressor(), io.BytesIO(), "the file ends within a compressed piece"
+    at = 0
+    try:
+        while at < len(compressed) and not stream.eof:
+            content.write(stream.decompress(compressed[at : at + _CHUNK]))
+            at += _CHUNK
+    except lzma.LZMAError as error:
+        problem = f"a compressed piece cannot be read ({error})"
+    if stream.eof:
+        return _Piece(content.getvalue(), min(at, len(compressed)) - len(stream.unused_data))
+    return _Piece(content.getvalue(), 0, problem)

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,7 +25,7 @@ from nemo_rl.utils import plots
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
 from nemo_rl.utils.progress import format_duration
-from nemo_rl.utils.record import RecordError, read_record
+from nemo_rl.utils.record import RecordDamaged, RecordError, read_record
 from nemo_rl.utils.step_timeline import figure, most_telling, read_timeline
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,20 @@ def log_report(logger: Logger) -> None:
     logger.log_plot(picture, _last_step(run), "report")
 
 
+def damages(run_dir: Path | str) -> list[RecordDamaged]:
+    """The records of a run that are damaged, and not merely cut off at their end."""
+    found = []
+    for path in metrics_paths(run_dir):
+        try:
+            for _ in read_record(path.parent / RECORD_FILE):
+                pass
+        except RecordDamaged as damage:
+            found += [] if damage.torn else [damage]
+        except (OSError, RecordError):
+            continue
+    return found
+
+
 def _timeline(part: Path) -> str | None:
     """The picture of the newest whole step, as the address of an image; None where the record
     has no such step.
@@ -168,8 +182,7 @@ def _is_graded(part: Path) -> bool:
     files = _validation_samples(part)
     if not files:
         return False
-    with files[-1][1].open(encoding="utf-8") as file:
-        return any(json.loads(line).get("rewards") not in (0, 1, None) for line in file)
+    return any(row.get("rewards") not in (0, 1, None) for row in _lines(files[-1][1]))
 
 
 def run_seconds(run: RunMetrics) -> float:
@@ -267,21 +280,29 @@ def _samples(log_dir: Path) -> list[dict[str, Any]]:
 
 def _sample_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            content, reward = row.get("content"), row.get("rewards", row.get("reward"))
-            if content is not None:
-                text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
-                rows.append(
-                    {
-                        "text": text,
-                        "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None,
-                    }
-                )
-            if len(rows) == _SAMPLES_SHOWN:
-                break
+    for row in _lines(path):
+        content, reward = row.get("content"), row.get("rewards", row.get("reward"))
+        if content is not None:
+            text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
+            rows.append(
+                {
+                    "text": text,
+                    "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None,
+                }
+            )
+        if len(rows) == _SAMPLES_SHOWN:
+            break
     return rows
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The samples of a file; damaged lines are left out with a warning."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                logger.warning("sample_skipped path=%s line=%d: %s", path, number, error)
 
 
 class LiveReport:
@@ -331,7 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(f"{paths.html}\n{paths.png}\n")
-    return 0
+    found = damages(parsed.run_dir)
+    for damage in found:
+        sys.stderr.write(f"{damage.path}: line {damage.line} {damage.reason}; the steps behind it are not shown\n")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from nemo_rl.time_sharing.agents.runtime import EngineError
 from nemo_rl.time_sharing.pipelines.evaluation import EvaluationPipeline, FixedWeights
 from nemo_rl.time_sharing.pipelines.grpo import PoolHandles
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
-from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook
+from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook, PoolBookDamaged
 from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.pool import PoolActor
 from nemo_rl.time_sharing.protocol.topology import Pool
@@ -69,6 +69,13 @@ def test_what_is_kept_of_a_pool_comes_back(tmp_path: Path) -> None:
     again = PoolBook.read(path)
     assert again.lives == lives and Residents(again.residents).entries() == ledger.entries()
     assert [file.name for file in tmp_path.iterdir()] == ["pool.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"lives": [', b'{"lives": [{"name": 3}]}', b"\x00\x00"])
+def test_a_damaged_pool_file_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "pool.json").write_bytes(content)
+    with pytest.raises(PoolBookDamaged, match=r"pool\.json: is damaged .*move it away"):
+        PoolBook.read(tmp_path / "pool.json")
 
 
 class Shards:

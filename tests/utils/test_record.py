@@ -321,6 +321,52 @@ def test_a_move_that_was_cut_off_loses_and_repeats_nothing(tmp_path_factory: pyt
     assert [entry.seq for entry in entries] == list(range(len(expected) + 2))
 
 
+@pytest.mark.parametrize("spoil", ["first byte", "middle", "size field", "zeros at the end", "cut", "first piece gone"])
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_damaged_archive_is_named_and_nothing_of_it_is_removed(spoil: str, growing: bool, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    archived(path, EVENTS[:4])
+    before = archive_of(path).stat().st_size
+    archived(path, EVENTS, resume=True)
+    if growing:
+        with RecordWriter(path, source="p/driver", resume=True) as writer:
+            writer.emit(EVENTS[0])
+    whole = list(read_record(path))
+    data = bytearray(archive_of(path).read_bytes())
+    at = {"first byte": before, "middle": before + 40, "size field": len(data) - 30}.get(spoil)
+    if at is not None:
+        data[at] ^= 0x55
+    elif spoil == "zeros at the end":
+        data[-60:] = bytes(60)
+    else:
+        data = data[:-20] if spoil == "cut" else data[50:]
+    archive_of(path).write_bytes(data)
+    kept = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(RecordDamaged, match=r"line \d+ \(byte \d+\) .*lines before it are intact") as found:
+        list(read_record(path))
+    assert not found.value.torn
+    assert list(read_record(path, recover=True)) == whole[: found.value.intact]
+    assert (found.value.intact > 4) == (spoil != "first piece gone")
+    assert found.value.intact < len(whole) or spoil == "cut"
+    with pytest.raises(RecordDamaged, match="lines before it are intact"):
+        RecordWriter(path, source="p/driver", resume=True)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize("line", [0, 2, 5])
+def test_lines_behind_damage_are_kept_beside_a_record_that_goes_on(line: int, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    write(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = lines[line].replace(b'"src"', b'"SRC"')
+    for number in (0, 1):
+        path.write_bytes(b"".join(lines))
+        with RecordWriter(path, source="p/driver", resume=True) as writer:
+            writer.emit(EVENTS[0])
+        assert len(list(read_record(path))) == line + 2
+        assert path.with_name(f"record.jsonl.cut{number}").read_bytes() == b"".join(lines[line:])
+
+
 def test_a_record_that_cannot_be_written_says_so_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     path.symlink_to("/dev/full")

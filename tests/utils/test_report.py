@@ -14,6 +14,8 @@ from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.metrics_file import read_metrics
 from nemo_rl.utils.plots import main_panels, more_panels, phase_series, smoothed, spanned
+from nemo_rl.utils.record import RecordWriter
+from nemo_rl.utils.record_events import GroupTrained
 from nemo_rl.utils.report import LiveReport, log_report, main, write_page, write_report
 
 
@@ -159,3 +161,21 @@ def test_trackers_get_the_reports_picture(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(image.step, image.width > 500) for image in events.Images("report")] == [(3, True)]
+
+
+def test_damage_in_a_record_or_in_samples_is_said_beside_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_run(tmp_path, range(1, 5))
+    with (tmp_path / "samples" / "val_data_step4.jsonl").open("ab") as file:
+        file.write(b'\xff{"content": ["torn')
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path, source="driver") as writer:
+        for step in range(5):
+            writer.emit(GroupTrained("g", step))
+    whole = path.read_bytes()
+    for content, line in ((whole, 0), (whole[:-9], 0), (whole.replace(b'"step":2', b'"step":3'), 4)):
+        path.write_bytes(content)
+        assert main([str(tmp_path)]) == (1 if line else 0)
+        assert (f"{path}: line {line} has a wrong checksum" in capsys.readouterr().err) == bool(line)
+    assert "What is 1+1?" in data_of(tmp_path / "report.html")["samples"][0]["samples"][0]["text"]

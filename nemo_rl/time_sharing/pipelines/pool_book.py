@@ -10,9 +10,14 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.pipelines.residents import Resident
+
+
+class PoolBookDamaged(UserError, ValueError):
+    """What a pool kept cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,27 @@ class PoolBook:
     def write(self, path: Path) -> None:
         """Puts the whole state in the place of what was there."""
         beside = path.with_suffix(".new")
-        beside.write_bytes(_BOOK.dump_json(self))
+        with beside.open("wb") as file:
+            file.write(_BOOK.dump_json(self))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
 
     @classmethod
     def read(cls, path: Path) -> PoolBook:
-        """What was written last; empty where nothing was."""
-        return _BOOK.validate_json(path.read_bytes()) if path.exists() else cls()
+        """What was written last; empty where nothing was.
+
+        Raises:
+            PoolBookDamaged: The file is not what was written.
+        """
+        try:
+            return _BOOK.validate_json(path.read_bytes()) if path.exists() else cls()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]["msg"]
+            raise PoolBookDamaged(
+                f"{path}: is damaged ({first}); move it away to start the pool without what it knew: end the processes "
+                "of its pipelines first, and submit them again"
+            ) from error
 
 
 _BOOK = TypeAdapter(PoolBook)
