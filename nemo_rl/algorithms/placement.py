@@ -7,6 +7,7 @@ lends accelerators brings placements of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.profiling import profile_of_run
@@ -20,7 +21,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.models.policy.backend import backend_spec
 from nemo_rl.models.policy.lm_policy import Policy, start_policy_actors
 from nemo_rl.models.policy.model_config import model_config
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointManager, verify_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -35,7 +36,9 @@ def check_policy(config: RootConfig) -> PretrainedConfig:
         UnsupportedModelError: Heads, vocabulary or experts do not divide over the ranks of training.
         KernelUnavailableError: A package is asked for and not installed.
         OptimizerConfigError: Optimizer or schedule do not exist or refuse their arguments.
+        CheckpointError: `policy.model_name` is a checkpoint's, and damaged.
     """
+    verify_weights(Path(config.policy.model_name))
     model = model_config(config.policy)
     backend_spec(config.policy).check(config.policy, model)
     return model

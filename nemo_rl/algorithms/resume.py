@@ -23,7 +23,9 @@ from nemo_rl.algorithms.run_checkpoint import LOADER_FILE, WEIGHTS, RunState, da
 from nemo_rl.config.errors import UserError
 from nemo_rl.config.infrastructure import ResumeChange
 from nemo_rl.config.master import MasterConfig, RootConfig
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.config.metric_names import MetricName
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
+from nemo_rl.utils.checkpoint_files import MANIFEST
 from nemo_rl.utils.logger import flatten_dict
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ class Resume:
     def lines(self) -> Iterator[str]:
         """The resume in words."""
         yield f"resuming from step {self.info['total_steps']} of {self.checkpoint}"
+        if not (self.checkpoint / MANIFEST).is_file():
+            yield f"  its files were not verified: it has no {MANIFEST}, which earlier versions did not write"
         if not self.compared:
             yield f"  what changed since is not known: {self.checkpoint / CONFIG_FILE} is none of this version"
         for name, differences in self.allowed.items():
@@ -165,7 +169,14 @@ class Resume:
         if not self.same_data or not file.is_file():
             state.epoch = state.step_in_epoch = 0
             return False
-        loader.load_state_dict(torch.load(file, weights_only=True))
+        try:
+            loader.load_state_dict(torch.load(file, weights_only=True))
+        except Exception as error:
+            said = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"{file} cannot be read ({said}); without it the data begin again, which checkpointing.resume=[data] "
+                "allows once the file is removed"
+            ) from error
         if "batch" in self.allowed:
             state.step_in_epoch = state.step_in_epoch * self.rows_before // rows_per_step
         return True
@@ -186,15 +197,18 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
 
     Raises:
         ResumeError: The checkpoint was written under a configuration that makes another run.
-        CheckpointError: The checkpoint cannot be read.
+        CheckpointError: The checkpoint is damaged, or cannot be read.
+        NothingToDo: The run has ended by its validation.
     """
-    checkpoint = checkpointer.get_latest_checkpoint_path() if config.checkpointing.enabled else None
+    aside = "intact" in config.checkpointing.resume
+    checkpoint = checkpointer.newest_intact(set_aside=aside) if config.checkpointing.enabled else None
     if checkpoint is None:
         return None
     info = checkpointer.load_training_info(checkpoint) or {}
     before = _saved_config(config, checkpoint)
     if before is None:
         same_data = info.get("dataset_names") == dataset_names(config)
+        _check_position(checkpoint, info, same_data=same_data, allowed=config.checkpointing.resume)
         return Resume(checkpoint, info, [], {}, compared=False, same_data=same_data)
     is_grpo = isinstance(config, MasterConfig)
     obeyed: list[Difference] = []
@@ -205,8 +219,34 @@ def find_resume(config: RootConfig, checkpointer: CheckpointManager) -> Resume |
     refused = {name: found for name, found in changed.items() if name not in config.checkpointing.resume}
     if refused:
         raise ResumeError(_refusal(checkpoint, refused, [*config.checkpointing.resume, *refused]))
+    _check_position(checkpoint, info, same_data="data" not in changed, allowed=config.checkpointing.resume)
+    if isinstance(config, MasterConfig):
+        _check_not_stopped(config, checkpoint, info)
     rows = math.prod(before[key] for key in _ROWS_PER_STEP[is_grpo])
     return Resume(checkpoint, info, obeyed, changed, int(rows), same_data="data" not in changed)
+
+
+def _check_position(
+    checkpoint: Path, info: Mapping[str, Any], *, same_data: bool, allowed: Sequence[ResumeChange]
+) -> None:
+    """Whether the checkpoint says where in the data it is; one of step 0 is at their beginning."""
+    file = checkpoint / LOADER_FILE
+    if same_data and info["total_steps"] > 0 and not file.is_file() and "data" not in allowed:
+        raise CheckpointError(
+            f"{file} is missing: the data would begin again, and prompts be trained twice. "
+            f"checkpointing.resume=[{','.join([*allowed, 'data'])}] allows that"
+        )
+
+
+def _check_not_stopped(config: MasterConfig, checkpoint: Path, info: Mapping[str, Any]) -> None:
+    name, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
+    value = None if name is None else info.get("val_metrics", {}).get(MetricName.read(name).name)
+    if threshold is not None and value is not None and value >= threshold:
+        raise NothingToDo(
+            f"already ended at step {info['total_steps']} by its validation: grpo.stop_at_validation_metric={name} was "
+            f"{value:g}, and grpo.stop_at_validation_threshold is {threshold:g}; nothing to do: {checkpoint} is this "
+            "run's newest checkpoint. To train on, raise the threshold"
+        )
 
 
 def same_contents(resume: Resume | None, contents: Mapping[str, str], allowed: Sequence[ResumeChange]) -> Resume | None:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_valid
 
 from nemo_rl.config.section import NotYet, Section
 
-ResumeChange = Literal["data", "environment", "loss", "model", "optimizer", "batch", "seed"]
+ResumeChange = Literal["data", "environment", "loss", "model", "optimizer", "batch", "seed", "intact"]
 
 
 class ClusterConfig(Section):
@@ -183,7 +183,8 @@ class CheckpointingConfig(Section):
     resume: list[ResumeChange] = Field(
         default_factory=list,
         description="What may differ from the checkpoint that a run goes on from, a name or a list: data, environment, "
-        "loss, model, optimizer (its class), batch (prompts per step), seed. Other changes are obeyed without it.",
+        "loss, model, optimizer (its class), batch (prompts per step), seed. Other changes are obeyed without it. "
+        "intact passes over damaged checkpoints, which are kept as damaged_step_N.",
     )
     save_on_signal: bool = Field(
         False,

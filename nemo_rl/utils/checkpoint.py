@@ -1,19 +1,19 @@
 """Checkpoint directories: written aside, made visible by one rename, kept by rule, found again on resume.
 
-`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml` and whatever the caller writes (`policy/...`,
-`train_dataloader.pt`). Knows no file format of weights and no process but its own; a background thread waits for
-writers so that training does not. Invariant: a directory called `step_N` is complete; whatever happens during a write,
-the last complete one stays usable.
+`<checkpoint_dir>/step_N/` holds `training_info.json`, `config.yaml`, whatever the caller writes (`policy/...`,
+`train_dataloader.pt`), and the manifest that its files are verified by. Knows no file format of weights and no process
+but its own; a background thread waits for writers so that training does not. Invariant: a directory called `step_N` is
+complete; whatever happens during a write, the last complete one stays usable.
 """
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,11 +22,13 @@ import yaml
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.config.errors import UserError, disk_is_full
 from nemo_rl.lazy import names_of
+from nemo_rl.utils.checkpoint_files import MANIFEST, apply_umask, damage, sync, write_manifest
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, steps_to_keep
 
 logger = logging.getLogger(__name__)
 
 INFO_FILE = "training_info.json"
+BEST = "best"
 STATUS_FILE = "latest_checkpoint_status.json"
 FINALIZE_DEADLINE_S = 1800.0
 _TRIES = 3
@@ -212,13 +214,14 @@ class CheckpointManager:
             )
         step = int(match[1])
         with self.writing(tmp_path):
-            _sync_tree(tmp_path)
+            apply_umask(tmp_path)
+            write_manifest(tmp_path)
         final, old = self.root / f"step_{step}", self.root / f"old_step_{step}"
         try:
             if final.exists():
                 final.rename(old)
             tmp_path.rename(final)
-            _sync(self.root)
+            sync(self.root)
             shutil.rmtree(old, ignore_errors=True)
             _write_json(
                 self.root / STATUS_FILE,
@@ -252,6 +255,45 @@ class CheckpointManager:
         """The checkpoint with the highest step, None without one."""
         saved = self._saved()
         return self.root / f"step_{max(saved)}" if saved else None
+
+    def newest_intact(self, *, set_aside: bool = False) -> Path | None:
+        """The checkpoint with the highest step, verified by its manifest if it has one; None without one.
+
+        Args:
+            set_aside: Pass over damaged ones, which become `damaged_step_N`.
+
+        Raises:
+            CheckpointError: It is damaged, or with `set_aside` all of them are.
+        """
+        damaged: dict[Path, list[str]] = {}
+        for step in sorted(self._saved(), reverse=True):
+            path = self.root / f"step_{step}"
+            if found := damage(path):
+                damaged[path] = found
+                continue
+            if damaged and not set_aside:
+                break
+            for other, problems in damaged.items():
+                aside = next(
+                    name
+                    for number in count()
+                    if not (name := self.root / f"damaged_{other.name}{f'_{number}' if number else ''}").exists()
+                )
+                other.rename(aside)
+                logger.warning("checkpoint=damaged set_aside=%s: %s", aside, "; ".join(problems[:3]))
+            return path
+        else:
+            path = None
+        if not damaged:
+            return None
+        newest, problems = next(iter(damaged.items()))
+        remedy = (
+            f"checkpointing.resume=[intact] goes on from {path.name}, the newest that is not damaged, and keeps the "
+            "others as damaged_step_N"
+            if path is not None
+            else "no other is intact: copy it here again, or begin in another checkpointing.checkpoint_dir"
+        )
+        raise CheckpointError(f"{newest} is damaged: {'; '.join(problems[:3])}. {remedy}")
 
     def get_best_checkpoint_path(self) -> Path | None:
         """The checkpoint with the best `metric_name`, None without one."""
@@ -370,7 +412,12 @@ class CheckpointManager:
 
 def saved_steps(root: Path) -> set[int]:
     """Steps of the complete checkpoints in a directory; none where there is no directory."""
-    matches = (re.fullmatch(r"step_(\d+)", path.name) for path in root.glob("step_*") if (path / INFO_FILE).is_file())
+    # A checkpoint that lost its info is damaged, not absent.
+    matches = (
+        re.fullmatch(r"step_(\d+)", path.name)
+        for path in root.glob("step_*")
+        if (path / INFO_FILE).is_file() or (path / MANIFEST).is_file()
+    )
     return {int(match[1]) for match in matches if match is not None}
 
 
@@ -378,27 +425,50 @@ def model_directory(source: str) -> str:
     """The Hugging Face directory behind the name of a model.
 
     Args:
-        source: a checkpoint (`step_N`), a directory of checkpoints (its latest is meant), or anything else, which is
-            returned as it is: a Hugging Face directory or id.
+        source: a checkpoint (`step_N`), a directory of checkpoints (its latest is meant), `best` in one (the best by
+            the run's `checkpointing.metric_name`), or anything else, which is returned as it is: a Hugging Face
+            directory or id.
+
+    Raises:
+        CheckpointError: Files of the checkpoint are damaged, or none is the best.
     """
     root = Path(source)
-    steps = saved_steps(root)
-    weights = (root / f"step_{max(steps)}" if steps else root) / "policy" / "weights"
+    if root.name == BEST and not root.exists() and saved_steps(root.parent):
+        step = _best_of(root.parent)
+    else:
+        steps = saved_steps(root)
+        step = root / f"step_{max(steps)}" if steps else root
+    weights = step / "policy" / "weights"
+    verify_weights(weights if weights.is_dir() else root)
     return str(weights) if weights.is_dir() else source
 
 
-def _sync_tree(folder: Path) -> None:
-    """Waits until a directory and all below it have reached the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+def verify_weights(weights: Path) -> None:
+    """Compares a directory of weights with its checkpoint's manifest; nothing to do where it belongs to none.
+
+    Raises:
+        CheckpointError: Some of its files are damaged.
+    """
+    real = weights.resolve()
+    if real.parts[-2:] == ("policy", "weights") and (found := damage(real.parents[1], "policy/weights/")):
+        raise CheckpointError(f"{real.parents[1]} is damaged: {'; '.join(found[:3])}; name another checkpoint")
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _best_of(root: Path) -> Path:
+    newest = root / f"step_{max(saved_steps(root))}"
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        written = yaml.safe_load((newest / "config.yaml").read_text(encoding="utf-8"))["checkpointing"]
+        names = ("metric_name", "higher_is_better")
+        cfg = CheckpointingConfig(checkpoint_dir=str(root), **{name: written[name] for name in names})
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{root}/{BEST}: {newest}/config.yaml does not say what is best ({error})") from error
+    history = [saved for saved in CheckpointManager(cfg)._history() if saved.metric is not None]
+    step = best_step(history, cfg)
+    if cfg.metric_name is None or step is None:
+        raise CheckpointError(
+            f"{root}/{BEST}: no checkpoint is ranked: checkpointing.metric_name was {cfg.metric_name}; name a step_N"
+        )
+    return root / f"step_{step}"
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

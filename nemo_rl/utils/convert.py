@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,9 @@ from typing import Any
 from nemo_rl.config.errors import UserError
 from nemo_rl.utils.adapters import base_directory, is_adapter, merged, read_adapter
 from nemo_rl.utils.checkpoint import INFO_FILE, model_directory
+from nemo_rl.utils.checkpoint_files import apply_umask, write_manifest
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
 _NOT_OF_THE_MODEL = (".safetensors", ".safetensors.index.json", ".bin", ".pt")
@@ -35,7 +39,7 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
     """Writes the model of a checkpoint as a Hugging Face directory, tokenizer included.
 
     Args:
-        checkpoint: `step_N`, or a checkpoint directory, whose latest is taken.
+        checkpoint: `step_N`, a checkpoint directory, whose latest is taken, or `best` in one (see `model_directory`).
         out_dir: must not exist.
         dtype: precision of the written weights; None keeps that of the checkpoint.
 
@@ -43,7 +47,7 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
         `out_dir`.
 
     Raises:
-        ConversionError: there is no such checkpoint, or `out_dir` exists.
+        ConversionError: there is no such checkpoint, or `out_dir` exists. CheckpointError: It is damaged.
     """
     source = Path(model_directory(str(checkpoint)))
     if not (source / "config.json").is_file():
@@ -51,6 +55,7 @@ def to_hugging_face(checkpoint: Path, out_dir: Path, dtype: str | None = None) -
             f"{checkpoint}: is neither a checkpoint (step_N with policy/weights) nor a directory of "
             "checkpoints, nor a Hugging Face directory"
         )
+    logger.info("model: %s", source)
     with _made_whole(out_dir) as aside:
         if is_adapter(source):
             merge_adapter(source, aside, dtype)
@@ -110,6 +115,8 @@ def from_hugging_face(model: Path, checkpoint_dir: Path) -> Path:
         places = ("current_step", "current_epoch", "step", "epoch")
         counters = dict.fromkeys(("total_steps", *places, "consumed_samples", "total_valid_tokens"), 0)
         (aside / INFO_FILE).write_text(json.dumps(counters, indent=2), encoding="utf-8")
+        apply_umask(aside)
+        write_manifest(aside)
     return checkpoint_dir / "step_0"
 
 
@@ -152,6 +159,7 @@ def _made_whole(out_dir: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
         yield aside
+        apply_umask(aside)
         aside.rename(out_dir)
     except OSError as error:
         raise ConversionError(f"{out_dir}: cannot be written ({error.strerror or error})") from error
@@ -166,7 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, dest="command")
     out = commands.add_parser("to-hf", help="write a checkpoint's model as a Hugging Face directory")
-    out.add_argument("checkpoint", type=Path, help="step_N, or a checkpoint directory, whose latest is taken")
+    out.add_argument(
+        "checkpoint",
+        type=Path,
+        help="step_N, a checkpoint directory, whose latest is taken, or DIR/best, by its metric",
+    )
     out.add_argument("out_dir", type=Path)
     out.add_argument(
         "--dtype", choices=DTYPES, help="precision of the written weights; default: the checkpoint's, float32"
@@ -175,13 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     back.add_argument("model", type=Path)
     back.add_argument("checkpoint_dir", type=Path)
     chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         path = (
             to_hugging_face(chosen.checkpoint, chosen.out_dir, chosen.dtype)
             if chosen.command == "to-hf"
             else from_hugging_face(chosen.model, chosen.checkpoint_dir)
         )
-    except ConversionError as error:
+    except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(f"{path}\n")

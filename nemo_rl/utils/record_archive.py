@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_rl.config.errors import UserError
+
 _PRESET = 1
 _CHUNK = 1 << 16
 _NUMBER = re.compile(rb'"n":(\d+)')
 
 
-class ArchiveDamaged(Exception):
+class ArchiveDamaged(UserError):
     """A piece of the archive at byte `offset` cannot be read, and its lines are nowhere else."""
 
     def __init__(self, archive: Path, offset: int, reason: str) -> None:

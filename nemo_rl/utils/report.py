@@ -128,7 +128,7 @@ def log_report(logger: Logger) -> None:
 
 def damages(run_dir: Path | str) -> list[RecordDamaged]:
     """The records of a run that are damaged, and not merely cut off at their end."""
-    found = []
+    found: list[RecordDamaged] = []
     for path in metrics_paths(run_dir):
         try:
             for _ in read_record(path.parent / RECORD_FILE):

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.resume import (
 )
 from nemo_rl.algorithms.run_checkpoint import LOADER_FILE
 from nemo_rl.config import MasterConfig, SFTMasterConfig
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
 
 
 def configured(root: Path, *, kind: Any = MasterConfig, resume: Any = (), **sections: Any) -> Any:
@@ -178,6 +178,37 @@ def test_a_run_that_is_over_says_so() -> None:
     Resume(Path("step_4"), {"total_steps": 4}, [], {}).check_unfinished(5, "grpo.max_num_steps")
     with pytest.raises(NothingToDo, match=r"already at step 48 of 5; nothing to do.*grpo\.max_num_steps"):
         Resume(Path("step_48"), {"total_steps": 48}, [], {}).check_unfinished(5, "grpo.max_num_steps")
+
+
+def test_a_checkpoint_that_lost_its_place_in_the_data_is_refused(tmp_path: Path) -> None:
+    saved(configured(tmp_path))
+    loader, state = Loader(), GRPOState(step=4, epoch=2, step_in_epoch=1)
+    (tmp_path / "step_4" / LOADER_FILE).unlink()
+    with pytest.raises(CheckpointError, match=rf"step_4 is damaged: {LOADER_FILE}: is missing"):
+        found(configured(tmp_path))
+    # One of an earlier version has no manifest that says so.
+    (tmp_path / "step_4" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"{LOADER_FILE} is missing.*resume=\[seed,data\]"):
+        found(configured(tmp_path, resume=["seed"]))
+    resume = found(configured(tmp_path, resume=["data"]))
+    assert not resume.restore_position(loader, state, 32) and "not verified" in "\n".join(resume.lines())
+    for content in (b"", b"PK\x03\x04 torn", b"\x80\x02junk"):
+        (tmp_path / "step_4" / LOADER_FILE).write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{LOADER_FILE} cannot be read"):
+            found(configured(tmp_path)).restore_position(loader, state, 32)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "val:accuracy", "mine/solved", "validation/reward/form"])
+def test_a_run_that_its_validation_has_ended_is_over(metric: str, tmp_path: Path) -> None:
+    def stops_at(threshold: float) -> Any:
+        return configured(
+            tmp_path, grpo={"stop_at_validation_metric": metric, "stop_at_validation_threshold": threshold}
+        )
+
+    saved(stops_at(0.5), val_metrics={metric.removeprefix("val:").removeprefix("validation/"): 0.6})
+    with pytest.raises(NothingToDo, match=r"already ended at step 4 by its validation: .*was 0\.6"):
+        found(stops_at(0.5))
+    assert found(stops_at(0.7)).obeyed[0].key == "grpo.stop_at_validation_threshold"
 
 
 def test_weights_of_another_shape_are_refused_by_their_sizes(tmp_path: Path, tiny_model: Path) -> None:

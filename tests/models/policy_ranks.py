@@ -17,6 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.loss import ClippedPGLossFn
 from nemo_rl.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl.models.dtensor.export import hf_name
+from nemo_rl.models.dtensor.parallelize import local_tensor
 from nemo_rl.models.policy.batches import shard_batch, shard_chunk, shares_prompts
 from nemo_rl.models.policy.residency import MovableStorages
 from nemo_rl.models.policy.worker import PolicyWorker
@@ -319,7 +320,17 @@ def training_story(model: str, world: int, folder: str, overrides: Sequence[str]
     seen["resumed weights"] = resumed.weight_checksums()
     seen["resumed third"] = _train(resumed, data, loss)
     seen["resumed third weights"] = resumed.weight_checksums()
+    for value in _optimizer_state(resumed.backend.optimizer):
+        value.fill_(float("inf"))
+    seen["damaged optimizer"] = _error(lambda: _train(resumed, data, loss))
     return seen
+
+
+def _optimizer_state(optimizer: Any) -> list[torch.Tensor]:
+    """First moments, also within Megatron's wrappers."""
+    if hasattr(optimizer, "chained_optimizers"):
+        return [value for one in optimizer.chained_optimizers for value in _optimizer_state(one.optimizer)]
+    return [local_tensor(state["exp_avg"]) for state in optimizer.state.values()]
 
 
 def split_steps(model: str, world: int, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:

@@ -172,6 +172,7 @@ def test_errors_leave_the_worker_as_before_the_step(story: dict[str, Any]) -> No
     assert "no train step open" in story["finish without begin"] and "already open" in story["begin twice"]
     assert "samples of the step with values that are not finite: [6]" in story["nan"]
     assert "planted" in story["loss raises"]
+    assert "weights are not finite after the optimizer's step" in story["damaged optimizer"]
     for after in ("abort", "nan", "raise"):
         assert story[f"weights after {after}"] == story["chunked weights"]
     first, second = story["second weights"]

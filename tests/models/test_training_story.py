@@ -61,6 +61,10 @@ def test_a_step_with_nan_is_refused_and_names_its_samples_on_every_rank(story: d
     assert story["weights after nan"] == story["chunked weights"]
 
 
+def test_weights_that_an_optimizer_made_infinite_end_the_step(story: dict[str, Any]) -> None:
+    assert story["damaged optimizer"].startswith("NonFiniteStepError: weights are not finite after the optimizer's")
+
+
 def test_after_refused_and_failed_steps_training_goes_on_as_if_they_had_not_been(story: dict[str, Any]) -> None:
     assert story["loss raises"] == "ArithmeticError: planted"
     assert story["weights after raise"] == story["chunked weights"]

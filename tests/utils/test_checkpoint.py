@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl.checkpoint import main as verify
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager, model_directory
 from nemo_rl.utils.checkpoint_retention import SavedStep, best_step, ranking_metric, should_save, steps_to_keep
 
 
@@ -23,7 +26,9 @@ def manager(root: Path, **keys: Any) -> CheckpointManager:
 
 def save(checkpoints: CheckpointManager, step: int, accuracy: float | None = None, optimizer: bool = True) -> Path:
     info = {"total_steps": step} | ({} if accuracy is None else {"val:accuracy": accuracy})
-    path = checkpoints.init_tmp_checkpoint(step, info, {"grpo": {"seed": 42}})
+    path = checkpoints.init_tmp_checkpoint(
+        step, info, {"grpo": {"seed": 42}, "checkpointing": checkpoints.cfg.model_dump()}
+    )
     for part in ("weights", "optimizer") if optimizer else ("weights",):
         (path / "policy" / part).mkdir(parents=True)
         (path / "policy" / part / "data").write_text(str(step))
@@ -320,3 +325,94 @@ def test_damaged_info_and_wrong_paths_are_named(tmp_path: Path) -> None:
         checkpoints.finalize_checkpoint(tmp_path / "step_1")
     save(checkpoints, 2, accuracy=0.5)  # a damaged one does not keep later ones from being written and ranked
     assert checkpoints.get_best_checkpoint_path() == tmp_path / "step_2"
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+SPOILS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a flipped byte of weights": ("policy/weights/data", lambda path: flip(path, 0)),
+    "a flipped byte of the optimizer": ("policy/optimizer/data", lambda path: flip(path, -1)),
+    "a file cut off": ("policy/weights/data", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+    "no info": ("training_info.json", Path.unlink),
+    "an empty info": ("training_info.json", lambda path: path.write_bytes(b"")),
+    "no directory": ("policy/optimizer/data", lambda path: shutil.rmtree(path.parent)),
+    "a manifest of nonsense": ("manifest.json", lambda path: path.write_text("[1]")),
+    "a torn manifest": ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:40])),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_offered(spoil: str, tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=None)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    assert checkpoints.newest_intact() == tmp_path / "step_3"
+    name, damaged = SPOILS[spoil]
+    for step in (2, 3):
+        damaged(tmp_path / f"step_{step}" / name)
+    with pytest.raises(CheckpointError, match=rf"step_3 is damaged: {name}.*resume=\[intact\] goes on from step_1"):
+        checkpoints.newest_intact()
+    assert verify(["verify", str(tmp_path)]) == 1 and verify(["verify", str(tmp_path / "step_1")]) == 0
+    assert checkpoints.newest_intact(set_aside=True) == tmp_path / "step_1" == checkpoints.newest_intact()
+    assert {path.name for path in tmp_path.glob("damaged_*")} == {"damaged_step_2", "damaged_step_3"}
+
+
+def test_without_an_intact_checkpoint_nothing_is_moved(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    flip(tmp_path / "step_1" / "training_info.json", 4)
+    for aside in (False, True):
+        with pytest.raises(CheckpointError, match="no other is intact"):
+            checkpoints.newest_intact(set_aside=aside)
+    assert (tmp_path / "step_1").is_dir()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_used_and_called_unverified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    (tmp_path / "step_1" / "manifest.json").unlink()
+    assert checkpoints.newest_intact() == tmp_path / "step_1"
+    assert verify(["verify", str(tmp_path)]) == 1 and "step_1: not verified" in capsys.readouterr().out
+    assert verify(["verify", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(("mask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_files_of_a_checkpoint_have_the_mode_of_the_umask(
+    mask: int, file_mode: int, folder_mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(mask)
+    try:
+        checkpoints = manager(tmp_path / "results")
+        path = checkpoints.init_tmp_checkpoint(1, {})
+        (path / "private").write_text("x")
+        (path / "private").chmod(0o600)
+        final = checkpoints.finalize_checkpoint(path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [*final.rglob("*"), final]}
+    assert modes == dict.fromkeys(("private", "manifest.json", "training_info.json"), file_mode) | {
+        "step_1": folder_mode
+    }
+
+
+def test_the_best_checkpoint_is_a_model_by_its_metric(tmp_path: Path) -> None:
+    for higher, best in ((True, 2), (False, 1)):
+        root = tmp_path / str(higher)
+        checkpoints = manager(root, keep_top_k=None, metric_name="val:accuracy", higher_is_better=higher)
+        for step, accuracy in ((1, 0.1), (2, 0.7), (3, 0.4)):
+            save(checkpoints, step, accuracy=accuracy)
+        assert model_directory(str(root / "best")) == str(root / f"step_{best}" / "policy" / "weights")
+        assert model_directory(str(root)) == str(root / "step_3" / "policy" / "weights")
+    flip(root / "step_1" / "policy" / "weights" / "data", 0)
+    for name in ("best", "step_1", "step_1/policy/weights"):
+        with pytest.raises(CheckpointError, match=r"step_1 is damaged: policy/weights/data"):
+            model_directory(str(root / name))
+    save(manager(tmp_path / "unranked"), 1)
+    with pytest.raises(CheckpointError, match="no checkpoint is ranked"):
+        model_directory(str(tmp_path / "unranked" / "best"))

@@ -123,7 +123,8 @@ def run_step(run: GRPORun, source: BatchSource | StreamingSource) -> CompletedSt
             raise
         if not control.saves_before_publish:
             _save_if_due(run, source, done, is_last=is_last)
-        elif done.stops_early and not done.saved and run.config.checkpointing.enabled:
+        elif done.stops_early and run.config.checkpointing.enabled:
+            # Again where that was before its validation, which tells the same command that the run is over.
             save_step(run, source, done)
         run.store.keep(trained.experience.handle)
     report_step(run, trained.experience, trained.metrics, trained.result)

@@ -298,6 +298,11 @@ class DTensorBackend:
         self.optimizer.step()
         self.discard_gradients()
 
+    def trained_weights(self) -> list[torch.Tensor]:
+        """This rank's shards of what the optimizer updates."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [local_tensor(parameter) for group in groups for parameter in group["params"]]
+
     def discard_gradients(self) -> None:
         """Drops accumulated gradients, and whatever a pass that failed left gathered."""
         self.scorer.drop_gathered()

@@ -266,6 +266,9 @@ class MegatronBackend:
         if self._clears_cache >= 1:
             release_cached_memory(self.device)
 
+    def trained_weights(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def discard_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -93,6 +93,10 @@ class StepBackend(Protocol):
         """Multiplies gradients by `factor`, steps the optimizer and drops the gradients."""
         ...
 
+    def trained_weights(self) -> list[torch.Tensor]:
+        """This rank's shards of what the optimizer updates."""
+        ...
+
     def discard_gradients(self) -> None:
         """Drops accumulated gradients; calls no collective."""
         ...
@@ -174,7 +178,8 @@ class TrainStep:
 
         Raises:
             TrainStepStateError: No step is open.
-            NonFiniteStepError: Loss or gradient is not finite; gradients are dropped and the step is closed.
+            NonFiniteStepError: Loss or gradient is not finite, and gradients are dropped; or the updated weights are
+                not, and nothing can be done with them. The step is closed.
         """
         step = self._require_open("finish_train_step")
         with ExitStack() as close:
@@ -193,6 +198,7 @@ class TrainStep:
                 factor *= min(1.0, max_grad_norm / (grad_norm + 1e-6))
             self._backend.apply_gradients(factor)
             self._open = None
+            _require_finite_weights(self._backend.trained_weights(), result)
             return result
 
     def _result(self, step: _OpenStep, counts: list[float], grad_norm: float, *, stepped: bool) -> StepResult:
@@ -239,6 +245,18 @@ class TrainStep:
         if self._open is None:
             raise TrainStepStateError(f"{what}: no train step open; call begin_train_step first")
         return self._open
+
+
+def _require_finite_weights(shards: Sequence[torch.Tensor], result: StepResult) -> None:
+    largest = torch._foreach_norm([shard.detach() for shard in shards if shard.numel()], float("inf"))
+    # Each rank speaks for its own shards: the run ends, so that the others need not know.
+    if largest and not bool(torch.stack([value.float() for value in largest]).isfinite().all()):
+        raise NonFiniteStepError(
+            f"weights are not finite after the optimizer's step, though loss {result.loss:g} and gradient norm "
+            f"{result.grad_norm:g} are: the optimizer's state is damaged, or the learning rate far too large. They are "
+            "not saved: the same command goes on from the last checkpoint. If that ends here again, move it away to go "
+            "on from the one before"
+        )
 
 
 def total_work(results: Sequence[MicrobatchResult]) -> Work:
