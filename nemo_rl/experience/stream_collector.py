@@ -295,6 +295,7 @@ class StreamCollector(Collector):
         self,
         enough: Callable[[Sequence[BufferedGroup]], bool],
         on_progress: Callable[[int, int], None] = lambda ready, of: None,
+        before_wait: Callable[[], None] = lambda: None,
     ) -> list[BufferedGroup]:
         """The groups that the open step takes next, once they are enough, or no others come for it; empty when it has
         all that it gets.
@@ -302,11 +303,13 @@ class StreamCollector(Collector):
         Args:
             enough: Whether these groups are worth a pass.
             on_progress: Called with the groups that the step has or could take, and its total, as they grow.
+            before_wait: Called once, before the first wait, where the groups are not there yet.
 
         Raises:
             StopIteration: The prompts are used up, and the open step is too small without them.
             CollectorError: Rollouts failed, too many prompts of the step were dropped, or nothing arrived in time.
         """
+        waits = False
         with self._waiting(f"groups of step {self.queue.step.version}"):
             while True:
                 self._pump()
@@ -323,7 +326,11 @@ class StreamCollector(Collector):
                         if not keys and self.queue.too_small():
                             raise StopIteration
                         return [self._buffer.pop(key) for key in keys]
-                    self._wait_for_change()
+                    if waits:
+                        self._wait_for_change()
+                if not waits:
+                    before_wait()
+                    waits = True
 
     def _check_size(self) -> None:
         step = self.queue.step

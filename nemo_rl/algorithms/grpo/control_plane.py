@@ -74,6 +74,12 @@ class ControlPlane(Protocol):
         """The training accelerators may be used for step `step` on return."""
         ...
 
+    def yield_training(self, step: int) -> None:
+        """Step `step` is open and waits for its own rollouts: others may use the training accelerators until the next
+        `lend_training`. Gradients of the step survive.
+        """
+        ...
+
     def lend_saving(self, step: int) -> None:
         """The policy's state has room on the training accelerators on return, for a checkpoint of step `step`."""
         ...
@@ -152,6 +158,9 @@ class OwnAccelerators:
         """Generation that shares its slots with training goes to sleep."""
         if self._refitter is not None:
             self._refitter.release_device()
+
+    def yield_training(self, step: int) -> None:
+        """Nothing to do: the accelerators are the run's own, and generation has others."""
 
     def lend_saving(self, step: int) -> None:
         """Generation that validated since, and needed the room, goes to sleep."""
@@ -245,6 +254,9 @@ class HookedControlPlane:
         self._holds = True
         if self._own is not None:
             self._own.lend_training(step)
+
+    def yield_training(self, step: int) -> None:
+        """Nothing to do: the hooks lend the accelerators for a whole step."""
 
     def lend_saving(self, step: int) -> None:
         """Accelerators that the hooks own, and got back, are asked for once more: a run's last step needs that."""

@@ -125,7 +125,8 @@ class StreamingSource(AheadSource[StreamCollector]):
         run = self._run
         run.progress.phase("waiting for rollouts")
         with run.timer.time("exposed_generation"):
-            groups = self.collector.take(self._enough, report)
+            # A step that kept its training accelerators while it waits could wait for rollouts that need them.
+            groups = self.collector.take(self._enough, report, lambda: run.control.yield_training(run.state.step))
         if not groups:
             return None
         experience = self._experience(groups)
@@ -250,6 +251,8 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
                 _train_on_part(run, parts, part)
         if not parts:
             raise StopIteration
+        run.control.lend_training(run.state.step)
+        run.policy.prepare_for_training()
         with run.timer.time("policy_training"), recorded_span(run, TRAINING):
             pending = run.policy.submit_finish_train_step()
             source.draw_ahead()
@@ -264,9 +267,8 @@ def train_on_stream(run: GRPORun, source: StreamingSource) -> Trained:
 
 
 def _train_on_part(run: GRPORun, parts: list[Experience], part: Experience) -> None:
-    """Gradients of some groups of a step; the first of them opens it."""
-    if not parts:
-        run.control.lend_training(run.state.step)
+    """Accumulates the gradients of some groups of a step; the first of them opens it."""
+    run.control.lend_training(run.state.step)
     score(run, part, step_open=bool(parts))
     weigh(run, part, first_row=sum(earlier.rows.size for earlier in parts))
     run.progress.phase("training")

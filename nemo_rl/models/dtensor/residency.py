@@ -13,11 +13,13 @@ from nemo_rl.models.dtensor.scorer import CausalLMScorer
 
 
 def model_tensors(scorer: CausalLMScorer) -> Iterator[torch.Tensor]:
-    """This rank's parameters, their gradients, and buffers."""
+    """This rank's parameters, their gradients, those that were not reduced yet, and buffers."""
     for parameter in scorer.parameters():
         yield local_tensor(parameter.detach())
         if parameter.grad is not None:
             yield local_tensor(parameter.grad.detach())
+    for gradient in scorer.deferred_gradients():
+        yield local_tensor(gradient.detach())
     yield from scorer.buffers()
 
 

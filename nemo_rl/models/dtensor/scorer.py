@@ -7,6 +7,7 @@ rank of a replica returns the same scores for the whole row, and gradients flow 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from nemo_rl.models.policy.row_slice import Projection, RowSlice, score_row
 from nemo_rl.models.policy.scoring import TokenScores
 
 if TYPE_CHECKING:
-    pass
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 class CausalLMScorer(nn.Module):
@@ -65,14 +66,25 @@ class CausalLMScorer(nn.Module):
         if isinstance(self, FSDPModule):
             self.set_requires_gradient_sync(synchronize)
 
+    def deferred_gradients(self) -> Iterator[torch.Tensor]:
+        """Whole gradients of this rank that were not reduced yet; FSDP keeps them beside its parameters."""
+        for parameter in self._fsdp_parameters():
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            if hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None:
+                yield parameter.unsharded_param.grad
+
     def drop_deferred_gradients(self) -> None:
         """Drops gradients that were not reduced yet."""
+        for parameter in self._fsdp_parameters():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
+
+    def _fsdp_parameters(self) -> Iterator[FSDPParam]:
         for module in self.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            for parameter in group.fsdp_params if group is not None else ():
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_param.grad = None
+            yield from group.fsdp_params if group is not None else ()
 
     def forward(
         self, batch: PackedBatch, transform: LogitTransform, *, logits: bool = False

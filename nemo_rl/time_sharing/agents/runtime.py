@@ -161,6 +161,11 @@ class AgentRuntime:
             self._agent.release(cluster)
             self._agent.begin_progress(target, done, unit)
 
+    def release_for_now(self, cluster: str) -> None:
+        """Gives a cluster back in the middle of a step; the demand for generation stays as it is."""
+        with self._lock:
+            self._agent.release(cluster)
+
     def begin_progress(self, target: int, done: int = 0, unit: int = 1) -> None:
         with self._lock:
             self._agent.begin_progress(target, done, unit)

@@ -274,6 +274,17 @@ class LentAccelerators:
         self.waited_s += time.monotonic() - began
         self._holds = True
 
+    def yield_training(self, step: int) -> None:
+        """Gives the training GPUs back while the open step waits for rollouts, with its gradients on the host.
+
+        Communicators stay, because an open step needs them again; the next hand-over after the step drops them.
+        """
+        if self._holds:
+            self._phase("waiting for rollouts")
+            self._policy.offload_to_cpu()
+            self._runtime.release_for_now(ACTOR_TRAIN)
+            self._holds = False
+
     def lend_saving(self, step: int) -> None:
         """GPUs that were given back are asked for once more, and the run's end gives them back; see `lend_training`."""
         self.lend_training(step)
