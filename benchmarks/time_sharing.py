@@ -1,12 +1,20 @@
-"""Two equal GRPO jobs on two GPUs: sharing the pool, against one after the other and against one GPU each.
+"""Equal GRPO jobs on the GPUs of one machine: the pool against everything that can be done without it.
 
-    python benchmarks/time_sharing.py [--shape 0.5b] [--steps 6] [--only alone split shared] [--work DIR]
+    python benchmarks/time_sharing.py [--shape 0.5b] [--jobs 2] [--gpus 2] [--steps 6] [--ways serial split slots ...]
 
-Every contender trains the same model on the same number of samples, whose lengths are geometric. `alone` is one job
-that has both GPUs, one for training and one for generation that runs a step ahead; one after the other takes twice as
-long. `split` is both jobs at the same time, each on a GPU of its own, training and generating in turns. `shared` is
-both jobs under the scheduler: each trains on its own GPU and generates on both. Seconds are counted from the first step
-to the last; engines that are built on the way count.
+Every job trains the same model on the same number of samples, whose lengths are geometric, with CUDA graphs. The ways:
+
+- `serial`: one job on all GPUs, generating and training in turns; the jobs run one after the other.
+- `serial-2`: the same with two engines on each GPU. The faster one counts as one after the other.
+- `split`: all jobs at the same time, each on its part of the GPUs. With more jobs than GPUs several start on each.
+- `unmanaged`: all jobs started at once on all GPUs, with `--kv-gib` of KV cache each, and nobody who manages them.
+- `exclusive`: the pool, whole GPUs to one job at a time.
+- `slots`: the pool with as many slots on each GPU as there are jobs, each job on all GPUs.
+- `slots-mps`: the same through NVIDIA's Multi-Process Service.
+
+The steady seconds are those in which each job makes one step, between the moment at which all have made two steps and
+the first one's end. What a way does not survive is printed, with the steps that it made. GPU busy is the share of time
+in which a kernel ran, as the driver counts it.
 """
 
 from __future__ import annotations
@@ -15,10 +23,14 @@ import argparse
 import copy
 import json
 import os
+import signal
+import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,111 +39,245 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from async_vs_sync import throughput_config  # noqa: E402
-from shapes import make_model, make_prompts  # noqa: E402
+from async_vs_sync import Contender, throughput_config  # noqa: E402
+from shapes import host_speed_s, make_model, make_prompts  # noqa: E402
 
-JOBS = ("a", "b")
+WAYS = ("serial", "serial-2", "split", "unmanaged", "exclusive", "slots", "slots-mps")
+_POOLS = ("exclusive", "slots", "slots-mps")
+_WARM_STEPS = 2
+_SAMPLE_S = 0.25
 
 
 class Span(NamedTuple):
-    """When a job's steps happened, in seconds of the machine's clock, and how many there were."""
+    """When a job's steps happened, in seconds of the machine's clock."""
 
     first: float
     finished: tuple[float, ...]
 
-    @property
-    def seconds(self) -> float:
-        """From the first step's begin to the last one's end."""
-        return self.finished[-1] - self.first
 
-    def steady_s(self) -> float:
-        """Seconds of a step, over those after the second."""
-        return (self.finished[-1] - self.finished[1]) / max(1, len(self.finished) - 2)
+class Result(NamedTuple):
+    """What a way did: the steps of each job, GPU busy share (None on CPU slots), and why it failed, if it did."""
+
+    spans: dict[str, Span]
+    busy: float | None
+    failed: str
+
+    def window(self) -> tuple[float, float]:
+        """From the moment at which all jobs are warm to the first one's end."""
+        spans = list(self.spans.values())
+        return max(span.finished[_WARM_STEPS - 1] for span in spans), min(span.finished[-1] for span in spans)
+
+    def round_s(self) -> float:
+        """Seconds in which every job makes a step, while all run."""
+        begin, end = self.window()
+        rates = []
+        for span in self.spans.values():
+            inside = [at for at in span.finished if begin <= at <= end]
+            # A job's rate is that between two ends of steps; what lies before and after them is no whole step.
+            rates.append((len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 1 else 0.0)
+        return len(rates) / sum(rates) if all(rates) else float("inf")
+
+    def job_s(self, job: str) -> float:
+        """Median seconds of a job's warm steps."""
+        ends = self.spans[job].finished[_WARM_STEPS - 1 :]
+        return statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
 
 
-def span_of(log_dir: Path) -> Span:
-    """The steps of the newest run below a log directory."""
+def span_of(log_dir: Path) -> Span | None:
+    """The steps of the newest run below a log directory; None where there is none."""
     from nemo_rl.utils.record import read_record
     from nemo_rl.utils.record_events import StepBegun, StepFinished
 
-    entries = list(read_record(max(log_dir.glob("exp_*")) / "record.jsonl"))
+    runs = sorted(log_dir.glob("exp_*"))
+    if not runs or not (runs[-1] / "record.jsonl").exists():
+        return None
+    entries = list(read_record(runs[-1] / "record.jsonl"))
     begun = [entry.time for entry in entries if isinstance(entry.event, StepBegun)]
-    return Span(begun[0], tuple(entry.time for entry in entries if isinstance(entry.event, StepFinished)))
+    finished = tuple(entry.time for entry in entries if isinstance(entry.event, StepFinished))
+    return Span(begun[0], finished) if begun else None
 
 
-def config_of(args: argparse.Namespace, model: Path, prompts: Path, name: str, job: str, *, ahead: bool) -> Path:
-    """A job's configuration for one contender; its log directory is beside it."""
-    config = copy.deepcopy(throughput_config(args, model, prompts, 1 if ahead else 0))
-    config["grpo"]["seed"] = JOBS.index(job) + 1
-    config["policy"]["generation"]["vllm_cfg"] |= {"enforce_eager": True, "gpu_memory_utilization": args.memory}
-    config["logger"]["log_dir"] = str(args.work / name / job)
+def jobs_of(args: argparse.Namespace) -> list[str]:
+    """Their names."""
+    return [chr(ord("a") + number) for number in range(args.jobs)]
+
+
+def config_of(args: argparse.Namespace, way: str, job: str, gpus: int) -> Path:
+    """A job's configuration for one way; its log directory is beside it."""
+    shaped = argparse.Namespace(**(vars(args) | {"gpus": gpus}))
+    config = copy.deepcopy(throughput_config(shaped, args.model, args.prompts_file, Contender(way, 0)))
+    config["grpo"]["seed"] = ord(job)
+    vllm: dict[str, Any] = {"enforce_eager": args.eager, "gpu_memory_utilization": args.memory}
+    if way == "serial-2":
+        vllm["engines_per_gpu"] = 2
+    generation = config["policy"]["generation"]
+    generation["vllm_cfg"] |= vllm
+    if way == "unmanaged" and args.device == "cuda":
+        generation["vllm_cfg"]["gpu_memory_utilization"] = 0.05
+        generation["vllm_kwargs"] = {"kv_cache_memory_bytes": int(args.kv_gib * (1 << 30))}
+    config["logger"]["log_dir"] = str(args.work / way / job)
     config["checkpointing"] = {"enabled": False}
-    config["cluster"]["gpus_per_node"] = 2 if ahead else 1
-    path = args.work / f"{name}_{job}.yaml"
+    config["cluster"]["gpus_per_node"] = gpus
+    path = args.work / f"{way}_{job}.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
 
 
-def start(args: argparse.Namespace, script: str, *arguments: str, **environment: str) -> Any:
+def start(args: argparse.Namespace, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
     """Starts one of the examples; its output goes to a file in the work directory."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    output = (args.work / f"{script}_{environment.get('CUDA_VISIBLE_DEVICES', 'all')}.txt").open("w")
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": paths, "RAY_ADDRESS": "local"} | environment,
-    )
+    with (args.work / f"{name}.txt").open("w") as output:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": paths, "RAY_ADDRESS": "local"} | environment,
+        )
 
 
-def finish(args: argparse.Namespace, processes: Sequence[Any]) -> None:
-    """Waits for all; the end of their output if one failed."""
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        logs = [path.read_text()[-6000:] for path in sorted(args.work.glob("*.txt"))]
-        raise SystemExit(f"exit codes {codes}\n" + "\n".join(logs))
+def finish(args: argparse.Namespace, processes: dict[str, subprocess.Popen[bytes]]) -> str:
+    """Waits for all, the first failure or the limit of `--way-s`; why it failed, empty where it did not."""
+    deadline = time.monotonic() + args.way_s
+    failed = ""
+    while not failed and any(process.poll() is None for process in processes.values()):
+        codes = {name: process.poll() for name, process in processes.items()}
+        bad = [name for name, code in codes.items() if code]
+        if bad:
+            failed = f"{bad[0]} ended with {codes[bad[0]]}"
+        elif time.monotonic() > deadline:
+            failed = f"not done after {args.way_s:.0f} s"
+        time.sleep(0.2)
+    failed = failed or next((f"{n} ended with {p.returncode}" for n, p in processes.items() if p.returncode), "")
+    for process in processes.values():
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    for process in processes.values():
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    if failed:
+        for name in processes:
+            print(f"-- {name}\n" + (args.work / f"{name}.txt").read_text()[-args.log_chars :], flush=True)
+    return failed
 
 
-def alone(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Span]:
-    """One job on both GPUs."""
-    config = config_of(args, model, prompts, "alone", "a", ahead=True)
-    finish(args, [start(args, "run_grpo.py", "--config", str(config))])
-    return {"a": span_of(args.work / "alone" / "a")}
+class BusyGpus:
+    """Samples how busy the GPUs are."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []
+
+    @contextmanager
+    def sampled(self, cuda: bool) -> Iterator[None]:
+        """Samples inside the block."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._sample, args=(over,), daemon=True)
+        if cuda:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if cuda:
+                thread.join()
+
+    def _sample(self, over: threading.Event) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        while not over.wait(_SAMPLE_S):
+            busy = [pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100 for gpu in gpus]
+            self._samples.append((time.time(), statistics.mean(busy)))
+
+    def between(self, begin: float, end: float) -> float | None:
+        """Mean share in a stretch of time; None where nothing was sampled."""
+        inside = [share for at, share in self._samples if begin <= at <= end]
+        return statistics.mean(inside) if inside else None
 
 
-def split(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Span]:
-    """Both jobs, each on one GPU."""
-    processes = []
-    for gpu, job in enumerate(JOBS):
-        config = config_of(args, model, prompts, "split", job, ahead=False)
-        processes.append(start(args, "run_grpo.py", "--config", str(config), CUDA_VISIBLE_DEVICES=str(gpu)))
-    finish(args, processes)
-    return {job: span_of(args.work / "split" / job) for job in JOBS}
+def run_way(args: argparse.Namespace, way: str) -> Result:
+    """Runs one way to its end."""
+    jobs = jobs_of(args)
+    busy = BusyGpus()
+    with busy.sampled(args.device == "cuda"):
+        failed = finish(args, _started(args, way, jobs))
+    found = {job: span_of(args.work / way / job) for job in (jobs[:1] if way.startswith("serial") else jobs)}
+    spans = {job: span for job, span in found.items() if span is not None}
+    if len(spans) < len(found) or any(len(span.finished) <= _WARM_STEPS for span in spans.values()):
+        failed = failed or "too few steps"
+        return Result(spans, None, failed)
+    result = Result(spans, None, failed)
+    return result._replace(busy=busy.between(*result.window()))
 
 
-def shared(args: argparse.Namespace, model: Path, prompts: Path) -> dict[str, Span]:
-    """Both jobs on the pool of both GPUs."""
-    configs = [str(config_of(args, model, prompts, "shared", job, ahead=True)) for job in JOBS]
-    pool = ["--gpus", "2", "--device", args.device, "--log-dir", str(args.work / "pool")]
-    finish(args, [start(args, "run_time_sharing.py", *pool, "--pipelines", *configs)])
-    return {job: span_of(args.work / "shared" / job) for job in JOBS}
+def _started(args: argparse.Namespace, way: str, jobs: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
+    run = str(ROOT / "examples" / "run_grpo.py")
+    if way in _POOLS:
+        configs = [str(config_of(args, way, job, args.gpus)) for job in jobs]
+        pool = ["--gpus", str(args.gpus), "--device", args.device, "--log-dir", str(args.work / f"pool_{way}")]
+        pool += ["--port", "0", "--slots-per-gpu", "1" if way == "exclusive" else str(args.slots or args.jobs)]
+        pool += ["--mps", "on" if way == "slots-mps" else "off"]
+        line = [str(ROOT / "examples" / "run_time_sharing.py"), *pool, "--pipelines", *configs]
+        return {way: start(args, way, *line)}
+    if way.startswith("serial"):
+        config = config_of(args, way, jobs[0], args.gpus)
+        return {way: start(args, way, run, "--config", str(config))}
+    started = {}
+    for number, job in enumerate(jobs):
+        width = max(args.gpus // args.jobs, 1) if way == "split" else args.gpus
+        gpus = [(number * width + offset) % args.gpus for offset in range(width)]
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if way == "split" else {}
+        config = config_of(args, way, job, width)
+        started[f"{way}_{job}"] = start(args, f"{way}_{job}", run, "--config", str(config), **visible)
+    return started
+
+
+def show(args: argparse.Namespace, way: str, result: Result, wall_s: float) -> None:
+    """Lines of one way."""
+    for job, span in result.spans.items():
+        ends = (span.first, *span.finished)
+        steps = ", ".join(f"{later - earlier:.1f}" for earlier, later in zip(ends, ends[1:], strict=False))
+        print(f"{way:10s} job {job}: {len(span.finished)} steps ({steps})", flush=True)
+    said = f"FAILED: {result.failed}" if result.failed else "done"
+    print(f"{way:10s} {said}, {wall_s:.0f} s with start and end", flush=True)
+    if way in _POOLS and not result.failed:
+        print(hand_overs(args.work / f"pool_{way}"), flush=True)
+
+
+def table(args: argparse.Namespace, results: dict[str, Result]) -> dict[str, float]:
+    """Prints what every way gains over one after the other; its steady seconds by name."""
+    rounds = {
+        way: result.round_s() * (args.jobs if way.startswith("serial") else 1)
+        for way, result in results.items()
+        if result.spans and all(len(span.finished) > _WARM_STEPS for span in result.spans.values())
+    }
+    serial = min((seconds for way, seconds in rounds.items() if way.startswith("serial")), default=None)
+    print(f"\n{args.jobs} jobs on {args.gpus} GPUs, {args.shape}: one step of every job")
+    print(f"{'way':10s} {'seconds':>8s} {'of serial':>9s} {'slowdowns':>16s} {'GPU busy':>8s}")
+    for way, seconds in rounds.items():
+        result = results[way]
+        alone = None if serial is None else serial / args.jobs
+        slowdowns = [] if alone is None else [f"{result.job_s(job) / alone:.2f}" for job in result.spans]
+        gain = "-" if serial is None else f"{serial / seconds:.2f}x"
+        busy = "-" if result.busy is None else f"{result.busy:.0%}"
+        failed = f"  {result.failed}" if result.failed else ""
+        print(f"{way:10s} {seconds:8.1f} {gain:>9s} {' '.join(slowdowns):>16s} {busy:>8s}{failed}")
+    return rounds
 
 
 def hand_overs(log_dir: Path) -> str:
-    """Lines of figures: from the decision to give GPUs to somebody until they are used, and from the request for
-    training GPUs to the grant, beside what it is held to: twice a sleep and a sync of this run, and 0.5 s.
-    """
+    """A line of figures: seconds from the request for training GPUs to the grant, builds of engines left out."""
     from nemo_rl.time_sharing.log import events as ev
     from nemo_rl.time_sharing.log.merged import merge_by_machine_time
-    from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Phase
+    from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN
     from nemo_rl.time_sharing.viewing.handovers import HandoverWatch, percentile
 
     watch = HandoverWatch()
     asked: dict[str, float] = {}
     waits: list[float] = []
-    since: dict[tuple[str, int], tuple[Phase, float]] = {}
-    lasted: dict[Phase, list[float]] = {Phase.SLEEPING: [], Phase.SYNCING: []}
     for entry in merge_by_machine_time(sorted((log_dir / "latest").glob("*.jsonl"))):
         watch.take(entry.time, entry.event)
         match entry.event:
@@ -139,82 +285,54 @@ def hand_overs(log_dir: Path) -> str:
                 asked[request.pipeline] = entry.time
             case ev.Granted(cluster=cluster) as grant if cluster == ACTOR_TRAIN and grant.pipeline in asked:
                 waits.append(entry.time - asked.pop(grant.pipeline))
-            case ev.RankMoved() as moved:
-                before, began = since.get((moved.pipeline, moved.rank), (Phase.ASLEEP, entry.time))
-                if before in lasted:
-                    lasted[before].append(entry.time - began)
-                since[moved.pipeline, moved.rank] = moved.phase, entry.time
-    lines = []
-    for what, chosen in (("training", False), ("a rank", True)):
-        seconds = [found.seconds for found in watch.found if found.what.startswith("rank") == chosen]
-        lines.append(f"{what}, decision to use: {_spread(seconds)}")
-    floor = sum(percentile(seconds, 50) for seconds in lasted.values())
-    lines.append(f"training, request to grant: {_spread(waits)}; 2 x (sleep + sync) + 0.5 s is {2 * floor + 0.5:.2f} s")
-    return "\n".join(lines)
+            case _:
+                pass
+    used = [found.seconds for found in watch.found]
+    return (
+        f"training, request to grant: {len(waits)}, p50 {percentile(waits, 50):.2f} s, p99 {percentile(waits, 99):.2f} "
+        f"s; decision to use: {len(used)}, p50 {percentile(used, 50):.2f} s, p99 {percentile(used, 99):.2f} s"
+    )
 
 
-def _spread(seconds: list[float]) -> str:
-    from nemo_rl.time_sharing.viewing.handovers import percentile
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shape", default="0.5b")
+    made.add_argument("--jobs", type=int, default=2)
+    made.add_argument("--gpus", type=int, default=2)
+    made.add_argument("--slots", type=int, default=0, help="slots of each GPU; 0 for one of each job")
+    made.add_argument("--steps", type=int, default=6)
+    made.add_argument("--prompts", type=int, default=64)
+    made.add_argument("--generations", type=int, default=8)
+    made.add_argument("--prompt-tokens", type=int, default=128)
+    made.add_argument("--new-tokens", type=int, default=1920)
+    made.add_argument("--mean-tokens", type=int, default=600)
+    made.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of engines that have it")
+    made.add_argument("--kv-gib", type=float, default=14.0, help="KV cache of each engine of `unmanaged`")
+    made.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    made.add_argument("--way-s", type=float, default=900.0, help="longest time of one way")
+    made.add_argument("--log-chars", type=int, default=6000, help="what is shown of the output of a way that failed")
+    made.add_argument("--work", type=Path, default=Path("/tmp/nemo_rl_time_sharing"))
+    return made
 
-    return f"{len(seconds)} hand-overs, p50 {percentile(seconds, 50):.2f} s, p99 {percentile(seconds, 99):.2f} s"
 
-
-def makespan(spans: dict[str, Span]) -> float:
-    """From the first step of anybody to the last step of anybody."""
-    return max(span.finished[-1] for span in spans.values()) - min(span.first for span in spans.values())
-
-
-def main() -> None:
-    """Runs the contenders one after the other and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.5b")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=1920)
-    parser.add_argument("--mean-tokens", type=int, default=600)
-    parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of every engine")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", nargs="+", choices=("alone", "split", "shared"), default=["alone", "split", "shared"])
-    parser.add_argument("--work", type=Path, default=Path("/tmp/nemo_rl_time_sharing"))
-    args = parser.parse_args()
-    args.gpus = 2
+def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
+    """Runs the ways one after the other and prints the table."""
+    args = parser().parse_args(arguments)
     args.work.mkdir(parents=True, exist_ok=True)
-    model = make_model(args.shape, args.work)
-    prompts = make_prompts(args.prompts * (args.steps + 2), args.prompt_tokens, args.work / "prompts.jsonl")
-    results: dict[str, dict[str, Span]] = {}
-    for name in args.only:
+    args.model = make_model(args.shape, args.work)
+    args.prompts_file = make_prompts(args.prompts * (args.steps + 2), args.prompt_tokens, args.work / "prompts.jsonl")
+    print(f"20 million additions in Python: {host_speed_s():.2f} s", flush=True)
+    results: dict[str, Result] = {}
+    for way in args.ways:
         began = time.perf_counter()
-        results[name] = {"alone": alone, "split": split, "shared": shared}[name](args, model, prompts)
-        wall = time.perf_counter() - began
-        for job, span in results[name].items():
-            steps = ", ".join(f"{b - a:.1f}" for a, b in zip((span.first, *span.finished), span.finished, strict=False))
-            print(
-                f"{name:7s} job {job}: {span.seconds:7.1f} s for {len(span.finished)} steps, "
-                f"{span.steady_s():6.1f} s a step later on ({steps}); {wall:.0f} s with start and end",
-                flush=True,
-            )
-    table(results)
-    if "shared" in results:
-        print(hand_overs(args.work / "pool"))
-    print("RESULT " + json.dumps({name: {job: span.seconds for job, span in s.items()} for name, s in results.items()}))
-
-
-def table(results: dict[str, dict[str, Span]]) -> None:
-    """What sharing gains over each other way, whole and later on."""
-    if "shared" not in results:
-        return
-    ours, later = makespan(results["shared"]), max(span.steady_s() for span in results["shared"].values())
-    if "alone" in results:
-        job = results["alone"]["a"]
-        print(f"one after the other / shared: {2 * job.seconds / ours:.2f}; later on {2 * job.steady_s() / later:.2f}")
-        for name, span in results["shared"].items():
-            whole, steady = span.seconds / job.seconds, span.steady_s() / job.steady_s()
-            print(f"job {name}: slowdown by sharing {whole:.2f}, later on {steady:.2f}")
-    if "split" in results:
-        other = max(span.steady_s() for span in results["split"].values())
-        print(f"one GPU each / shared: {makespan(results['split']) / ours:.2f}; later on {other / later:.2f}")
+        results[way] = run_way(args, way)
+        show(args, way, results[way], time.perf_counter() - began)
+    rounds = table(args, results)
+    print("RESULT " + json.dumps({way: round(seconds, 2) for way, seconds in rounds.items()}))
+    return results
 
 
 if __name__ == "__main__":

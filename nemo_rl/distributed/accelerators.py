@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DeviceKind = Literal["cuda", "cpu"]
 CPU_SLOT_RESOURCE = "cpu_slot"
+SLOT_BYTES_VARIABLE = "NRL_SLOT_BYTES"
+"""Tells a worker how much device memory its slot has, where neighbours use the rest of the GPU."""
 
 
 class DeviceUnavailableError(UserError, RuntimeError):
@@ -78,3 +80,15 @@ def _gpus_here() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def least_device_bytes() -> int:
+    """Memory of the smallest GPU of this machine, bytes; takes no context on any."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()

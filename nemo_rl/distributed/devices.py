@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from nemo_rl.distributed.accelerators import CPU, CUDA
+from nemo_rl.distributed.accelerators import CPU, CUDA, SLOT_BYTES_VARIABLE
 
 
 def device_of_process() -> torch.device:
@@ -45,6 +45,15 @@ def free_memory(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable line; host memory cannot be read")
+
+
+def keep_to_slot(device: torch.device) -> None:
+    """Bounds what PyTorch allocates in this process by the memory of its slot, where neighbours use the rest of the
+    device: a tensor that does not fit raises `torch.OutOfMemoryError` here and leaves them alone.
+    """
+    given = os.environ.get(SLOT_BYTES_VARIABLE)
+    if given is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(int(given) / total_memory(device), 1.0), device)
 
 
 def total_memory(device: torch.device) -> int:

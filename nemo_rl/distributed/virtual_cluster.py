@@ -82,6 +82,9 @@ class RayVirtualCluster:
         port_range_low: First rendezvous port.
         port_range_high: Last rendezvous port.
         timeout_s: How long a reservation may wait for other jobs to leave.
+
+    Attributes:
+        slot_bytes: Device memory that a slot's workers may take at a time, since neighbours use the rest; None for all.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class RayVirtualCluster:
                 f"{num_gpus_per_node}"
             )
         self.name = name
+        self.slot_bytes: int | None = None
         self.accelerator: Accelerator = CUDA if use_gpus else CPU
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self.num_gpus_per_node = num_gpus_per_node

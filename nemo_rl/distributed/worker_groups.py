@@ -21,6 +21,7 @@ import ray
 
 from nemo_rl.config.profiling import Profile
 from nemo_rl.distributed import nsight
+from nemo_rl.distributed.accelerators import SLOT_BYTES_VARIABLE
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, Slot, cores_per_slot
 from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity, wait_for_workers
@@ -176,6 +177,8 @@ class RayWorkerGroup:
             # all of its group.
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot.device_index) for slot in slots)
+            if self.cluster.slot_bytes is not None:
+                env[SLOT_BYTES_VARIABLE] = str(self.cluster.slot_bytes)
         else:
             env["OMP_NUM_THREADS"] = str(cores_per_slot(sum(len(self._slots[number]) for number in on_node)))
             # Threads that wait by spinning take the cores from whoever they wait for when the machine has other work

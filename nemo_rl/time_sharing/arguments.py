@@ -13,6 +13,20 @@ DEFAULT_PORT = 8270
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """The shape of a pool."""
     parser.add_argument("--gpus", type=int, required=True, help="GPUs (or CPU slots) of each node of the pool")
+    parser.add_argument(
+        "--slots-per-gpu",
+        type=int,
+        default=1,
+        metavar="N",
+        help="jobs that may use a GPU at the same time, each within an equal part of its memory, with one of them "
+        "training at a time (default: %(default)s, the whole GPU to one job at a time)",
+    )
+    parser.add_argument(
+        "--mps",
+        choices=("off", "on"),
+        default="off",
+        help="whether the jobs of a GPU use it through NVIDIA's Multi-Process Service (default: %(default)s)",
+    )
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the pool (default: %(default)s)")
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of slot (default: %(default)s)"

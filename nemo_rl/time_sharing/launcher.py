@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.arguments import DEFAULT_PORT, add_page_arguments, add_pool_arguments
+from nemo_rl.time_sharing.mps import multi_process_service
 from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
 from nemo_rl.time_sharing.pool import (
     LIVE_LIMITS,
@@ -89,24 +90,43 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _run_together(chosen: argparse.Namespace, overrides: Sequence[str]) -> int:
-    pool = Pool(chosen.nodes, chosen.gpus)
+    pool = _pool_of(chosen)
     files, own = _files_and_overrides(chosen.pipelines)
     jobs = read_jobs(files, pool, [*own, *overrides])
-    from nemo_rl.distributed.ray_runtime import shutdown_ray
-
     log_dir = _new_log_dir(chosen.log_dir)
-    try:
-        actor = _open(pool, chosen, log_dir)
-        try:
-            with _page(actor, log_dir, chosen.host, chosen.port):
-                _submit_all(actor, jobs)
-                standings = _watch(actor, [job.name for job in jobs])
-        finally:
-            close_pool(actor)
-    finally:
-        shutdown_ray()
+    with _pool(pool, chosen, log_dir) as actor, _page(actor, log_dir, chosen.host, chosen.port):
+        _submit_all(actor, jobs)
+        standings = _watch(actor, [job.name for job in jobs])
     ok = all(standing.outcome is not None and standing.outcome.kind == "done" for standing in standings)
     return EXIT_OK if _checked(log_dir) and ok else EXIT_FAILED
+
+
+def _pool_of(chosen: argparse.Namespace) -> Pool:
+    """The pool that the command line describes.
+
+    Raises:
+        PoolError: There is no such pool.
+    """
+    try:
+        return Pool(chosen.nodes, chosen.gpus, chosen.slots_per_gpu)
+    except ValueError as error:
+        raise PoolError(str(error)) from error
+
+
+@contextmanager
+def _pool(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> Iterator[ActorHandle[object]]:
+    """The pool is open inside the block, with its Ray cluster where this process started it."""
+    from nemo_rl.distributed.ray_runtime import shutdown_ray
+
+    with multi_process_service(chosen.mps == "on"):
+        try:
+            actor = _open(pool, chosen, log_dir)
+            try:
+                yield actor
+            finally:
+                close_pool(actor)
+        finally:
+            shutdown_ray()
 
 
 def _files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -118,7 +138,7 @@ def _files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str
 def _open(pool: Pool, chosen: argparse.Namespace, log_dir: Path) -> ActorHandle[object]:
     from nemo_rl.distributed.ray_runtime import init_ray
 
-    accelerator = init_ray(device=chosen.device, cpu_slots=pool.size)
+    accelerator = init_ray(device=chosen.device, cpu_slots=pool.gpus)
     limits = LIVE_LIMITS if chosen.quarantine is None else replace(LIVE_LIMITS, quarantine_s=chosen.quarantine)
     return open_pool(pool, accelerator, log_dir, limits)
 
@@ -203,23 +223,15 @@ def _checked(log_dir: Path) -> bool:
 
 def serve(chosen: argparse.Namespace) -> int:
     """Opens a pool and keeps it until it is interrupted."""
-    pool = Pool(chosen.nodes, chosen.gpus)
-    from nemo_rl.distributed.ray_runtime import shutdown_ray
-
+    pool = _pool_of(chosen)
     log_dir = _new_log_dir(chosen.log_dir)
-    try:
-        actor = _open(pool, chosen, log_dir)
+    with _pool(pool, chosen, log_dir) as actor:
         sys.stderr.write(
-            f"pool: {pool.size} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
+            f"pool: {pool.slots} slots, log in {log_dir}; submit with python -m nemo_rl.time_sharing submit FILE\n"
         )
-        try:
-            with _page(actor, log_dir, chosen.host, chosen.port):
-                while True:
-                    time.sleep(_HOUR_S)
-        finally:
-            close_pool(actor)
-    finally:
-        shutdown_ray()
+        with _page(actor, log_dir, chosen.host, chosen.port):
+            while True:
+                time.sleep(_HOUR_S)
 
 
 def submit(chosen: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
 from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook
-from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
+from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory, slot_bytes
 from nemo_rl.time_sharing.planning.placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import Limits
@@ -168,7 +168,9 @@ class PoolActor(Orchestrator):
             RegistrationError: It does not fit the pool.
         """
         with self._lock:
-            running = [Mapped(life.train, life.infer) for life in self._lives.values() if life.outcome is None]
+            running = [
+                Mapped(life.train, life.infer, life.column) for life in self._lives.values() if life.outcome is None
+            ]
             job = job.placed(self._handles.pool, running)
             job.topology(self._handles.pool)
             known = self._lives.get(job.name)
@@ -176,7 +178,7 @@ class PoolActor(Orchestrator):
                 raise PoolError(f"a pipeline {job.name!r} runs already; cancel it, or submit under another name")
             # Larger than any before, also those of an earlier pool over the same log.
             incarnation = max(int(time.time()), known.incarnation + 1 if known else 0)
-            life = Life(job.name, incarnation, job.train, job.infer, time.time())
+            life = Life(job.name, incarnation, job.train, job.infer, time.time(), column=job.column)
             self._lives[job.name] = life
             self._keep()  # first, so that whoever comes after a kill knows of every pipeline that may be there
             try:
@@ -344,7 +346,13 @@ def open_pool(
     except BaseException:
         stop_scheduler(scheduler)
         raise
-    handles = PoolHandles(scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir))
+    try:
+        memory = _slot_bytes(pool) if accelerator.is_cuda else None
+    except BaseException:
+        _remove_reservation()
+        stop_scheduler(scheduler)
+        raise
+    handles = PoolHandles(scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory)
     actor: Any = (
         ray.remote(pool_class)
         .options(
@@ -361,6 +369,13 @@ def open_pool(
     )
     ray.get(actor.shape.remote(), timeout=_START_S)
     return actor
+
+
+def _slot_bytes(pool: Pool) -> int | None:
+    """Device memory of each slot, the same on every node; None where a slot is a whole GPU."""
+    from nemo_rl.distributed.accelerators import least_device_bytes
+
+    return slot_bytes(least_device_bytes(), pool.slots_per_gpu) if pool.slots_per_gpu > 1 else None
 
 
 def close_pool(actor: Any) -> None:

@@ -41,7 +41,7 @@ def test_the_kind_of_a_job_is_read_from_its_file(tmp_path: Path) -> None:
     assert [job.train for job in jobs] == [(0,), (1,), (), ()], "neighbours train on different GPUs"
     assert [job.infer for job in jobs] == [(0, 1), (1,), (0, 1), (0, 1)]
     assert [len(job.topology(POOL).ranks) for job in jobs] == [2, 1, 2, 1]
-    assert [sorted(job.mappings()) for job in jobs[2:]] == [[ACTOR_INFER], [ACTOR_INFER]]
+    assert [sorted(job.mappings(POOL)) for job in jobs[2:]] == [[ACTOR_INFER], [ACTOR_INFER]]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.distributed.devices import (
     device_name,
+    device_of_process,
     device_uuid,
     free_memory,
+    keep_to_slot,
     memory_in_use,
     release_cached_memory,
     synchronize,
@@ -84,6 +86,7 @@ class PolicyWorker(TQWorkerMixin):
         torch.manual_seed(0)
         if not torch.cuda.is_available():
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_to_slot(device_of_process())
         spec, sizes = backend_spec(self.cfg), parallel_sizes(self.cfg, int(os.environ["WORLD_SIZE"]))
         self.backend = spec.build(self.cfg, sizes, self._options)
         self.step = TrainStep(self.backend)

@@ -64,7 +64,7 @@ def start_scheduler(
             # Its log is on this node, also for the scheduler that Ray starts after it.
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
-        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits, segment_lines)
+        .remote(str(log_dir), pool.nodes, pool.gpus_per_node, limits, segment_lines, pool.slots_per_gpu)
     )
     served_dir, served_pool = ray.get(scheduler.serves.remote(), timeout=_START_S)
     if (served_dir, served_pool) != (str(log_dir), pool):

@@ -50,9 +50,10 @@ class SchedulerActor:
         gpus_per_node: int,
         limits: Limits | None = None,
         segment_lines: int = SEGMENT_LINES,
+        slots_per_gpu: int = 1,
     ) -> None:
         try:
-            self._begin(log_dir, Pool(nodes, gpus_per_node), limits or Limits(), segment_lines)
+            self._begin(log_dir, Pool(nodes, gpus_per_node, slots_per_gpu), limits or Limits(), segment_lines)
         except (OSError, RecordError):
             if not _started_anew():
                 raise

@@ -61,7 +61,7 @@ class Sense:
         self._gone = set(self._past) - self._unsure
 
     def _opened(self, event: ev.PoolOpened) -> str | None:
-        self.opened, self._size = True, event.nodes * event.gpus_per_node
+        self.opened, self._size = True, event.pool.size
         return None
 
     def _registered(self, event: ev.Registered) -> str | None:

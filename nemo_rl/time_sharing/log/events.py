@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import ClusterSpec, Phase, Priority
 from nemo_rl.utils.record_events import event_kind
 
@@ -23,6 +24,12 @@ class PoolOpened:
     nodes: int
     gpus_per_node: int
     limits: Mapping[str, float] = field(default_factory=dict)
+    slots_per_gpu: int = 1
+
+    @property
+    def pool(self) -> Pool:
+        """What there is to share."""
+        return Pool(self.nodes, self.gpus_per_node, self.slots_per_gpu)
 
 
 @event_kind("ts_scheduler_started")

@@ -86,6 +86,7 @@ class StateSaved:
     quarantines: tuple[Quarantine, ...]
     commands: tuple[PendingCommand, ...]
     unsure: bool = False
+    slots_per_gpu: int = 1
 
 
 def saved(state: SchedulerState) -> StateSaved:
@@ -93,6 +94,7 @@ def saved(state: SchedulerState) -> StateSaved:
     return StateSaved(
         nodes=state.pool.nodes,
         gpus_per_node=state.pool.gpus_per_node,
+        slots_per_gpu=state.pool.slots_per_gpu,
         limits=asdict(state.limits),
         term=state.term,
         epoch=state.epoch,

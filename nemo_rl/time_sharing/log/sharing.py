@@ -63,7 +63,7 @@ class SharingWatch:
         self._pipelines: dict[str, _Pipeline] = {}
         self._users: dict[int, dict[str, int]] = {}
         self._last_user: dict[int, str] = {}
-        self._pool = 1
+        self._slots = 1
         self._now = 0.0
 
     def take(self, time: float, event: object) -> None:
@@ -71,7 +71,7 @@ class SharingWatch:
         self._advance(time)
         match event:
             case ev.PoolOpened():
-                self._pool = event.nodes * event.gpus_per_node
+                self._slots = event.pool.slots
             case ev.Registered():
                 clusters = {cluster.name: cluster for cluster in event.clusters}
                 self._pipelines[event.pipeline] = _Pipeline(time, clusters, event.rank_batch)
@@ -105,7 +105,7 @@ class SharingWatch:
         if passed <= 0:
             return Sharing(0.0, 1.0, 0.0)
         kept = max(passed - pipeline.lost_s, 1e-9)
-        return Sharing(pipeline.gpu_s / (passed * self._pool), passed / kept, pipeline.lost_s)
+        return Sharing(pipeline.gpu_s / (passed * self._slots), passed / kept, pipeline.lost_s)
 
     def _advance(self, time: float) -> None:
         passed = time - self._now
@@ -113,9 +113,9 @@ class SharingWatch:
             return
         self._now = time
         used = dict.fromkeys(self._pipelines, 0)
-        for users in self._users.values():
+        for slot, users in self._users.items():
             for name in users:
-                used[name] += 1
+                used[name] += slot < self._slots
         for name, pipeline in self._pipelines.items():
             if pipeline.until is None:
                 pipeline.gpu_s += used[name] * passed

@@ -146,7 +146,7 @@ def replay(entries: Iterable[Entry]) -> SchedulerState:
 
 
 def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None:
-    state.pool = Pool(event.nodes, event.gpus_per_node)
+    state.pool = event.pool
     state.limits = limits_from(event.limits)
     state.owner = [None] * state.pool.size
     state.trainers = [0] * state.pool.size
@@ -154,7 +154,7 @@ def _pool_opened(state: SchedulerState, event: ev.PoolOpened, at: float) -> None
 
 def _state_saved(state: SchedulerState, event: StateSaved, at: float) -> None:
     state.__dict__.update(SchedulerState().__dict__)
-    _pool_opened(state, ev.PoolOpened(event.nodes, event.gpus_per_node, event.limits), at)
+    _pool_opened(state, ev.PoolOpened(event.nodes, event.gpus_per_node, event.limits, event.slots_per_gpu), at)
     state.time, state.term, state.epoch, state.plan = at, event.term, event.epoch, event.plan
     state.recovering, state.unsure = event.recovering, event.unsure
     state.incarnations = dict(event.incarnations)

@@ -49,6 +49,7 @@ class PoolHandles:
         groups: Placement groups, one per node, one bundle per GPU.
         limits: The scheduler's.
         log_dir: Where the scheduler's log is, and the agents' records.
+        slot_bytes: Device memory of one slot; None where a slot is a whole accelerator, or on CPU slots.
     """
 
     scheduler: Any
@@ -57,6 +58,7 @@ class PoolHandles:
     groups: Sequence[Any]
     limits: Limits
     log_dir: str
+    slot_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,9 @@ class LentPipeline:
         from nemo_rl.time_sharing.agents.actors import register_at
         from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace
 
-        job = self._job
+        job, pool = self._job, self._handles.pool
         options = dict(job.options) | {"incarnation": self._incarnation}
-        registration = (job.name, agent_namespace(job.name), job.widths(), job.mappings(), options)
+        registration = (job.name, agent_namespace(job.name), job.widths(pool), job.mappings(pool), options)
         return register_at(self._handles.scheduler, registration, _REGISTER_S)
 
     def open_record(self) -> RecordWriter:
@@ -225,6 +227,9 @@ class LentPipeline:
 
         from nemo_rl.time_sharing.pipelines.residents import PoolFull
 
+        if self._handles.slot_bytes is not None:
+            # Neighbours use the GPU at the same time, so that nothing can be measured there; each keeps to its budget.
+            return
         pool: Any = ray.get_actor(POOL_NAME, namespace=CONTROL_NAMESPACE)
         entered = pool.settle.remote(
             self._job.name, dict(zip(gpus, measured, strict=True)), dict(zip(gpus, needs, strict=True)), part
@@ -250,6 +255,7 @@ class LentPipeline:
             pipeline=self._job.name,
             incarnation=self._incarnation,
             leads_ranks=leads_ranks,
+            slot_bytes=None if self._job.column is None else handles.slot_bytes,
         )
 
 

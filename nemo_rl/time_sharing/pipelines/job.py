@@ -26,7 +26,7 @@ from nemo_rl.config.placement import ParallelSizesError, parallel_sizes, trainin
 from nemo_rl.config.schema import is_known
 from nemo_rl.time_sharing.pipelines.command_config import EXTERNAL, CommandConfig, read_command
 from nemo_rl.time_sharing.planning import placement
-from nemo_rl.time_sharing.protocol.topology import Pool, Topology, register
+from nemo_rl.time_sharing.protocol.topology import GpuOutsidePool, Pool, Topology, register
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN
 
 _WRAPPER_KEY = "nemo_config_path"
@@ -48,6 +48,7 @@ _WRAPPER_KEYS = {
     "max_share",
     "rank_batch",
     "slice_s",
+    "whole_gpus",
 }
 _DEFAULT_RANK_BATCH = 64
 
@@ -91,6 +92,7 @@ class Job:
         slice_s: How long an SFT run keeps its GPUs while somebody waits for them, seconds.
         folder: What relative paths of the configuration are relative to.
         anywhere: Whether it may train elsewhere just as well, since no file names its training GPUs.
+        column: Which slot of each of its GPUs it is on, in a pool with several; None where it needs whole GPUs.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Job:
     slice_s: float = 30.0
     folder: str = field(default_factory=os.getcwd)
     anywhere: bool = False
+    column: int | None = 0
 
     @property
     def kind(self) -> Kind:
@@ -116,19 +119,28 @@ class Job:
         return 1 if engines is None else engines.tensor_parallel_size * engines.pipeline_parallel_size
 
     def placed(self, pool: Pool, others: Iterable[placement.Mapped]) -> Job:
-        """The same job; one that may train anywhere trains on the GPUs on which the least goes on.
+        """The same job, on the slot of its GPUs on which the fewest others are; one that may train anywhere trains on
+        the GPUs on which the least goes on.
 
         Args:
             pool: Where it is to run.
             others: The mappings of the pool's jobs that have not ended.
         """
-        trains_only = isinstance(self.config, SFTMasterConfig)
-        within = range(pool.size) if trains_only else self.infer
-        if not self.anywhere or len(self.train) > len(within):
-            return self
-        train = placement.place(within, len(self.train), others)
-        moved = replace(self, train=train, infer=train if trains_only else self.infer)
-        return replace(moved, options={**self.options, "full_overlap": moved.covers_every_rank()})
+        trains_only, others = isinstance(self.config, SFTMasterConfig), list(others)
+        within = range(pool.gpus) if trains_only else self.infer
+        moved = self
+        if self.anywhere and len(self.train) <= len(within):
+            train = placement.place(within, len(self.train), others)
+            moved = replace(self, train=train, infer=train if trains_only else self.infer)
+            moved = replace(moved, options={**self.options, "full_overlap": moved.covers_every_rank()})
+        if moved.column is None or not moved.infer:
+            return moved
+        return replace(moved, column=placement.column_for(moved.infer, pool.slots_per_gpu, others))
+
+    @property
+    def mapped(self) -> placement.Mapped:
+        """Where it lies."""
+        return placement.Mapped(self.train, self.infer, self.column)
 
     def covers_every_rank(self) -> bool:
         """Whether training takes GPUs of every rank, so that it and generation take turns."""
@@ -141,15 +153,19 @@ class Job:
         Raises:
             RegistrationError: The mappings do not fit the pool or the configuration.
         """
-        return register(pool, self.name, f"pipeline_{self.name}_NS", self.widths(), self.mappings(), **self.options)
+        _check_named_gpus(pool, self)
+        namespace = f"pipeline_{self.name}_NS"
+        return register(pool, self.name, namespace, self.widths(pool), self.mappings(pool), **self.options)
 
-    def widths(self) -> dict[str, int]:
-        """GPUs of one rank by cluster."""
-        return ({ACTOR_TRAIN: 1} if self.train else {}) | {ACTOR_INFER: self.rank_width}
+    def widths(self, pool: Pool) -> dict[str, int]:
+        """Slots of one rank by cluster."""
+        slots = self.rank_width * (pool.slots_per_gpu if self.column is None else 1)
+        return ({ACTOR_TRAIN: 1} if self.train else {}) | {ACTOR_INFER: slots}
 
-    def mappings(self) -> dict[str, list[int]]:
-        """Global GPU ids by cluster."""
-        return ({ACTOR_TRAIN: list(self.train)} if self.train else {}) | {ACTOR_INFER: list(self.infer)}
+    def mappings(self, pool: Pool) -> dict[str, list[int]]:
+        """Slots of the pool by cluster; where a slot is a whole GPU, global GPU ids."""
+        infer = pool.slots_on(self.infer, self.column)
+        return ({ACTOR_TRAIN: pool.slots_on(self.train, self.column)} if self.train else {}) | {ACTOR_INFER: infer}
 
 
 def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] = ()) -> list[Job]:
@@ -169,7 +185,7 @@ def read_jobs(files: Sequence[str | Path], pool: Pool, overrides: Sequence[str] 
     for source in sources:
         meant = [text for text in overrides if _concerns(text, source, sources)]
         job = _read_job(source, pool, meant, taken=[other.name for other in jobs])
-        jobs.append(job.placed(pool, [placement.Mapped(other.train, other.infer) for other in jobs]))
+        jobs.append(job.placed(pool, [other.mapped for other in jobs]))
     jobs = _with_own_folders(jobs)
     for job in jobs:
         job.topology(pool)
@@ -223,7 +239,8 @@ def _read_job(source: _Source, pool: Pool, overrides: Sequence[str], *, taken: S
     anywhere = bool(train) and wrapper.get("train_device_mapping") is None
     if anywhere and given:
         train = infer[: len(train)]
-    job = Job(name, config, train, infer, anywhere=anywhere)
+    column = None if wrapper.get("whole_gpus") or isinstance(config, CommandConfig) else 0
+    job = Job(name, config, train, infer, anywhere=anywhere, column=column)
     _check(job)
     slice_s = float(wrapper["slice_s"]) if wrapper.get("slice_s") is not None else job.slice_s
     return replace(job, options=_options(wrapper, job), slice_s=slice_s)
@@ -240,7 +257,7 @@ def _config(source: _Source, overrides: Sequence[str]) -> Config:
 
 def _all_of(pool: Pool, config: Config) -> range:
     """All GPUs of the pool; for a command as many of them as divide into its ranks."""
-    return range(pool.size - pool.size % config.gpus if isinstance(config, CommandConfig) else pool.size)
+    return range(pool.gpus - pool.gpus % config.gpus if isinstance(config, CommandConfig) else pool.gpus)
 
 
 def _wrapper(file: Path) -> dict[str, Any]:
@@ -308,11 +325,24 @@ def _train_mapping(given: Sequence[int] | None, config: RootConfig, pool: Pool, 
             raise ConfigError([f"{name}: train_device_mapping is empty; name its GPUs, or leave the key out"])
         return tuple(given)
     size = training_world_size(config)
-    if size > pool.size:
+    if size > pool.gpus:
         raise ConfigError(
-            [f"{name}: training needs {size} GPUs (cluster.*), the pool has {pool.size}; lower cluster.gpus_per_node"]
+            [f"{name}: training needs {size} GPUs (cluster.*), the pool has {pool.gpus}; lower cluster.gpus_per_node"]
         )
     return tuple(range(size))
+
+
+def _check_named_gpus(pool: Pool, job: Job) -> None:
+    """Names of GPUs are checked before they become slots, which have other numbers.
+
+    Raises:
+        GpuOutsidePool: There is no such GPU.
+    """
+    for cluster, gpus in ((ACTOR_TRAIN, job.train), (ACTOR_INFER, job.infer)):
+        for gpu in gpus if pool.slots_per_gpu > 1 else ():
+            if not 0 <= gpu < pool.gpus:
+                where = f"GPU {gpu} is outside the pool of {pool.gpus} GPUs (0..{pool.gpus - 1})"
+                raise GpuOutsidePool(where, pipeline=job.name, cluster=cluster, gpu=gpu)
 
 
 def _check(job: Job) -> None:

@@ -45,6 +45,7 @@ class Life:
         ended_at: The same; None while it runs.
         outcome: How it ended; None while it runs.
         refused: Why the pool ends it, where it does.
+        column: Which slot of each GPU it is on; None for all of them.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Life:
     ended_at: float | None = None
     outcome: Outcome | None = None
     refused: str = ""
+    column: int | None = 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,34 @@ from nemo_rl.config.errors import UserError
 _GIB = 1 << 30
 
 
+_RESERVED_SHARE = 0.12
+_LEAST_SLOT_BYTES = 4 * _GIB
+
+
+class SlotTooSmall(UserError, ValueError):
+    """The GPUs cannot be divided into as many slots."""
+
+
+def slot_bytes(device_bytes: int, slots_per_gpu: int) -> int | None:
+    """Device memory of each slot of a GPU; None where the whole GPU is one.
+
+    A part of the GPU is kept back for what stays while jobs sleep: CUDA contexts, and the CUDA graphs of engines.
+
+    Raises:
+        SlotTooSmall: A slot would have less than an engine of the smallest model needs.
+    """
+    if slots_per_gpu == 1:
+        return None
+    each = int(device_bytes * (1 - _RESERVED_SHARE) / slots_per_gpu)
+    if each < _LEAST_SLOT_BYTES:
+        raise SlotTooSmall(
+            f"--slots-per-gpu {slots_per_gpu}: each slot would have {_gib(each)} of {_gib(device_bytes)}, and an "
+            f"engine needs {_gib(_LEAST_SLOT_BYTES)} at least; ask for at most "
+            f"{max(int(device_bytes * (1 - _RESERVED_SHARE) / _LEAST_SLOT_BYTES), 1)}"
+        )
+    return each
+
+
 class PoolFull(UserError, RuntimeError):
     """The pool's GPUs cannot hold one more pipeline beside those that are there."""
 

@@ -61,6 +61,7 @@ class SharedCluster(RayVirtualCluster):
         pipeline: Whose actors.
         incarnation: Which life of the pipeline.
         leads_ranks: Whether each worker leads a generation rank, so that it can be ended by itself.
+        slot_bytes: Device memory that each slot may take; None for all of its GPU.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SharedCluster(RayVirtualCluster):
         pipeline: str,
         incarnation: int,
         leads_ranks: bool,
+        slot_bytes: int | None = None,
         port_range_low: int = 20000,
         port_range_high: int = 29999,
     ) -> None:
@@ -86,6 +88,7 @@ class SharedCluster(RayVirtualCluster):
             port_range_low=port_range_low,
             port_range_high=port_range_high,
         )
+        self.slot_bytes = slot_bytes
         self._pool, self._gpus = pool, tuple(gpus)
         self._pool_groups = list(groups)
         self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks

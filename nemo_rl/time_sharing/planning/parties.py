@@ -92,7 +92,7 @@ def divide(plan_state: PlanState, result: Plan) -> dict[str, Party]:
     ]
     if not claimants:
         return {}
-    budget = len(plan_state.kind) - len(plan_state.quarantined)
+    budget = plan_state.slots - sum(gpu < plan_state.slots for gpu in plan_state.quarantined)
     result.entitled = entitled = fill(budget, claimants)
     ranks = whole_ranks(budget, claimants, entitled)
     level = budget / sum([c.claim for c in claimants])

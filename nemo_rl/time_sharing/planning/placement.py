@@ -15,6 +15,8 @@ class Mapped(NamedTuple):
 
     train: Sequence[int]
     infer: Sequence[int]
+    column: int | None = 0
+    """Which slot of each GPU it is on; None for all of them."""
 
 
 def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[int, ...]:
@@ -39,3 +41,13 @@ def place(gpus: Sequence[int], width: int, others: Iterable[Mapped]) -> tuple[in
         load.update(mapping.infer)
     blocks = [tuple(gpus[start : start + width]) for start in range(0, len(gpus) - width + 1, width)]
     return min(blocks, key=lambda block: sum(load[gpu] for gpu in block))
+
+
+def column_for(gpus: Sequence[int], slots_per_gpu: int, others: Iterable[Mapped]) -> int:
+    """The slot of each of these GPUs on which the fewest of `others` are; of equals the first."""
+    load = [0] * slots_per_gpu
+    for other in others:
+        shared = len(set(gpus).intersection(other.infer))
+        for column in range(slots_per_gpu) if other.column is None else (other.column,):
+            load[column] += shared
+    return load.index(min(load))

@@ -19,17 +19,20 @@ Reason = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a planner may look at. It must not change any of it."""
+    """What a planner may look at. It must not change any of it. `slots`: how many of what is leased engines may be on;
+    training turns have the numbers from there on.
+    """
 
     limits: Limits
     pipelines: Mapping[str, PipelineState]
     owner: Sequence[Lease | None]
     claimed: Mapping[int, Claim]
     quarantined: Set[int]
+    slots: int
 
     @classmethod
     def of(cls, state: SchedulerState) -> Snapshot:
-        return cls(state.limits, state.pipelines, state.owner, state.claimed, state.quarantined)
+        return cls(state.limits, state.pipelines, state.owner, state.claimed, state.quarantined, state.pool.slots)
 
 
 class Grant(NamedTuple):

@@ -64,6 +64,7 @@ class PlanState:
         self.owner = snapshot.owner
         self.claimed = snapshot.claimed
         self.quarantined = snapshot.quarantined
+        self.slots = snapshot.slots
         self.reserved: dict[int, list[Reservation]] = {}
         # What generation has to know of them: when the first request is expected to start on a GPU, and which
         # unscheduled pipeline keeps it ("" where several do).
@@ -85,12 +86,17 @@ class PlanState:
         self.kind = self._kinds()
         # GPUs on which a pipeline trains count as its share: it is being served, though not with generation.
         self.fixed_gpus: dict[str, int] = {
-            name: sum([len(held.gpus) for held in p.held.values()]) for name, p in snapshot.pipelines.items()
+            name: sum([self._count(held.gpus) for held in p.held.values()]) for name, p in snapshot.pipelines.items()
         }
         fixed_claims = {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values()
         for claim in fixed_claims:
-            self.fixed_gpus[claim.pipeline] += len(claim.gpus)
+            self.fixed_gpus[claim.pipeline] += self._count(claim.gpus)
         self.holds = HoldGraph(snapshot.pipelines, fixed_claims)
+
+    def _count(self, gpus: tuple[int, ...]) -> int:
+        """How many of them count towards a share: training turns do not."""
+        # Ascending, so that all of them are slots where the last one is.
+        return len(gpus) if gpus[-1] < self.slots else sum(gpu < self.slots for gpu in gpus)
 
     def gpus_of(self, name: str) -> int:
         """GPUs that a pipeline holds or is about to hold, for training and for generation."""
@@ -143,7 +149,7 @@ class PlanState:
 
     def claim_fixed(self, name: str, gpus: tuple[int, ...]) -> None:
         self.claim(gpus)
-        self.fixed_gpus[name] += len(gpus)
+        self.fixed_gpus[name] += self._count(gpus)
         self.holds.hold(name, gpus)
 
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:

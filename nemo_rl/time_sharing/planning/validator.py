@@ -75,7 +75,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
         problems += _expand(snapshot, expand, freed, taken)
     problems += _priority_changes(snapshot, plan)
     problems += _cycles(snapshot, plan)
-    if (promised := sum(plan.in_ranks.values())) > (there := len(snapshot.owner) - len(snapshot.quarantined)):
+    if (promised := sum(plan.in_ranks.values())) > (there := _slots_left(snapshot)):
         problems.append(Problem(None, f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks"))
     unused = (
         freed
@@ -337,3 +337,8 @@ def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:
         for pipeline in snapshot.pipelines.values()
         for cluster in pipeline.wants
     )
+
+
+def _slots_left(snapshot: Snapshot) -> int:
+    """Slots that engines may be on."""
+    return snapshot.slots - sum(gpu < snapshot.slots for gpu in snapshot.quarantined)

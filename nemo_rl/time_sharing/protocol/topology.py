@@ -1,6 +1,10 @@
 """Which rank means which GPUs: the pool, the registration rules, and the one rank -> GPUs table that scheduler and
 pipeline share.
 
+What is leased is a slot: a whole GPU, or a part of it in a pool with several slots on each GPU. There, each GPU has a
+training turn besides, which every cluster that trains leases with its slots, so that one trainer runs on a GPU at a
+time beside the engines of others. Everything below calls what is leased a GPU.
+
 A pipeline that passes `register` can always be scheduled: its mappings lie in the pool, every rank is whole and inside
 its node, and some inference rank survives training. A mapping that is not sorted is refused, because the two sides
 would disagree about what a rank is.
@@ -9,7 +13,7 @@ would disagree about what a rank is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -100,21 +104,60 @@ class IncarnationUsed(RegistrationError):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The GPUs of the cluster: `nodes` equal nodes; GPU g is local GPU g % gpus_per_node of node g // gpus_per_node."""
+    """The GPUs of the cluster: `nodes` equal nodes; GPU g is local GPU g % gpus_per_node of node g // gpus_per_node.
+
+    With several slots on each GPU, slot s lies on GPU s // slots_per_gpu, and the training turns of the GPUs are
+    numbered after the slots.
+    """
 
     nodes: int
     gpus_per_node: int
+    slots_per_gpu: int = 1
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus_per_node < 1:
-            raise ValueError(f"pool: nodes={self.nodes} and gpus_per_node={self.gpus_per_node} must both be at least 1")
+        for name in ("nodes", "gpus_per_node", "slots_per_gpu"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"pool: {name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def slots(self) -> int:
+        """What engines and trainers are placed on."""
+        return self.gpus * self.slots_per_gpu
 
     @property
     def size(self) -> int:
-        return self.nodes * self.gpus_per_node
+        """Everything that is leased: slots and, where GPUs have several, training turns."""
+        return self.slots + (self.gpus if self.slots_per_gpu > 1 else 0)
 
-    def node_of(self, gpu: int) -> int:
-        return gpu // self.gpus_per_node
+    def gpu_of(self, slot: int) -> int:
+        """The GPU on which a slot, or whose training turn it is."""
+        return slot - self.slots if slot >= self.slots else slot // self.slots_per_gpu
+
+    def node_of(self, slot: int) -> int:
+        """The node of a slot."""
+        return self.gpu_of(slot) // self.gpus_per_node
+
+    def slots_on(self, gpus: Iterable[int], column: int | None = 0) -> list[int]:
+        """The slots number `column` of some GPUs, or all of their slots for None; ascending where the GPUs are."""
+        columns = range(self.slots_per_gpu) if column is None else (column,)
+        return [gpu * self.slots_per_gpu + number for gpu in gpus for number in columns]
+
+    def turns_of(self, slots: Iterable[int]) -> list[int]:
+        """The training turns of the GPUs that some slots lie on, ascending; none where a slot is a whole GPU."""
+        return sorted({self.slots + self.gpu_of(slot) for slot in slots}) if self.slots_per_gpu > 1 else []
+
+    def name_of(self, slot: int) -> str:
+        """How people read it: `3` for a whole GPU, `3.0` for its first slot, `3 trains` for its training turn."""
+        if self.slots_per_gpu == 1:
+            return str(slot)
+        if slot >= self.slots:
+            return f"{self.gpu_of(slot)} trains"
+        return f"{self.gpu_of(slot)}.{slot % self.slots_per_gpu}"
 
 
 class Topology:
@@ -207,10 +250,13 @@ def register(
                 )
             continue
         _check_mapping(pool, pipeline, name, cluster_tp_configs[name], mapping)
+        if name in FIXED_CLUSTERS:
+            _check_collective(pool, pipeline, name, mapping)
+            mapping += tuple(pool.turns_of(mapping))
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))
     spec = PipelineSpec(pipeline, namespace, tuple(clusters), weight, min_share, max_share, staleness, rank_batch)
     topology = Topology(spec)
-    _check_overlap(topology, full_overlap)
+    _check_overlap(pool, topology, full_overlap)
     return topology
 
 
@@ -292,9 +338,10 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
             raise RegistrationError(
                 f"device mapping holds {shown(gpu)}; GPU ids are integers", pipeline=pipeline, cluster=name
             )
-        if not 0 <= gpu < pool.size:
+        if not 0 <= gpu < pool.slots:
             raise GpuOutsidePool(
-                f"GPU {gpu} is outside the pool of {pool.size} GPUs (0..{pool.size - 1})",
+                f"GPU {gpu} is outside the pool of {pool.slots} {'GPUs' if pool.slots_per_gpu == 1 else 'slots'} "
+                f"(0..{pool.slots - 1})",
                 pipeline=pipeline,
                 cluster=name,
                 gpu=gpu,
@@ -323,18 +370,19 @@ def _check_mapping(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple
 
 def _check_rank_placement(pool: Pool, pipeline: str, name: str, tp: int, mapping: tuple[int, ...]) -> None:
     per_node = pool.gpus_per_node
-    if tp not in (1, 2, 4, 8) and tp % per_node:
+    if pool.slots_per_gpu == 1 and tp not in (1, 2, 4, 8) and tp % per_node:
         raise BadRankSize(
             f"tp={tp} must be 1, 2, 4, 8 or whole nodes of {per_node} GPUs", pipeline=pipeline, cluster=name
         )
     for start in range(0, len(mapping), tp):
         rank = mapping[start : start + tp]
-        if rank[-1] - rank[0] != tp - 1:
+        gpus = sorted({pool.gpu_of(slot) for slot in rank})
+        if gpus[-1] - gpus[0] != len(gpus) - 1 or (len(gpus) != tp and len(gpus) * pool.slots_per_gpu != tp):
             raise BadRankSize(
                 f"rank {start // tp} on GPUs {rank} is not contiguous", pipeline=pipeline, cluster=name, gpu=rank[0]
             )
         spans_nodes = pool.node_of(rank[0]) != pool.node_of(rank[-1])
-        if spans_nodes and (tp % per_node or rank[0] % per_node):
+        if spans_nodes and (len(gpus) % per_node or gpus[0] % per_node):
             raise BadRankSize(
                 f"rank {start // tp} on GPUs {rank} crosses a node border of {per_node} GPUs",
                 pipeline=pipeline,
@@ -343,12 +391,25 @@ def _check_rank_placement(pool: Pool, pipeline: str, name: str, tp: int, mapping
             )
 
 
-def _check_overlap(topology: Topology, full_overlap: bool) -> None:
+def _check_collective(pool: Pool, pipeline: str, name: str, mapping: tuple[int, ...]) -> None:
+    """Training ranks exchange gradients, and NCCL has one rank on a GPU; whole GPUs are leased slot by slot."""
+    gpus = [pool.gpu_of(slot) for slot in mapping]
+    if len(set(gpus)) not in (len(gpus), len(gpus) / pool.slots_per_gpu):
+        twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
+        raise DuplicateGpu(
+            f"slots {mapping} put two training ranks on GPU {twice}; name slots of different GPUs",
+            pipeline=pipeline,
+            cluster=name,
+            gpu=twice,
+        )
+
+
+def _check_overlap(pool: Pool, topology: Topology, full_overlap: bool) -> None:
     infer = frozenset(topology.clusters[ACTOR_INFER].gpus)
     train = topology.clusters.get(ACTOR_TRAIN)
     if train is None:
         return
-    outside = sorted(set(train.gpus) - infer)
+    outside = sorted(gpu for gpu in set(train.gpus) - infer if gpu < pool.slots)
     if outside:
         raise TrainingOutsideInference(
             f"GPU {outside[0]} is not in {ACTOR_INFER}; training shares the inference GPUs",

@@ -100,7 +100,7 @@ class Scheduler:
         (see `recover`).
         """
         self.clock.advance(reading)
-        self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits)))
+        self._emit(ev.PoolOpened(pool.nodes, pool.gpus_per_node, asdict(limits), pool.slots_per_gpu))
         self._restart(1 if complete else _LOST_TERMS, complete=complete)
         self._flush()
 

@@ -251,7 +251,7 @@ def _take(builder: TimelineBuilder, source: str, event: object, time: float) -> 
     timeline = builder.timeline
     match event:
         case ev.PoolOpened():
-            timeline.pool = Pool(event.nodes, event.gpus_per_node)
+            timeline.pool = event.pool
         case ev.Registered():
             builder.clusters[event.pipeline] = {cluster.name: cluster for cluster in event.clusters}
             if event.pipeline not in timeline.pipelines:

@@ -12,13 +12,17 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
-from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.config import ClusterConfig, ConfigError, GenerationConfig, PolicyConfig
 from nemo_rl.config.generation import VllmConfig
 from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
 EXTENSION = "nemo_rl.models.generation.vllm.extension.VllmInternalWorkerExtension"
+_GIB = 1 << 30
+_ACTIVATION_BYTES = 3 * _GIB
+_WEIGHTS_OVERHEAD = 1.1
+_LEAST_FREE = 0.02
 _WORKER = "nemo_rl.models.generation.vllm.worker.VllmGenerationWorker"
 
 
@@ -36,6 +40,8 @@ class EngineSpec:
         cuts_to_room: Whether a request's limit is cut to the room left in `max_model_len`, or the request refused.
         seeds_requests: Whether each request is drawn from its own seed, or all from the engine's.
         engines_per_device: Engines that share each device; neighbours in the order of shards.
+        has_neighbours: Whether other jobs use the device at the same time, so that its memory tells nothing of this
+            engine's.
         run: Name of these engines that no others on the machine have.
     """
 
@@ -48,6 +54,7 @@ class EngineSpec:
     seeds_requests: bool = True
     stats_interval_s: float | None = None
     engines_per_device: int = 1
+    has_neighbours: bool = False
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def shared_device(self, shard: int) -> str | None:
@@ -61,7 +68,15 @@ class EngineSpec:
 
 
 def engine_spec(
-    policy: PolicyConfig, *, cuda: bool, seed: int, sleeps: bool, refits: bool, cpu_slot_memory_gb: float, threads: int
+    policy: PolicyConfig,
+    *,
+    cuda: bool,
+    seed: int,
+    sleeps: bool,
+    refits: bool,
+    cpu_slot_memory_gb: float,
+    threads: int,
+    slot_bytes: int | None = None,
 ) -> EngineSpec:
     """The start of one engine.
 
@@ -73,6 +88,11 @@ def engine_spec(
         refits: Whether training sends its weights, so that loading them from disk can be skipped.
         cpu_slot_memory_gb: Memory budget of a CPU slot; a quarter of it holds the KV caches of its engines.
         threads: CPU threads of one engine rank.
+        slot_bytes: Device memory that the engine may take, since neighbours use the rest; None for
+            `gpu_memory_utilization` of the device.
+
+    Raises:
+        ConfigError: The weights alone do not fit into the slot.
     """
     generation, vllm = policy.generation, policy.generation.vllm_cfg
     kwargs: dict[str, object] = {
@@ -104,6 +124,10 @@ def engine_spec(
             "gpu_memory_utilization": vllm.gpu_memory_utilization / vllm.engines_per_gpu,
             "enable_sleep_mode": sleeps,
         }
+        if slot_bytes is not None:
+            # vLLM refuses to start where less of the device is free than this, and sizes nothing by it then.
+            kwargs["gpu_memory_utilization"] = _LEAST_FREE
+            kwargs["kv_cache_memory_bytes"] = _kv_cache_bytes(policy, slot_bytes)
     else:
         # vLLM rewinds a seeded request's generator when it splits a prompt, which a CPU generator cannot do: prompts
         # stay whole.
@@ -127,7 +151,42 @@ def engine_spec(
         stats_interval_s=vllm.vllm_metrics_logger_interval if vllm.enable_vllm_metrics_logger else None,
         seeds_requests=not cuda if vllm.request_seeds is None else vllm.request_seeds,
         engines_per_device=vllm.engines_per_gpu,
+        has_neighbours=slot_bytes is not None,
     )
+
+
+def _kv_cache_bytes(policy: PolicyConfig, slot_bytes: int) -> int:
+    """What of a slot's memory is left for the KV cache of one rank.
+
+    Raises:
+        ConfigError: Nothing is.
+    """
+    vllm = policy.generation.vllm_cfg
+    weights = weight_bytes(policy) / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
+    left = int(slot_bytes - weights * _WEIGHTS_OVERHEAD) - _ACTIVATION_BYTES
+    if left <= 0:
+        raise ConfigError(
+            [
+                f"policy.model_name: {policy.model_name} has {weights / _GIB:.1f} GiB of weights on each GPU, and a "
+                f"slot has {slot_bytes / _GIB:.1f} GiB, of which an engine needs {_ACTIVATION_BYTES / _GIB:.0f} GiB "
+                "for activations and CUDA graphs; make the pool with fewer --slots-per-gpu, or give the job "
+                "whole_gpus: true"
+            ]
+        )
+    return left
+
+
+def weight_bytes(policy: PolicyConfig) -> int:
+    """Bytes of the model's weights as the engine holds them, from its configuration alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(policy.model_name, trust_remote_code=policy.trust_remote_code)
+    config.update(dict(policy.hf_config_overrides))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=policy.trust_remote_code)
+    width = torch.tensor([], dtype=getattr(torch, policy.generation.vllm_cfg.precision, torch.bfloat16)).element_size()
+    return sum(parameter.numel() for parameter in model.parameters()) * width
 
 
 def _executor(vllm: VllmConfig, *, cuda: bool) -> str | None:
@@ -207,6 +266,7 @@ def start_engine_actors(
         refits=refits,
         cpu_slot_memory_gb=cluster_cfg.cpu_slot_memory_gb,
         threads=cores_per_slot(cluster.world_size() // cluster.node_count() * vllm.engines_per_gpu),
+        slot_bytes=cluster.slot_bytes,
     )
     group = RayWorkerGroup(
         cluster,

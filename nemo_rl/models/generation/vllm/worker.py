@@ -105,6 +105,7 @@ class VllmGenerationWorker:
             cuda=spec.cuda,
             sleep_level=spec.sleep_level,
             device=device,
+            has_neighbours=spec.has_neighbours,
         )
         self._versions = VersionTracker(self._engine)
         await self._versions.publish(0, kv_recomputed=True)

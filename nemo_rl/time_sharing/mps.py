@@ -1,0 +1,61 @@
+"""NVIDIA's Multi-Process Service for the processes of a pool, so that kernels of several jobs run on a GPU at once.
+
+Without it, a GPU switches between the processes that use it. Invariant: the service that is started here ends with the
+block, and its sockets lie in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nemo_rl.config.errors import UserError
+
+_COMMAND = "nvidia-cuda-mps-control"
+_START_S = 30.0
+_QUIT_S = 30.0
+
+
+class MpsError(UserError, RuntimeError):
+    """The Multi-Process Service cannot be used."""
+
+
+@contextmanager
+def multi_process_service(on: bool) -> Iterator[None]:
+    """Runs the service for every process that is started inside the block.
+
+    Raises:
+        MpsError: It is not installed, or does not start.
+    """
+    if not on:
+        yield
+        return
+    if shutil.which(_COMMAND) is None:
+        raise MpsError(f"--mps on: {_COMMAND} is not on PATH; it comes with the NVIDIA driver, or leave --mps off")
+    if "RAY_ADDRESS" in os.environ:
+        raise MpsError("--mps on: the processes of the Ray cluster RAY_ADDRESS names were started without it")
+    with tempfile.TemporaryDirectory(prefix="nrl_mps_") as folder:
+        given = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        os.environ.update(given)
+        _control("-d", timeout_s=_START_S)
+        try:
+            yield
+        finally:
+            _control(commands="quit\n", timeout_s=_QUIT_S)
+            for name in given:
+                os.environ.pop(name, None)
+
+
+def _control(*arguments: str, commands: str = "", timeout_s: float) -> None:
+    try:
+        done = subprocess.run(
+            [_COMMAND, *arguments], input=commands, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MpsError(f"{_COMMAND} did not answer within {timeout_s:.0f} s") from error
+    if done.returncode:
+        raise MpsError(f"{_COMMAND} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
