@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import signal
@@ -80,7 +81,7 @@ class Result(NamedTuple):
     def job_s(self, job: str) -> float:
         """Median seconds of a job's warm steps."""
         ends = self.spans[job].finished[_WARM_STEPS - 1 :]
-        return statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
+        return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
 
 
 def span_of(log_dir: Path) -> Span | None:
@@ -239,7 +240,7 @@ def show(args: argparse.Namespace, way: str, result: Result, wall_s: float) -> N
     """Lines of one way."""
     for job, span in result.spans.items():
         ends = (span.first, *span.finished)
-        steps = ", ".join(f"{later - earlier:.1f}" for earlier, later in zip(ends, ends[1:], strict=False))
+        steps = ", ".join(f"{later - earlier:.1f}" for earlier, later in itertools.pairwise(ends))
         print(f"{way:10s} job {job}: {len(span.finished)} steps ({steps})", flush=True)
     said = f"FAILED: {result.failed}" if result.failed else "done"
     print(f"{way:10s} {said}, {wall_s:.0f} s with start and end", flush=True)
