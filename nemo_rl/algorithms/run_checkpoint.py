@@ -8,8 +8,10 @@ weights; a visible checkpoint is complete; the loader state saved with step N yi
 from __future__ import annotations
 
 import io
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,11 +21,15 @@ import torch
 from nemo_rl.config import ConfigError
 from nemo_rl.config.master import RootConfig
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
+from nemo_rl.utils.metrics_file import MetricsLost
+from nemo_rl.utils.record import RecordUnwritable
 
 if TYPE_CHECKING:
     from nemo_rl.data.loader import HasState
+
+logger = logging.getLogger(__name__)
 
 LOADER_FILE = "train_dataloader.pt"
 WEIGHTS = Path("policy") / "weights"
@@ -108,6 +114,29 @@ def begin_checkpoint(
         save_format = config.checkpointing.model_save_format or "safetensors"
         policy.save_checkpoint(str(path / WEIGHTS), optimizer, str(path / "policy" / "tokenizer"), save_format)
     checkpointer.begin_finalization(path, policy.finalize_async_save)
+
+
+@contextmanager
+def saved_without_logs(checkpointer: CheckpointManager, state: RunState, save: Callable[[], None]) -> Iterator[None]:
+    """The span of a run's steps; where logs cannot be written any more, its last completed step is saved before the
+    error goes on.
+
+    Args:
+        checkpointer: Owner of the directory.
+        state: The run's counters.
+        save: Snapshots the run.
+    """
+    try:
+        yield
+    except (MetricsLost, RecordUnwritable):
+        try:
+            if checkpointer.cfg.enabled and state.step > 0 and not checkpointer.has(state.step):
+                save()
+                checkpointer.settle()
+                logger.error("step %d was saved; its logs are incomplete", state.step)
+        except CheckpointError as error:
+            logger.error("step %d could not be saved either: %s", state.step, error)
+        raise
 
 
 def check_writable(checkpointer: CheckpointManager) -> None:

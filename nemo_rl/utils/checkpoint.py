@@ -256,6 +256,15 @@ class CheckpointManager:
         saved = self._saved()
         return self.root / f"step_{max(saved)}" if saved else None
 
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is there; waits for one that is under way.
+
+        Raises:
+            CheckpointError: That one failed.
+        """
+        self.finalize_pending()
+        return step in self._saved()
+
     def newest_intact(self, *, set_aside: bool = False) -> Path | None:
         """The checkpoint with the highest step, verified by its manifest if it has one; None without one.
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -71,7 +72,7 @@ def damage(folder: Path, below: str = "") -> list[str] | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [problem for problem in pool.map(lambda file: _problem(folder, *file), described) if problem is not None]
+        return [problem for problem in pool.map(partial(_problem, folder), described) if problem is not None]
 
 
 def apply_umask(folder: Path) -> None:
@@ -94,7 +95,8 @@ def _umask() -> int:
     return int(found[1], 8) if found else 0o077
 
 
-def _problem(folder: Path, name: str, size: int, digest: str) -> str | None:
+def _problem(folder: Path, file: tuple[str, int, str]) -> str | None:
+    name, size, digest = file
     path = folder / name
     try:
         if not path.is_file():

@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TORN = "is torn: it has no end"
 _ENVELOPE = ("crc", "v", "n", "t", "src", "kind")
+_BUFFER_BYTES = 1 << 16
 _PREFIX_BYTES = len('{"crc":"00000000",')
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=plain).encode
 
@@ -62,7 +64,7 @@ class RecordDamaged(RecordError):
 
 
 class RecordUnwritable(RecordError, OSError):
-    """Lines cannot be written: what happens would be lost, so the run ends."""
+    """Lines cannot be written: what happens would be lost, so the run saves and ends."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         reason = "no space left on the disk" if disk_is_full(error) else error.strerror or str(error)
@@ -149,8 +151,9 @@ class RecordWriter:
     `flush()` does so on demand); `resume`, go on with an existing file: a damaged tail is moved beside it first;
     `archive_bytes`, from which size on `flush` moves lines to the compressed archive beside the file, as `close` then
     does with the rest (None keeps all in the file). `emit` costs a few microseconds and may be called from several
-    threads. Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is of a
-    newer schema.
+    threads. It fails for no disk: lines that cannot be written wait for the next `flush`, which raises
+    RecordUnwritable. Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is
+    of a newer schema.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class RecordWriter:
         self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
         self._lock, self._archive_bytes = threading.Lock(), archive_bytes
         self._next, self._last_flush, self._lost = 0, time.monotonic(), False
+        self._waiting = bytearray()
         existing = self.path.exists() and (self.path.stat().st_size > 0 or archive_of(self.path).exists())
         if existing and not resume:
             raise RecordError(
@@ -174,7 +178,7 @@ class RecordWriter:
             )
         if existing:
             self._next = _cut_damaged_tail(self.path)
-        self._file: BinaryIO = self.path.open("ab", buffering=1 << 16)
+        self._file: BinaryIO = self.path.open("ab", buffering=0)
         self.emit(RecordOpened(source, resumed=existing))
         self.flush()
 
@@ -192,42 +196,53 @@ class RecordWriter:
 
     def _write(self, source: str, clock: Callable[[], float], event: object) -> None:
         with self._lock:
-            line = encode_entry(Entry(self._next, clock(), source, event))
-            try:
-                self._file.write(line)
-                self._next += 1
-                now = time.monotonic()
-                if now - self._last_flush >= self._flush_interval_s:
-                    self._file.flush()
-                    self._last_flush = now
-            except OSError as error:
-                self._lost = True
-                raise RecordUnwritable(self.path, error) from error
+            self._waiting += encode_entry(Entry(self._next, clock(), source, event))
+            self._next += 1
+            due = time.monotonic() - self._last_flush >= self._flush_interval_s or len(self._waiting) >= _BUFFER_BYTES
+            if due and not self._lost:
+                # A part that failed here would fail in the middle of its work.
+                with suppress(RecordUnwritable):
+                    self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._last_flush = time.monotonic()
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(bytes(self._waiting))]
+        except OSError as error:
+            self._lost = True
+            raise RecordUnwritable(self.path, error) from error
+        self._lost = False
 
     def flush(self, *, durable: bool = False) -> None:
         """Hands everything to the operating system (survives this process); `durable` also waits for the disk (survives
         the machine).
+
+        Raises:
+            RecordUnwritable: Lines cannot be written; they wait for the next time.
         """
         with self._lock:
+            self._hand_over()
             try:
-                self._file.flush()
-                self._last_flush = time.monotonic()
                 if durable:
                     os.fsync(self._file.fileno())
             except OSError as error:
-                self._lost = True
                 raise RecordUnwritable(self.path, error) from error
             if self._archive_bytes is not None and self._file.tell() >= self._archive_bytes:
                 move_to_archive(self.path)
 
     def close(self) -> None:
         with self._lock:
+            told = self._lost
             try:
-                self._file.close()
-            except OSError as error:
-                if self._lost:
+                if not self._file.closed:
+                    self._hand_over()
+            except RecordUnwritable:
+                if told:
                     return
-                raise RecordUnwritable(self.path, error) from error
+                raise
+            finally:
+                self._file.close()
             if self._archive_bytes is not None:
                 move_to_archive(self.path)
 

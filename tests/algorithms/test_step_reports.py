@@ -16,6 +16,8 @@ from nemo_rl.algorithms.grpo.step import early_stop, validation_due
 from nemo_rl.algorithms.grpo.validation import batches_to_run
 from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.prompts import EpochPrompts
+from nemo_rl.utils.metrics_file import MetricsLost
+from nemo_rl.utils.record import RecordUnwritable
 from tests.algorithms.driver_world import Loader, World, save_in_memory
 from tests.experience.plane_in_process import plane_in_process
 
@@ -86,6 +88,32 @@ def test_a_report_that_fails_ends_the_run_with_its_error(tmp_path: Path, step: i
         grpo_train(world.run)
     # The step under which it failed is whole.
     assert world.run.state.step == min(step + 1, 3) and world.steps == list(range(1, step))
+
+
+@pytest.mark.parametrize("lost", ["metrics", "record"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_run_that_cannot_write_its_logs_saves_its_last_step_and_ends(lost: str, step: int, tmp_path: Path) -> None:
+    world = Reported(tmp_path)
+    world.run.checkpointer.cfg = world.run.config.checkpointing
+    world.run.checkpointer.has = world.saved.__contains__
+    full = OSError(28, "No space left on device")
+
+    def fail() -> None:
+        if world.run.state.step >= step:
+            raise RecordUnwritable(tmp_path, full)
+
+    def log_metrics(metrics: Any, step_of: int, prefix: str, **_: Any) -> None:
+        if step_of >= step:
+            raise MetricsLost("metrics.jsonl cannot be written")
+
+    if lost == "record":
+        world.run.record.flush = fail
+    else:
+        world.run.logger.log_metrics = log_metrics
+    with pytest.raises((MetricsLost, RecordUnwritable), match="cannot be written"):
+        grpo_train(world.run)
+    assert list(world.saved) == [min(step + 1, 3)] == [world.run.state.step]
+    assert max(world.trained) == 3 * world.run.state.step - 1
 
 
 def test_a_step_that_fails_does_not_take_the_report_before_it_along(tmp_path: Path) -> None:

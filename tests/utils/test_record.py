@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import pickle
+import resource
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -365,6 +367,26 @@ def test_lines_behind_damage_are_kept_beside_a_record_that_goes_on(line: int, tm
             writer.emit(EVENTS[0])
         assert len(list(read_record(path))) == line + 2
         assert path.with_name(f"record.jsonl.cut{number}").read_bytes() == b"".join(lines[line:])
+
+
+def test_lines_that_a_full_disk_takes_in_part_are_written_whole_once_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    writer = RecordWriter(path, source="driver", flush_interval_s=0.0)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 150, hard))
+        for event in EVENTS:
+            writer.emit(event)  # fails for no disk
+        for _ in range(2):
+            with pytest.raises(RecordUnwritable, match=r"record\.jsonl cannot be written"):
+                writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    writer.emit(EVENTS[0])
+    writer.close()
+    assert [entry.event for entry in read_record(path)][1:] == [*EVENTS, EVENTS[0]]
 
 
 def test_a_record_that_cannot_be_written_says_so_in_one_line(tmp_path: Path) -> None:

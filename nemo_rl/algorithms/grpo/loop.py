@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from nemo_rl.algorithms.grpo.async_source import AsynchronousSource
 from nemo_rl.algorithms.grpo.control_plane import HookedControlPlane, OwnAccelerators
@@ -28,6 +29,7 @@ from nemo_rl.algorithms.grpo.step import (
 from nemo_rl.algorithms.grpo.streaming import StreamingSource, train_on_stream
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.algorithms.profiling import profiled_steps
+from nemo_rl.algorithms.run_checkpoint import saved_without_logs
 from nemo_rl.config.errors import UserError
 from nemo_rl.experience.hooks import RLixHooksProtocol, time_sharing_enabled
 from nemo_rl.utils.checkpoint_retention import UnknownMetric, should_save
@@ -68,7 +70,11 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
         if run.config.grpo.val_at_start and run.state.step == 0:
             validate(run, 0)
         source.published(run.state.step)
-        with profiled_steps(run.policy, run.generation) as profiler:
+        last_step = partial(save_step, run, source, CompletedStep({}))
+        with (
+            profiled_steps(run.policy, run.generation) as profiler,
+            saved_without_logs(run.checkpointer, run.state, last_step),
+        ):
             while not source.finished():
                 profiler.before(run.state.step + 1)
                 step = run_step(run, source)
@@ -79,10 +85,11 @@ def train_to_end(run: GRPORun, source: BatchSource | StreamingSource) -> None:
                 newest = step
                 if step.ends_run:
                     break
+            # What is said of the last step may fail too, and the run can be saved only while its source goes on.
+            run.reports.settle()
     finally:
         source.stop()
         run.control.stop()
-    run.reports.settle()
     source.clear()
     run.checkpointer.settle()
     _say_why(run, newest, used_up=used_up)

@@ -13,12 +13,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl.algorithms.grpo.metrics import aggregate_microbatch_metrics
 from nemo_rl.algorithms.placement import OwnSlots, reserve_all
 from nemo_rl.algorithms.profiling import profiled_steps
-from nemo_rl.algorithms.run_checkpoint import RunState, begin_checkpoint, name_latest
+from nemo_rl.algorithms.run_checkpoint import RunState, begin_checkpoint, name_latest, saved_without_logs
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.data.loader import Batch
 from nemo_rl.distributed.accelerators import Accelerator
@@ -155,7 +156,8 @@ def sft_train(run: SFTRun) -> None:
     if run.config.sft.val_at_start and run.state.step == 0:
         validate(run)
     timed_out = False
-    with profiled_steps(run.policy) as profiler:
+    last_step = partial(_save, run, {}, None)
+    with profiled_steps(run.policy) as profiler, saved_without_logs(run.checkpointer, run.state, last_step):
         for batch in _batches(run):
             profiler.before(run.state.step + 1)
             run.timer.reset()
