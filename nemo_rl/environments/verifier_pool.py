@@ -1,22 +1,24 @@
 """Verifier processes that share out answers, with a deadline per answer.
 
-A process that runs past its deadline is ended and replaced, and that answer earns 0. Knows processes and pipes, no
-mathematics. Invariant: `verify` returns one verdict per pair, in order, at most (answers / workers + 1) * deadline
-later.
+A process that runs past its deadline is ended and replaced, and that answer earns 0. One that ends in another way, or
+stands still, is replaced too, and its answer is verified once more: something outside may have killed or stopped it.
+Knows processes and pipes, no mathematics. Invariants: `verify` returns one verdict per pair, in order, at most
+(2 * answers / workers + 1) * deadline later; no pipe is waited for beyond a deadline.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO
 
 from nemo_rl.distributed.processes import LastWords
@@ -27,21 +29,25 @@ logger = logging.getLogger(__name__)
 _START_UP_S = 120.0
 # The process ends itself at the deadline; only one that cannot be woken is ended from here, this much later.
 _GRACE_S = 2.0
+_STARTS_KILLED = 3
+_TRIES = 2
+_CHUNK = 1 << 16
 
 
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
+    requests: IO[bytes]
+    replies: IO[bytes]
     task: int | None
     give_up_at: float
     last_words: LastWords
     ready: bool = False
+    outgoing: bytes = b""
+    incoming: bytearray = field(default_factory=bytearray)
 
-    @property
-    def replies(self) -> IO[bytes]:
-        if self.process.stdout is None:
-            raise EnvironmentFailure("a verifier process has no standard output")
-        return self.process.stdout
+
+_LOST = Verdict(0.0, None)
 
 
 class VerifierPool:
@@ -59,6 +65,7 @@ class VerifierPool:
         self._deadline_s = deadline_s
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
+        self._starts_killed = 0
         self.timeouts = 0
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
@@ -69,6 +76,9 @@ class VerifierPool:
         """
         verdicts: list[Verdict | None] = [None] * len(pairs)
         waiting = list(range(len(pairs)))[::-1]
+        lost: Counter[int] = Counter()
+        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
+            self._end(worker)
         while any(verdict is None for verdict in verdicts):
             while len(self._workers) < min(self._num_workers, len(pairs)):
                 self._start()
@@ -76,7 +86,14 @@ class VerifierPool:
                 if worker.ready and worker.task is None and waiting:
                     self._assign(worker, waiting.pop(), pairs)
             for worker in self._answered_or_late():
-                self._collect(worker, verdicts)
+                task = worker.task
+                if (verdict := self._collect(worker)) is None or task is None:
+                    continue
+                lost[task] += verdict is _LOST
+                if verdict is _LOST and lost[task] < _TRIES:
+                    waiting.append(task)
+                else:
+                    verdicts[task] = verdict
         return [verdict for verdict in verdicts if verdict is not None]
 
     def shutdown(self) -> None:
@@ -92,7 +109,12 @@ class VerifierPool:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
         )
-        worker = _Worker(process, None, time.monotonic() + _START_UP_S, LastWords(process))
+        if process.stdin is None or process.stdout is None:
+            raise EnvironmentFailure("a verifier process has no pipes")
+        for pipe in (process.stdin, process.stdout):
+            os.set_blocking(pipe.fileno(), False)
+        give_up_at = time.monotonic() + _START_UP_S
+        worker = _Worker(process, process.stdin, process.stdout, None, give_up_at, LastWords(process))
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
 
@@ -105,58 +127,79 @@ class VerifierPool:
             "deadline_s": self._deadline_s,
         }
         worker.task, worker.give_up_at = task, time.monotonic() + self._deadline_s + _GRACE_S
-        if worker.process.stdin is None:
-            return
-        # A process that died while idle shows as the end of its replies, which `_collect` sees.
-        with contextlib.suppress(BrokenPipeError):
-            worker.process.stdin.write(json.dumps(request).encode() + b"\n")
-            worker.process.stdin.flush()
+        worker.outgoing = json.dumps(request).encode() + b"\n"
+        self._selector.register(worker.requests, selectors.EVENT_WRITE, worker)
 
     def _answered_or_late(self) -> list[_Worker]:
         busy = [worker for worker in self._workers if worker.task is not None or not worker.ready]
         wait_bound = max(0.0, min(worker.give_up_at for worker in busy) - time.monotonic())
-        answered = [key.data for key, _ in self._selector.select(wait_bound)]
+        answered = []
+        for key, events in self._selector.select(wait_bound):
+            if events & selectors.EVENT_WRITE:
+                self._send(key.data)
+            else:
+                answered.append(key.data)
         now = time.monotonic()
-        return answered or [worker for worker in busy if worker.give_up_at <= now]
+        late = [worker for worker in busy if worker.give_up_at <= now and worker not in answered]
+        return answered + late
 
-    def _collect(self, worker: _Worker, verdicts: list[Verdict | None]) -> None:
-        late = time.monotonic() >= worker.give_up_at and not self._selector_has(worker)
-        line = b"" if late else worker.replies.readline()
-        if not line:
-            self._lost(worker, verdicts, late=late)
+    def _send(self, worker: _Worker) -> None:
+        try:
+            worker.outgoing = worker.outgoing[os.write(worker.requests.fileno(), worker.outgoing[:_CHUNK]) :]
+        except BlockingIOError:
             return
-        reply = json.loads(line)
-        if not worker.ready:
-            worker.ready = True
-        elif worker.task is not None:
-            if reply["problem"]:
-                logger.debug("verifier=%s event=unreadable problem=%s", self._verifier, reply["problem"])
-            verdicts[worker.task] = Verdict(float(reply["reward"]), reply["answer"])
-            worker.task = None
+        except BrokenPipeError:
+            # It died, which shows as the end of its replies.
+            worker.outgoing = b""
+        if not worker.outgoing:
+            self._selector.unregister(worker.requests)
 
-    def _lost(self, worker: _Worker, verdicts: list[Verdict | None], *, late: bool) -> None:
+    def _collect(self, worker: _Worker) -> Verdict | None:
+        """What a worker says of its answer, `_LOST` if it says nothing more; None if that is still to come."""
+        try:
+            said = os.read(worker.replies.fileno(), _CHUNK)
+        except BlockingIOError:
+            said = None
+        if not said:
+            return self._lost(worker, late=said is None)
+        worker.incoming += said
+        if not said.endswith(b"\n"):
+            return None
+        reply = json.loads(worker.incoming)
+        worker.incoming.clear()
+        if not worker.ready:
+            worker.ready, self._starts_killed = True, 0
+            return None
+        if reply["problem"]:
+            logger.debug("verifier=%s event=unreadable problem=%s", self._verifier, reply["problem"])
+        worker.task = None
+        return Verdict(float(reply["reward"]), reply["answer"])
+
+    def _lost(self, worker: _Worker, *, late: bool) -> Verdict | None:
         how = f"was not ready after {_START_UP_S:g} s" if late else f"ended {worker.last_words.of_ended()}"
         self._end(worker)
+        code = worker.process.returncode
         if not worker.ready:
-            raise EnvironmentFailure(f"a process that verifies by {self._verifier} {how}")
-        if worker.task is not None:
-            self.timeouts += 1
-            logger.warning(
-                "verifier=%s event=ended deadline_s=%g exit_code=%s reward=0",
-                self._verifier,
-                self._deadline_s,
-                worker.process.returncode,
-            )
-            verdicts[worker.task] = Verdict(0.0, None)
-
-    def _selector_has(self, worker: _Worker) -> bool:
-        return any(key.data is worker for key, _ in self._selector.select(0))
+            self._starts_killed += 1
+            if late or code >= 0 or self._starts_killed >= _STARTS_KILLED:
+                raise EnvironmentFailure(f"a process that verifies by {self._verifier} {how}")
+        timed_out = not late and code == -signal.SIGALRM
+        self.timeouts += timed_out
+        logger.warning(
+            "verifier=%s event=%s deadline_s=%g exit_code=%s",
+            self._verifier,
+            "deadline_passed" if timed_out else "stood_still" if late else "died",
+            self._deadline_s,
+            code,
+        )
+        return Verdict(0.0, None) if timed_out else _LOST
 
     def _end(self, worker: _Worker) -> None:
         self._selector.unregister(worker.replies)
+        if worker.outgoing:
+            self._selector.unregister(worker.requests)
         self._workers.remove(worker)
         worker.process.kill()
         worker.process.wait()
-        for pipe in (worker.process.stdin, worker.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        worker.requests.close()
+        worker.replies.close()

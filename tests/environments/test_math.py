@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -379,3 +381,49 @@ def test_a_verifier_that_cannot_start_says_why_at_once(tmp_path: Path, monkeypat
         pool.verify([("1", "1")])
     assert time.monotonic() - began < 20 and "Traceback" in str(failure.value)
     pool.shutdown()
+
+
+def processes_of(pool: VerifierPool) -> list[subprocess.Popen[bytes]]:
+    return [worker.process for worker in pool._workers]
+
+
+@pytest.mark.parametrize("when", ["idle", "starting", "at work"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_verifier_process_that_is_killed_is_replaced_and_costs_no_reward(when: str, how: signal.Signals) -> None:
+    pool = VerifierPool("hf_math_verify", 1, deadline_s=20.0)
+    pairs = [("\\boxed{x+x}", "2x"), ("\\boxed{1/2}", "0.5"), ("\\boxed{3}", "4")]
+    try:
+        if when == "idle":
+            pool.verify(pairs[:1])
+            processes_of(pool)[0].send_signal(how)
+            processes_of(pool)[0].wait(10)
+        elif when == "starting":
+            pool._start()
+            processes_of(pool)[0].send_signal(how)
+        else:
+            assign = pool._assign
+
+            def assign_and_kill(worker: Any, task: int, given: Any) -> None:
+                assign(worker, task, given)
+                pool._assign = assign  # type: ignore[method-assign]
+                worker.process.send_signal(how)
+
+            pool._assign = assign_and_kill  # type: ignore[method-assign]
+        assert [verdict.reward for verdict in pool.verify(pairs)] == [1.0, 1.0, 0.0] and pool.timeouts == 0
+    finally:
+        pool.shutdown()
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_a_verifier_process_that_is_stopped_is_replaced_by_the_deadline(size: int) -> None:
+    pool = VerifierPool("hf_math_verify", 1, deadline_s=1.0)
+    try:
+        pool.verify([("\\boxed{x+x}", "2x")])
+        processes_of(pool)[0].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        response = " " * size + "\\boxed{x+x}"
+        # What it held is verified by the process that follows it; its start takes the most of this.
+        assert [verdict.reward for verdict in pool.verify([(response, "2x")] * 2)] == [1.0, 1.0]
+        assert time.monotonic() - began < 60 and pool.timeouts == 0
+    finally:
+        pool.shutdown()
