@@ -35,6 +35,8 @@ _CLASSES: dict[str, str] = {
     "code_jaccard": "nemo_rl.environments.code_environment.CodeJaccardEnvironment",
 }
 _NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
+# How often a dead environment is started again, and how often a call is made again for it.
+_RESTARTS, _CALLED_AGAIN = 5, 1
 _READ_HERE = ("class", "step_timeout_s")
 ResponseData = tuple[
     AllTaskProcessedDataset,
@@ -88,7 +90,8 @@ def environment_settings(config: EnvironmentConfig | None) -> dict[str, Any]:
 
 
 def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> ActorHandle[object]:
-    """Starts an environment as a Ray actor, without an accelerator.
+    """Starts an environment as a Ray actor, without an accelerator. One that dies is started again, a few times in all,
+    and its calls are made again: what belongs to a conversation is in its metadata, not in the actor.
 
     Args:
         name: the environment's name.
@@ -104,9 +107,9 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
     found = environment_class(name, section_of(name, env_configs))
     actor: Any = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
-    return actor.options(num_cpus=0, num_gpus=0, max_concurrency=1).remote(
-        environment_settings(section_of(name, env_configs))
-    )
+    return actor.options(
+        num_cpus=0, num_gpus=0, max_concurrency=1, max_restarts=_RESTARTS, max_task_retries=_CALLED_AGAIN
+    ).remote(environment_settings(section_of(name, env_configs)))
 
 
 def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:

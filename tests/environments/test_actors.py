@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
 
 THEIRS = """
-import os, time, torch
+import os, signal, time, torch
 
 class Env:
     def __init__(self, cfg):
@@ -31,6 +31,9 @@ class Env:
             time.sleep(60)
         if what == "die":
             os._exit(3)
+        if " once " in what and not os.path.exists(what.split()[-1]):
+            open(what.split()[-1], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL) if "die" in what else os._exit(0)
         size = len(metadata) - (what == "short")
         observations = [{"role": "environment", "content": ""}] * size
         return observations, metadata, None, torch.full((size,), self.bonus), torch.ones(size), None
@@ -82,6 +85,18 @@ def test_a_users_environment_becomes_an_actor_and_its_failures_name_it() -> None
         step_environment(dying, said("die"), [{}, {}], timeout_s=60, name="mine")
     for handle in (actor, dying):
         ray.kill(handle)
+
+
+@pytest.mark.parametrize("when", ["killed at work", "killed idle", "leaves by itself"])
+def test_an_environment_that_dies_is_started_again_and_judges_what_it_held(when: str, tmp_path: Path) -> None:
+    actor = started()
+    what = {"killed at work": f"die once {tmp_path}/k", "leaves by itself": f"exit once {tmp_path}/e"}.get(when, "fine")
+    step_environment(actor, said("fine"), [{}, {}], timeout_s=60, name="mine")
+    if when == "killed idle":
+        ray.kill(actor, no_restart=False)
+    result = step_environment(actor, said(what), [{}, {}], timeout_s=60, name="mine")
+    assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [2.5, 2.5]
+    ray.kill(actor)
 
 
 def test_mathematics_runs_as_an_actor() -> None:
