@@ -1,14 +1,16 @@
-"""Room for a second copy of the weights is looked for where the targets are."""
+"""Shards as targets of a refit: room for a second copy of their weights, and who is to blame where they fail."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from nemo_rl.distributed.worker_calls import WorkerIdentity
+from nemo_rl.distributed.worker_calls import WorkerError, WorkerIdentity
+from nemo_rl.models.generation.vllm import targets as module
 from nemo_rl.models.generation.vllm.targets import ShardTargets
 
 pytestmark = pytest.mark.ray
@@ -36,3 +38,46 @@ def test_copies_on_one_device_must_fit_together(ray_session: None, devices: list
     targets = ShardTargets(states, shards, workers, identities, devices, True)
     assert targets.staging_fits(100) == fits
     assert targets.staging_fits(50)
+
+
+@pytest.mark.parametrize(
+    ("answers", "culprits", "died"),
+    [
+        (["never"], {0: "no answer to free_memory"}, True),
+        (["never", "never"], {0: "no answer to free_memory", 1: "no answer to free_memory"}, True),
+        (["in time", "never"], {1: "no answer to free_memory"}, True),
+        # The one that does not answer may wait for the one that raised.
+        (["raises", "never"], {0: "planted", 1: "no answer to free_memory"}, False),
+        (["raises", "in time"], {0: "planted"}, False),
+    ],
+)
+def test_a_shard_that_hangs_counts_as_dead_unless_another_one_raised(
+    ray_session: None,
+    answers: list[str],
+    culprits: dict[int, str],
+    died: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(module, "_CULPRITS_S", 1.0)
+
+    @ray.remote(num_cpus=0)
+    def answer(how: str) -> list[int]:
+        if how == "raises":
+            raise RuntimeError("planted")
+        time.sleep(30 if how == "never" else 0)
+        return [200]
+
+    ray.get(answer.remote("in time"))
+    refs = [answer.remote(how) for how in answers]
+    workers: list[Any] = [SimpleNamespace(free_memory=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in refs]
+    identities = [WorkerIdentity("vllm", shard, "") for shard in range(len(answers))]
+    states: Any = None
+    devices = [[f"cpu{shard}@a"] for shard in range(len(answers))]
+    targets = ShardTargets(states, range(len(answers)), workers, identities, devices, True)
+    with pytest.raises(WorkerError):
+        targets.staging_fits(100)
+    assert targets.culprits.keys() == culprits.keys() and targets.died == died
+    assert all(culprits[shard] in reason for shard, reason in targets.culprits.items())
+    for ref in refs:
+        ray.cancel(ref, force=True)

@@ -148,6 +148,8 @@ class ShardTargets:
                 self.culprits, self.died = {shard: first_line(failure) for shard, failure in lost.items()}, True
                 raise
             self.culprits = {shard: first_line(failure) for shard, failure in failures.items() if failure is not None}
+            # Beside one that raised, the others wait for it; where none did, those that do not answer hang.
+            self.died = not self.culprits
             self.culprits |= {
                 shard: f"no answer to {what}" for shard, ref in zip(self.shards, refs, strict=True) if ref not in ended
             }
