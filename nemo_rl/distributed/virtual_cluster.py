@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,6 +30,10 @@ from nemo_rl.distributed.ports import free_ports
 from nemo_rl.lazy import names_of
 
 logger = logging.getLogger(__name__)
+
+_OF = " of "
+_SAID_AFTER_S = 5.0
+_COMMAND_SHOWN = 120
 
 
 class ResourceInsufficientError(UserError, RuntimeError):
@@ -58,10 +66,38 @@ def _gpu_of_slot() -> int | str:
     return int(gpu) if str(gpu).isdecimal() else str(gpu)
 
 
+def this_run() -> str:
+    """This process as other runs on the cluster see it: its command line, process id and host."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    shown = command if len(command) <= _COMMAND_SHOWN else f"{command[:_COMMAND_SHOWN]}..."
+    return f"{shown}, process {os.getpid()} on {socket.gethostname()}"
+
+
+def holders_of(resource: str) -> str:
+    """Who holds the slots of the cluster, and how many each."""
+    held: Counter[str] = Counter()
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            owner = str(group["name"]).partition(_OF)[2] or str(group["name"]) or "a run without a name"
+            held[owner] += round(sum(bundle.get(resource, 0) for bundle in group["bundles"].values()))
+    return "; ".join(f"{count} by {owner}" for owner, count in held.items() if count) or "none by a run"
+
+
 def first_not_reserved(groups: Sequence[PlacementGroup], timeout_s: float) -> int | None:
-    """Waits until all groups are reserved: None; otherwise gives all of them back, and says which was not in time."""
+    """Waits until all groups are reserved: None; otherwise gives all of them back, and says which was not in time. A
+    wait of some seconds is said, with who holds the slots.
+    """
     deadline = time.monotonic() + timeout_s
+    bundles = [bundle for group in groups for bundle in group.bundle_specs]
+    said = False
     for index, group in enumerate(groups):
+        if not said and not group.wait(max(0.0, min(_SAID_AFTER_S, deadline - time.monotonic()))):
+            resource = next((name for name in bundles[0] if name != "CPU"), "CPU")
+            wanted = round(sum(bundle.get(resource, 0) for bundle in bundles))
+            logger.warning(
+                "waiting up to %.0f s for %d x %s; held: %s", timeout_s, wanted, resource, holders_of(resource)
+            )
+            said = True
         if not group.wait(max(0.0, deadline - time.monotonic())):
             for other in groups:
                 remove_placement_group(other)
@@ -150,15 +186,19 @@ class RayVirtualCluster:
     def _reserve(self) -> list[PlacementGroup]:
         bundle: dict[str, float] = {self.accelerator.ray_resource: 1.0, "CPU": float(self.max_colocated_worker_groups)}
         groups = [
-            placement_group([dict(bundle) for _ in range(count)], strategy=self._strategy, name=f"{self.name}-{index}")
+            placement_group(
+                [dict(bundle) for _ in range(count)],
+                strategy=self._strategy,
+                name=f"{self.name}-{index}{_OF}{this_run()}",
+            )
             for index, count in enumerate(self._bundle_counts)
         ]
-        late = first_not_reserved(groups, self._timeout_s)
+        late, resource = first_not_reserved(groups, self._timeout_s), self.accelerator.ray_resource
         if late is not None:
             raise ResourceInsufficientError(
-                f"cluster {self.name!r}: node {late} could not reserve {self._bundle_counts[late]} x "
-                f"{self.accelerator.ray_resource} within {self._timeout_s:.0f} s; free now: "
-                f"{ray.available_resources().get(self.accelerator.ray_resource, 0.0):.0f}"
+                f"cluster {self.name!r}: node {late} could not reserve {self._bundle_counts[late]} x {resource} within "
+                f"{self._timeout_s:.0f} s; free now: {ray.available_resources().get(resource, 0.0):.0f}; held: "
+                f"{holders_of(resource)}"
             )
         return groups
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import ray
 from ray._private import worker
 
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, this_run
 from nemo_rl.distributed.worker_calls import WorkerDiedError, WorkerError, WorkerTimeoutError
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, resolve_fqn, slot_share
 
@@ -53,13 +55,25 @@ def test_more_slots_than_there_are_is_an_error_that_names_the_keys(ray_session: 
         cluster.get_placement_groups()
 
 
-def test_slots_that_do_not_become_free_in_time_are_an_error(cluster: RayVirtualCluster) -> None:
+def test_a_run_that_waits_for_slots_says_who_holds_them(
+    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nemo_rl.distributed.virtual_cluster._SAID_AFTER_S", 0.2)
     cluster.get_placement_groups()
     late = RayVirtualCluster([1], use_gpus=False, name="late", timeout_s=1.0)
+    held = rf"held: 4 by .*, process {os.getpid()} on "
     with pytest.raises(
-        ResourceInsufficientError, match="'late': node 0 could not reserve 1 x cpu_slot within 1 s; free now: 0"
+        ResourceInsufficientError,
+        match=f"'late': node 0 could not reserve 1 x cpu_slot within 1 s; free now: 0; {held}",
     ):
         late.get_placement_groups()
+    assert re.search(f"waiting up to 1 s for 1 x cpu_slot; {held}", caplog.text)
+
+
+@pytest.mark.parametrize("command", ["run_grpo.py --config a.yaml", "run_sft.py seed=1", "train.py " + "x" * 500])
+def test_a_run_is_known_to_others_by_its_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", command.split())
+    assert re.fullmatch(rf"{re.escape(command[:100])}.{{0,25}}, process {os.getpid()} on \S+", this_run())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
 from nemo_rl.distributed.accelerators import Accelerator
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, ResourceInsufficientError, first_not_reserved
+from nemo_rl.distributed.virtual_cluster import (
+    RayVirtualCluster,
+    ResourceInsufficientError,
+    first_not_reserved,
+    holders_of,
+)
 from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_name
 from nemo_rl.time_sharing.protocol.topology import Pool
 
@@ -45,7 +50,8 @@ def reserve_pool(pool: Pool, accelerator: Accelerator) -> list[PlacementGroup]:
         raise ResourceInsufficientError(
             f"the pool needs {pool.nodes} x {pool.gpus_per_node} {accelerator.ray_resource}; the Ray cluster has "
             f"{ray.cluster_resources().get(accelerator.ray_resource, 0.0):.0f}, of which "
-            f"{ray.available_resources().get(accelerator.ray_resource, 0.0):.0f} are free"
+            f"{ray.available_resources().get(accelerator.ray_resource, 0.0):.0f} are free; held: "
+            f"{holders_of(accelerator.ray_resource)}"
         )
     return groups
 
