@@ -31,7 +31,7 @@ from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import environment_class, section_of, start_environments
+from nemo_rl.environments.registry import start_environments, start_lines
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import (
     RolloutLimits,
@@ -152,7 +152,8 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     problems = load_problems(config, tokenizer, say)
     hold_to_vocabulary([problems.dataset], tokenizer, model)
     name = config.data.env_name
-    environment_class(name, section_of(name, config.env))
+    for line in start_lines([name], config.env):
+        say(line)
     with ExitStack() as stack:
         accelerator = placement.connect(config)
         stack.callback(placement.disconnect)

@@ -1,20 +1,22 @@
-"""Judges code: by running the Python that a response contains and answering with what it printed, or by its overlap
+"""Judges code: by running the Python that a response contains, against tests or by what it printed, or by its overlap
 with a reference (the Jaccard index of their words: equal texts earn 1, disjoint ones 0).
 
-Code is what stands between `<code>` and `</code>`, or in fenced blocks. It runs in a fresh interpreter in an empty
-directory with limits on time, memory, output and the size of a file; that keeps accidents small, but it is no sandbox:
-run untrusted models in a container. Invariant: no run outlives its deadline.
+Code is what stands between `<code>` and `</code>`, or in fenced blocks. `code_sandbox/judge.py` runs it, in an empty
+directory, with limits on time, memory, output and the size of a file. Invariants: no run outlives its deadline, and
+nothing that it started outlives it; tests and verdict are out of the response's reach.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import re
-import resource
+import secrets
 import select
 import selectors
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,17 +24,26 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 from typing_extensions import override
 
-from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig
+from nemo_rl.config import CodeEnvConfig, CodeJaccardEnvConfig, ConfigError
 from nemo_rl.data.interfaces import LLMMessageLogType
+from nemo_rl.distributed.processes import hide_process, kill_and_wait
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentInterface, EnvironmentReturn, response_of
 
-MEMORY_LIMIT_BYTES = 2 * 1024**3
-FILE_LIMIT_BYTES = 64 * 1024**2
 OUTPUT_LIMIT_CHARS = 4000
+# Ending what a response started takes the judge milliseconds; after this it is ended itself.
+_GRACE_S = 5.0
+_JUDGE = Path(__file__).parent / "code_sandbox" / "judge.py"
+_SANDBOXES = {
+    "bubblewrap": "the system read-only, no network, no other process",
+    "namespaces": "no network, no other process; files as the run's user",
+    "limits": "memory, time and files are limited; use a container for models that you do not trust",
+}
 # At most four bytes a character, so that what is kept of either end holds a whole answer.
 _KEPT_BYTES = 4 * OUTPUT_LIMIT_CHARS
 _CHUNK_BYTES = 64 * 1024
@@ -45,7 +56,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 @dataclass(frozen=True)
 class Run:
     """What running a piece of code gave: its output (both streams, cut), and whether it ended by itself without an
-    error.
+    error and passed its tests.
     """
 
     output: str
@@ -55,7 +66,7 @@ class Run:
 class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.code`.
 
-    The reward is 1 when the code runs and, if the metadata has `tests` (Python that runs after it), those pass, or if
+    The reward is 1 when the code runs and, if the metadata has `tests` (Python that uses its names), those pass, or if
     it has `ground_truth`, the output equals it; without either it is 0 and only the output is of use.
 
     Args:
@@ -64,7 +75,17 @@ class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self.cfg = CodeEnvConfig.model_validate(dict(cfg))
+        self.sandbox = usable_sandbox(self.cfg.sandbox)
+        if self.sandbox == "limits":
+            # Nothing else keeps a response from reading the tokens in this process's environment.
+            hide_process()
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
+
+    @classmethod
+    def start_line(cls, cfg: Mapping[str, object]) -> str:
+        """What a run says of it at its start."""
+        sandbox = usable_sandbox(CodeEnvConfig.model_validate(dict(cfg)).sandbox)
+        return f"env.code: code of responses runs in the sandbox {sandbox} ({_SANDBOXES[sandbox]})"
 
     @override
     def step(
@@ -95,7 +116,7 @@ class CodeEnvironment(EnvironmentInterface[dict[str, object]]):
     def _run(self, code: str | None, metadata: Mapping[str, object]) -> Run | None:
         if code is None:
             return None
-        return run_python(f"{code}\n{metadata.get('tests') or ''}", self.cfg.run_timeout_s)
+        return run_python(code, self.cfg.run_timeout_s, str(metadata.get("tests") or ""), self.sandbox)
 
 
 def code_in(response: str) -> str | None:
@@ -106,35 +127,99 @@ def code_in(response: str) -> str | None:
     return "\n".join(blocks) if blocks else None
 
 
-def run_python(code: str, timeout_s: float) -> Run:
+def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None = None) -> Run:
     """Runs code in a fresh interpreter.
 
     Args:
         code: Python source.
         timeout_s: seconds after which it is ended, with everything it started.
+        tests: Python source that uses the names of the code and raises where these are wrong.
+        sandbox: one of `usable_sandbox`; None: the best that this machine has.
     """
+    sandbox = sandbox or usable_sandbox("auto")
+    secret = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="nemo_rl_code_") as folder:
-        environment = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-            bufsize=0,
-        )
-        resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, FILE_LIMIT_BYTES))
-        output, ended = _converse(process, code.encode(errors="replace"), time.monotonic() + timeout_s)
-        if not ended:
-            # The process itself may have ended, with something that it started still printing.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return Run(f"{_cut(output)}\n[ended after {timeout_s:g} s]".lstrip(), False)
-    return Run(_cut(output), process.returncode == 0)
+        verdict, verdict_end = os.pipe()
+        with open(verdict, "rb") as report:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(_JUDGE), "judge", str(verdict_end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                # No token or key of the run is in the environment of what runs code.
+                env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+                pass_fds=(verdict_end,),
+                bufsize=0,
+            )
+            os.close(verdict_end)
+            request = {
+                "code": code.encode(errors="replace").decode(),
+                "tests": tests,
+                "sandbox": sandbox,
+                "command": _bubblewrap(folder) if sandbox == "bubblewrap" else [],
+                "secret": secret,
+            }
+            output, ended = _converse(process, json.dumps(request).encode() + b"\n", time.monotonic() + timeout_s)
+            _wait_for_end(process, folder)
+            passed = ended and report.read() == f"{secret} passed".encode()
+    return Run(_cut(output) if ended else f"{_cut(output)}\n[ended after {timeout_s:g} s]".lstrip(), passed)
+
+
+def _wait_for_end(judge: subprocess.Popen[bytes], folder: str) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if judge.wait(_GRACE_S) == 0:
+            return
+    judge.kill()
+    judge.wait()
+    # Without namespaces a response can end or stop its judge; what it left is known by its directory.
+    strays = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cwd().startswith(folder) or process.environ().get("HOME") == folder:
+                strays.append(process)
+    kill_and_wait(strays, _GRACE_S)
+
+
+def usable_sandbox(wanted: str) -> str:
+    """The sandbox of this machine: bubblewrap, namespaces of the kernel, or limits alone.
+
+    Raises:
+        ConfigError: what was asked for by name does not work here.
+    """
+    problems = []
+    for sandbox in _SANDBOXES if wanted == "auto" else (wanted,):
+        problem = problem_with(sandbox)
+        if problem is None:
+            return sandbox
+        problems.append(f"env.code.sandbox: {sandbox} does not work on this machine: {problem}")
+    raise ConfigError(problems)
+
+
+@functools.cache
+def problem_with(sandbox: str) -> str | None:
+    """Why a sandbox does not work on this machine; None where it does."""
+    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed (Debian package bubblewrap)"
+    run = run_python("print('ready')", 30.0, "print('tested')", sandbox)
+    return None if run.succeeded else (run.output[-300:] or "it gave no answer")
+
+
+def _bubblewrap(folder: str) -> list[str]:
+    """The system read-only, without the user's home and the temporary files of others, without a network."""
+    hidden = ["/tmp", str(Path.home())]
+    needed = (path for path in (sys.base_prefix, sys.prefix, str(_JUDGE.parent)) if path.startswith(tuple(hidden)))
+    mounts = [argument for path in hidden for argument in ("--tmpfs", path)]
+    mounts += [argument for path in dict.fromkeys(needed) for argument in ("--ro-bind", path, path)]
+    return [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        *("--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
+        *mounts,
+        *("--bind", folder, folder, "--chdir", folder),
+    ]
 
 
 def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) -> tuple[str, bool]:
@@ -153,8 +238,8 @@ def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) ->
                 if key.fileobj is process.stdin:
                     unsent = _fed(key.fd, unsent)
                     if not unsent:
+                        # It stays open: the judge ends, and with it everything else, when it is closed.
                         selector.unregister(process.stdin)
-                        process.stdin.close()
                     continue
                 chunk = os.read(key.fd, _CHUNK_BYTES)
                 open_ended = bool(chunk)
@@ -163,9 +248,7 @@ def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) ->
                 tail += chunk[room:]
                 dropped = dropped or len(tail) > _KEPT_BYTES
                 del tail[:-_KEPT_BYTES]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline - time.monotonic()))
-    return _text(head, tail, dropped), process.returncode is not None and not open_ended
+    return _text(head, tail, dropped), not open_ended
 
 
 def _fed(fd: int, unsent: memoryview) -> memoryview:

@@ -172,6 +172,17 @@ def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str
     return {name: create_env(name, env_configs) for name in wanted}
 
 
+def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
+    """What environments have a run say at its start."""
+    lines = []
+    for name in dict.fromkeys(names):
+        section = section_of(name, env_configs)
+        line = getattr(_plain_class(environment_class(name, section)), "start_line", None)
+        if line is not None:
+            lines.append(line(environment_settings(section)))
+    return lines
+
+
 def _by_task(
     datasets: TaskDatasets, actors: dict[str, ActorHandle[object]]
 ) -> tuple[dict[str, ActorHandle[object]], dict[str, ActorHandle[object]]]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from nemo_rl.distributed.processes import LastWords
+from nemo_rl.distributed.processes import LastWords, plain_environment
 from nemo_rl.environments.interfaces import EnvironmentFailure
 from nemo_rl.environments.verifiers import Verdict
 
@@ -105,7 +105,7 @@ class VerifierPool:
     def _start(self) -> None:
         command = [sys.executable, "-m", "nemo_rl.environments.verifier_process", self._verifier]
         # The process must find this package wherever this one found it, installed or not.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**plain_environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
         )

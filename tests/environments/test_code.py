@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import subprocess
+import sys
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
+import pytest
+
+from nemo_rl.config import ConfigError
+from nemo_rl.environments import code_environment
 from nemo_rl.environments.call import step_environment
-from nemo_rl.environments.code_environment import CodeEnvironment, code_in, run_python
+from nemo_rl.environments.code_environment import CodeEnvironment, code_in, run_python, usable_sandbox
 
 
 def stepped(responses: list[str], metadata: list[dict[str, Any]], **cfg: Any) -> Any:
@@ -71,6 +81,62 @@ def test_code_that_does_not_end_is_ended_with_what_it_started() -> None:
     left_running = run_python("import subprocess\nsubprocess.Popen(['sleep', '60'])", 1.0)
     assert not left_running.succeeded and left_running.output == "[ended after 1 s]"
     assert time.monotonic() - before < 30
+
+
+@pytest.mark.parametrize("sandbox", ["auto", "limits"])
+def test_nothing_that_a_response_started_stays_behind(sandbox: str) -> None:
+    mark = f"{secrets.randbelow(10**9) + 10**9}"
+    sleep = f"['sleep', '{mark}']"
+    double_fork = (
+        "import os\nfor _ in range(20):\n  if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"      os.closerange(0, 256)\n      os.execvp('sleep', {sleep})\n    os._exit(0)\n"
+    )
+    ways = [
+        double_fork,
+        f"import subprocess\nsubprocess.Popen({sleep}, start_new_session=True, stdout=-3, stderr=-3, env={{}}, cwd='/')",
+        "import os, signal, subprocess\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
+        f"subprocess.Popen({sleep}, process_group=0)",
+        f"{double_fork}\nos.kill(os.getpid(), 9)",
+        f"{double_fork}\nimport time\ntime.sleep(60)",
+        f"import multiprocessing, os\nmultiprocessing.Process(target=os.execvp, args=('sleep', {sleep})).start()\nos._exit(0)",
+        f"import subprocess, os, time\nsubprocess.Popen({sleep}, start_new_session=True, stdout=-3, stderr=-3)\n"
+        "os.kill(int(open(f'/proc/{os.getppid()}/stat').read().split()[3]), 9) if os.getppid() > 1 else None",
+    ]
+    named = usable_sandbox(sandbox)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda code: run_python(code, 3.0, sandbox=named), ways))
+    assert [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])] == []
+
+
+def test_a_response_reads_no_secret_of_the_run() -> None:
+    reads = (
+        "import os\nfound = [dict(os.environ)]\nfor pid in filter(str.isdigit, os.listdir('/proc')):\n"
+        "  for name in ('environ', 'fd', 'mem'):\n    try:\n"
+        "      found.append(os.listdir(f'/proc/{pid}/fd') if name == 'fd' else open(f'/proc/{pid}/{name}', 'rb').read(10**5))\n"
+        "    except OSError: pass\nprint('SECRET' if b'hf_secret' in repr(found).encode() else 'none')"
+    )
+    run = (
+        "from nemo_rl.environments.code_environment import *\nfor sandbox in ('auto', 'limits'):\n"
+        f"  environment = CodeEnvironment({{'sandbox': sandbox}})\n  print(run_python({reads!r}, 30.0, '', environment.sandbox))"
+    )
+    variables = {
+        **os.environ,
+        "HF_TOKEN": "hf_secret",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    ended = subprocess.run([sys.executable, "-c", run], env=variables, capture_output=True, text=True, check=True)
+    assert ended.stdout.count("output='none', succeeded=True") == 2
+
+
+def test_a_sandbox_that_this_machine_lacks_is_refused_and_the_one_in_use_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    code_environment.problem_with.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"env\.code\.sandbox: bubblewrap does not work .*bwrap is not installed"):
+            CodeEnvironment({"sandbox": "bubblewrap"})
+    finally:
+        code_environment.problem_with.cache_clear()
+    assert "sandbox limits" in CodeEnvironment.start_line({"sandbox": "limits"})
 
 
 def test_memory_and_output_are_limited() -> None:

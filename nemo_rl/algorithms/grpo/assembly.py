@@ -31,7 +31,7 @@ from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
-from nemo_rl.environments.registry import environment_class, section_of, start_environments
+from nemo_rl.environments.registry import environment_class, section_of, start_environments, start_lines
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
@@ -208,6 +208,8 @@ def _build(
             policy.wait_until_started()
         # Wanted at the end of the first responses only, so they leave the processors to what is wanted before.
         names = _environment_names(ready.datasets)
+        for line in start_lines(names, config.env):
+            start.say(line)
         actors = start_environments(names, config.env) if generation is not None else {}
         train_source, val_source = _sources_into(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
