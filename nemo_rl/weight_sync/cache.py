@@ -56,7 +56,7 @@ class CacheManifest:
         mapped: Size of the segment in bytes.
         buckets: Layout of each bucket.
         starts: Where each bucket begins in the segment.
-        checksums: Of each bucket.
+        checksums: Of each bucket; empty where none are taken.
     """
 
     version: int
@@ -84,10 +84,11 @@ class CacheBuilder:
     Args:
         bucket_bytes: Size of a bucket; a larger tensor gets a bucket of its own.
         device: The rank's device: on a GPU the buffers are pinned.
+        checksums: Whether buckets get checksums, which sessions that verify compare. They take longer than the copies.
     """
 
-    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, bucket_bytes: int, device: torch.device, *, checksums: bool = True) -> None:
+        self._bucket_bytes, self._checksums = bucket_bytes, checksums
         self._device = device
         self._buffers: list[HostStaging] = []
         self._capacity = 0
@@ -129,7 +130,7 @@ class CacheBuilder:
         handle = staging.publish(starts[-1])
         sums = tuple(
             checksum(staging.buffer_B[start : start + bucket.nbytes], bucket.nbytes)
-            for bucket, start in zip(buckets, starts, strict=False)
+            for bucket, start in zip(buckets if self._checksums else (), starts, strict=False)
         )
         return CacheManifest(version, handle["path"], handle["mapped"], tuple(buckets), tuple(starts[:-1]), sums)
 

@@ -49,7 +49,9 @@ def history(seed: int) -> list[Entry]:
 
 
 def test_every_part_of_a_state_is_saved_or_follows_from_what_is() -> None:
-    saved_parts = {member.name for member in fields(StateSaved)} - {"nodes", "gpus_per_node", "slots_per_gpu"} | {"pool"}
+    saved_parts = {member.name for member in fields(StateSaved)} - {"nodes", "gpus_per_node", "slots_per_gpu"} | {
+        "pool"
+    }
     assert saved_parts | DERIVED == vars(SchedulerState()).keys() and not saved_parts & DERIVED
     kept = {member.name for member in fields(SavedPipeline)} - {"spec"}
     assert kept | {"topology", "wake_order", "claimed_ranks"} == {member.name for member in fields(PipelineState)}

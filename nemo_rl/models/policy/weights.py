@@ -150,9 +150,13 @@ class PolicyWeightCache:
         policy: Whose weights.
         bucket_bytes: `weight_sync.bucket_bytes`.
         timeout_s: Deadline of a build, and of waiting for a session to end.
+        checksums: Whether sessions verify what arrives.
     """
 
-    def __init__(self, policy: CachedPolicy, *, bucket_bytes: int, timeout_s: float = 150.0) -> None:
+    def __init__(
+        self, policy: CachedPolicy, *, bucket_bytes: int, timeout_s: float = 150.0, checksums: bool = True
+    ) -> None:
+        self._checksums = checksums
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -179,6 +183,7 @@ class PolicyWeightCache:
             step=version,
             bucket_bytes=self._bucket_bytes,
             served=served,
+            checksums=self._checksums,
             timeout_s=self._timeout_s,
         )
         manifest: CacheManifest = manifests[_OWNER]

@@ -336,7 +336,9 @@ class PolicyWorker(TQWorkerMixin):
         weights = self.backend.export(self._export_dtype())
         self._sender = WeightSender(spec, weights, self.backend.device, source=self.backend.rank, groups=self._groups)
 
-    def build_cpu_bucket_cache(self, step: int, bucket_bytes: int, served: str | None = None) -> CacheManifest | None:
+    def build_cpu_bucket_cache(
+        self, step: int, bucket_bytes: int, served: str | None = None, *, checksums: bool = True
+    ) -> CacheManifest | None:
         """Packs the current weights as version `step` into host memory on the first rank; every rank takes part in the
         export.
 
@@ -344,6 +346,7 @@ class PolicyWorker(TQWorkerMixin):
             step: The version.
             bucket_bytes: Size of a bucket.
             served: Path of the buffer that sessions read, which stays as it is; None before the first.
+            checksums: Whether buckets get checksums.
 
         Returns:
             What the cache holds, from the rank that owns it.
@@ -355,7 +358,7 @@ class PolicyWorker(TQWorkerMixin):
                 pass
             return None
         if self._cache is None:
-            self._cache = CacheBuilder(bucket_bytes, self.backend.device)
+            self._cache = CacheBuilder(bucket_bytes, self.backend.device, checksums=checksums)
         return self._cache.build(step, self.tensor_metas(), weights, served=served)
 
     def begin_cached_export(self, spec: SendSpec, manifest: CacheManifest) -> None:

@@ -134,7 +134,9 @@ class LentPlacement:
         if built.generation is None:
             raise ValueError("a pipeline on a shared pool generates; grpo.rollout_replay leaves nothing to share")
         sync = built.config.weight_sync
-        cache = PolicyWeightCache(built.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s)
+        cache = PolicyWeightCache(
+            built.policy, bucket_bytes=sync.bucket_bytes, timeout_s=sync.timeout_s, checksums=sync.verify
+        )
         options = SyncOptions(sync.transport, sync.bucket_bytes, sync.verify, sync.timeout_s, keep_group=False)
         elastic = ElasticGeneration(built.generation, cache, options)
         engine = VllmEngine(built.generation, elastic, lambda: cache.version, self._told)
