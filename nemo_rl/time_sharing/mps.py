@@ -36,7 +36,7 @@ def multi_process_service(on: bool) -> Iterator[None]:
         return
     if shutil.which(_COMMAND) is None:
         raise MpsError(f"--mps on: {_COMMAND} is not on PATH; it comes with the NVIDIA driver, or leave --mps off")
-    if "RAY_ADDRESS" in os.environ:
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
         raise MpsError("--mps on: the processes of the Ray cluster RAY_ADDRESS names were started without it")
     with tempfile.TemporaryDirectory(prefix="nrl_mps_") as folder:
         given = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
