@@ -170,7 +170,7 @@ class RecordWriter:
         self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
         self._lock, self._archive_bytes = threading.Lock(), archive_bytes
         self._next, self._last_flush, self._lost = 0, time.monotonic(), False
-        self._waiting = bytearray()
+        self._waiting, self._told = bytearray(), False
         existing = self.path.exists() and (self.path.stat().st_size > 0 or archive_of(self.path).exists())
         if existing and not resume:
             raise RecordError(
@@ -222,7 +222,9 @@ class RecordWriter:
             RecordUnwritable: Lines cannot be written; they wait for the next time.
         """
         with self._lock:
+            self._told = True
             self._hand_over()
+            self._told = False
             try:
                 if durable:
                     os.fsync(self._file.fileno())
@@ -233,12 +235,11 @@ class RecordWriter:
 
     def close(self) -> None:
         with self._lock:
-            told = self._lost
             try:
                 if not self._file.closed:
                     self._hand_over()
             except RecordUnwritable:
-                if told:
+                if self._told:
                     return
                 raise
             finally:

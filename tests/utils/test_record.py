@@ -7,6 +7,7 @@ import pickle
 import resource
 import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -387,6 +388,19 @@ def test_lines_that_a_full_disk_takes_in_part_are_written_whole_once_there_is_ro
     writer.emit(EVENTS[0])
     writer.close()
     assert [entry.event for entry in read_record(path)][1:] == [*EVENTS, EVENTS[0]]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_lines_that_are_lost_at_the_end_are_said_once(flushed: bool, tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "record.jsonl", source="driver", flush_interval_s=0.0)
+    writer._file.close()
+    writer._file = open("/dev/full", "ab", buffering=0)  # type: ignore[assignment]  # noqa: SIM115 - the writer closes it
+    writer.emit(EVENTS[0])
+    if flushed:
+        with pytest.raises(RecordUnwritable):
+            writer.flush()
+    with nullcontext() if flushed else pytest.raises(RecordUnwritable):
+        writer.close()
 
 
 def test_a_record_that_cannot_be_written_says_so_in_one_line(tmp_path: Path) -> None:
