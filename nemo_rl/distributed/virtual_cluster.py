@@ -121,6 +121,7 @@ class RayVirtualCluster:
 
     Attributes:
         slot_bytes: Device memory that a slot's workers may take at a time, since neighbours use the rest; None for all.
+        worker_env: Environment variables of every worker besides those that a group sets.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class RayVirtualCluster:
             )
         self.name = name
         self.slot_bytes: int | None = None
+        self.worker_env: dict[str, str] = {}
         self.accelerator: Accelerator = CUDA if use_gpus else CPU
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self.num_gpus_per_node = num_gpus_per_node

@@ -185,7 +185,7 @@ class RayWorkerGroup:
             # too.
             env["OMP_WAIT_POLICY"] = "PASSIVE"
             env["CUDA_VISIBLE_DEVICES"] = ""
-        return env
+        return env | self.cluster.worker_env
 
     def _options(
         self, slots: list[Slot], runtime_env: dict[str, object], max_concurrency: int | None

@@ -26,6 +26,8 @@ from nemo_rl.time_sharing.protocol.topology import Pool
 # Every slot is shared by this many worker groups at most: two of each pipeline.
 _GROUPS_PER_SLOT = 128
 _RESERVE_S = 180.0
+# https://docs.nvidia.com/deploy/mps: read when a process first uses the GPU; without MPS it changes nothing.
+_MPS_PRIORITY, _BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 RESERVATION = "time_sharing_"
 """Begins the names of a pool's placement groups."""
 
@@ -95,6 +97,9 @@ class SharedCluster(RayVirtualCluster):
             port_range_high=port_range_high,
         )
         self.slot_bytes = slot_bytes
+        if slot_bytes is not None and not leads_ranks:
+            # A decode step is short and waits on its result; a training kernel that gives way loses next to nothing.
+            self.worker_env = {_MPS_PRIORITY: _BELOW_NORMAL}
         self._pool, self._gpus = pool, tuple(gpus)
         self._pool_groups = list(groups)
         self._pipeline, self._incarnation, self._leads_ranks = pipeline, incarnation, leads_ranks
