@@ -69,9 +69,9 @@ test-fast: $(READY_DEV) ## tests that need neither Ray nor an engine, for the in
 soak: $(READY) ## random time-sharing scenarios with every fault, 50 million simulated events, each checked
 	$(BIN)/python -m nemo_rl.time_sharing soak --events 5e7
 
-chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with each part of it killed in turn for MINUTES (60)
+chaos: $(RESULTS)/base/config.json ## the asynchronous arithmetic run on the data plane, with each part killed or stopped, checkpoints damaged and disks filled for MINUTES (60)
 	$(BIN)/python examples/run_sft.py --config examples/configs/sft_arithmetic_cpu.yaml
-	$(BIN)/python tools/chaos.py --minutes $(MINUTES) --folder results/chaos
+	$(BIN)/python tools/chaos.py --kinds all --minutes $(MINUTES) --folder results/chaos
 
 lint: $(READY_DEV) ## ruff, formatting, types, and the order of packages
 	$(BIN)/ruff check --quiet .

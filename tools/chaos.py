@@ -1,14 +1,17 @@
 """The asynchronous arithmetic run on the data plane while parts of it are killed at random: nothing may be lost by it.
 
 Kills an engine, all engines, the scheduler beside the run, a training worker, a storage unit or the driver, each once
-in a round, in an order of its own. The run must survive the death of engines and of the scheduler, and goes on from its
-last checkpoint after any other. At the end every prompt must have been trained once, every record keep every invariant,
-the accuracy be that of an undisturbed run of as many steps, and no process, file or shared memory be left.
+in a round, in an order of its own; with `--kinds all` it also stops an engine, a worker or a storage unit, damages the
+newest checkpoint, and fills the disk of the logs. The run must survive the death of engines and of the scheduler, and
+goes on from its last intact checkpoint after any other. At the end every prompt must have been trained once, every
+record keep every invariant, the accuracy be that of an undisturbed run of as many steps, and no process, file or shared
+memory be left.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import statistics
@@ -19,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_run import ENDS_AFTER_S, TARGETS, TOGETHER, Failed, Run
+from chaos_run import DAMAGES, ENDS_AFTER_S, STOPPED, TARGETS, TOGETHER, Failed, Run
 
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
@@ -27,7 +30,9 @@ from nemo_rl.utils.record import read_record
 from nemo_rl.utils.record_events import GroupAdmitted, GroupTrained, StepFinished
 
 # What the run survives.
-SURVIVED = ("engine", "engines", "scheduler")
+SURVIVED = ("engine", "engines", "scheduler", "engine stopped")
+KINDS = (*TARGETS, *STOPPED, *DAMAGES)
+_HANGS_AFTER_S = 120
 FOREVER = 10**6
 LAST_STEPS = 8
 
@@ -68,6 +73,8 @@ def disturb(run: Run, options: argparse.Namespace) -> tuple[list[Kill], int]:
     Raises:
         Failed: The run did what it must not.
     """
+    if "full disk" in options.kinds.split(","):
+        run.small_log_disk()
     draw, kills, kinds = random.Random(options.seed), list[Kill](), options.kinds.split(",")
     end = time.monotonic() + 60 * options.minutes
     # Lives with a pool and without one take turns; the scheduler is killed in one that has it.
@@ -85,7 +92,7 @@ def disturb(run: Run, options: argparse.Namespace) -> tuple[list[Kill], int]:
         last = number >= len(kinds) and time.monotonic() > end
         if last and kind not in SURVIVED:
             steps = run.saved() + LAST_STEPS
-        kills.append(kill(run, kind, draw, steps))
+        kills.append((damage if kind in DAMAGES else kill)(run, kind, draw, steps))
         if last:
             break
     if steps == FOREVER:
@@ -104,7 +111,7 @@ def kill(run: Run, kind: str, draw: random.Random, steps: int) -> Kill:
     Raises:
         Failed: The run did what it must not.
     """
-    victims = run.processes(TARGETS[kind])
+    victims = run.processes((STOPPED | TARGETS)[kind])
     if not victims:
         raise Failed(f"there is no {kind} to kill")
     if kind not in TOGETHER:
@@ -114,7 +121,7 @@ def kill(run: Run, kind: str, draw: random.Random, steps: int) -> Kill:
     print(f"{time.strftime('%X')} step={run.saved()} shared={shared} kill={kind} {titles}", flush=True)
     began = time.monotonic()
     for victim in victims:
-        victim.kill()
+        victim.suspend() if kind in STOPPED else victim.kill()
     if kind not in SURVIVED:
         run.ended(ENDS_AFTER_S)
         run.wait_until_gone()
@@ -122,6 +129,46 @@ def kill(run: Run, kind: str, draw: random.Random, steps: int) -> Kill:
     ended_s = time.monotonic() - began
     stepped_s, whole_s = run.wait_until_whole(victims)
     return Kill(kind, shared, ended_s + stepped_s, ended_s + whole_s)
+
+
+def damage(run: Run, kind: str, draw: random.Random, steps: int) -> Kill:
+    """Damages files, sees that the run notices, and goes on.
+
+    Raises:
+        Failed: It does not notice, or lost what it need not lose.
+    """
+    shared, began, more = run.shared, time.monotonic(), [] if kind == "full disk" else ["checkpointing.resume=[intact]"]
+    run.note_shared_memory()
+    print(f"{time.strftime('%X')} step={run.saved()} shared={shared} damage={kind}", flush=True)
+    if kind == "full disk":
+        recorded = last_step(run)
+        filler = run.fill_log_disk()
+        if run.ended(ENDS_AFTER_S) == 0 or not run.said("cannot be written: no space left on the disk"):
+            raise Failed(f"the run did not say that the disk of its logs is full; see {run.folder}/output.txt")
+        run.wait_until_gone()
+        filler.unlink()
+        if run.saved() <= recorded:
+            raise Failed(f"step {recorded} was finished, and the last checkpoint is of step {run.saved()}")
+        run.unlogged |= set(range(last_step(run) + 1, run.saved()))
+    else:
+        stop(run)
+        newest = run.saved()
+        name = run.damage(kind, draw)
+        run.start(steps, shared=False)
+        if run.ended(ENDS_AFTER_S) == 0 or not run.said(f"step_{newest} is damaged: {name}"):
+            raise Failed(f"{name} of step_{newest} is damaged, and the run did not say so; see {run.folder}/output.txt")
+        run.wait_until_gone()
+    ended_s = time.monotonic() - began
+    run.start(steps, shared=not shared, more=more)
+    stepped_s, whole_s = run.wait_until_whole()
+    return Kill(kind, shared, ended_s + stepped_s, ended_s + whole_s)
+
+
+def last_step(run: Run) -> int:
+    """The last step that the records know to be finished; -1 without one."""
+    paths = sorted(run.folder.glob("logs/exp_*/record.jsonl"))
+    entries = (entry.event for path in paths for entry in read_record(path, recover=True))
+    return max((event.step for event in entries if isinstance(event, StepFinished)), default=-1)
 
 
 def stop(run: Run) -> None:
@@ -157,7 +204,7 @@ def check_prompts(run: Run, steps: int) -> int:
                 seen.add(entry.event.step)
     if twice := [prompt for prompt, count in trained.items() if count > 1]:
         raise Failed(f"{len(twice)} prompts were trained more than once: {twice[:5]}")
-    if missing := set(range(steps)) - seen:
+    if missing := set(range(steps)) - seen - run.unlogged:
         raise Failed(f"steps {sorted(missing)[:5]} trained nothing")
     return len(trained)
 
@@ -214,7 +261,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="how long parts are killed; 0 for one round")
     parser.add_argument("--every", type=float, default=60.0, help="mean seconds of training between two kills")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
-    parser.add_argument("--kinds", default=",".join(TARGETS), help="what is killed")
+    parser.add_argument("--kinds", default=",".join(TARGETS), help="what happens; all for everything that can")
     parser.add_argument("--model", default="results/arithmetic/sft/latest", help="as `make demo` warm-starts it")
     parser.add_argument("--folder", type=Path, default=Path("results/chaos"), help="a new folder")
     parser.add_argument(
@@ -223,8 +270,12 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     if options.folder.exists():
         parser.error(f"{options.folder} exists; remove it, or name another with --folder")
-    if unknown := sorted(set(options.kinds.split(",")) - set(TARGETS)):
-        parser.error(f"--kinds: unknown {unknown}; there are {list(TARGETS)}")
+    options.kinds = ",".join(KINDS) if options.kinds == "all" else options.kinds
+    if unknown := sorted(set(options.kinds.split(",")) - set(KINDS)):
+        parser.error(f"--kinds: unknown {unknown}; there are {list(KINDS)}")
+    if set(options.kinds.split(",")) & set(STOPPED):
+        for variable in ("NRL_WORKER_TIMEOUT_SECONDS", "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"):
+            os.environ.setdefault(variable, str(_HANGS_AFTER_S))
     folder, model = options.folder.resolve(), str(Path(options.model).resolve())
     run, undisturbed = Run(folder / "disturbed", model, overrides), Run(folder / "undisturbed", model, overrides)
     compared = ""

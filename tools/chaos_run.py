@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,11 @@ TARGETS = {
     "storage unit": ("ray::SimpleStorageUnit",),
     "driver": ("examples/run_grpo.py", "ray::NemoRLFullFinetunePipeline", "examples/run_time_sharing.py"),
 }
+# Of these one stands still instead of dying.
+STOPPED = {f"{kind} stopped": TARGETS[kind] for kind in ("engine", "worker", "storage unit")}
+# What happens to files: to the newest checkpoint while the run is down, and to the disk of its logs while it works.
+DAMAGES = ("flipped bytes", "missing file", "full disk")
+LOG_DISK_MIB = 512
 # Of these all that there are die at once, of the others one.
 TOGETHER = ("engines",)
 KEPT = ("ray", "torchinductor_")
@@ -128,8 +134,51 @@ class Run:
         self._shared_memory: set[str] = set()
         self.process: subprocess.Popen[bytes] | None = None
         self.shared = False
+        self.unlogged: set[int] = set()
+        self._disk = False
 
-    def start(self, steps: int, *, shared: bool) -> None:
+    def small_log_disk(self) -> None:
+        """Puts the logs on a small disk of their own.
+
+        Raises:
+            Failed: This process may not mount one.
+        """
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={LOG_DISK_MIB}m", "tmpfs", str(logs)]
+        if subprocess.run(mount, check=False).returncode:
+            raise Failed("a full disk needs the right to mount one; leave it out of --kinds")
+        self._disk = True
+
+    def damage(self, kind: str, draw: random.Random) -> str:
+        """Damages a file of the newest checkpoint; its name."""
+        folder = self.checkpoints / f"step_{self.saved()}"
+        # Without its manifest a checkpoint is one of an earlier version, and people may edit its configuration.
+        spared = ("manifest.json", "config.yaml")
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in spared)
+        path = draw.choice([path for path in files if path.stat().st_size])
+        if kind == "missing file":
+            path.unlink()
+        else:
+            data = bytearray(path.read_bytes())
+            at = draw.randrange(len(data))
+            data[at : at + 64] = bytes(byte ^ 0x55 for byte in data[at : at + 64])
+            path.write_bytes(data)
+        return path.relative_to(folder).as_posix()
+
+    def fill_log_disk(self) -> Path:
+        """Takes all room on the disk of the logs; the file that does."""
+        filler = self.folder / "logs" / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(1 << 16)):
+                pass
+        return filler
+
+    def said(self, text: str) -> bool:
+        """Whether it has written a text to the terminal."""
+        return text in (self.folder / "output.txt").read_text(errors="replace")
+
+    def start(self, steps: int, *, shared: bool, more: Sequence[str] = ()) -> None:
         """Begins, or goes on from the last checkpoint, up to a step; `shared` as a pipeline of a pool, with a
         scheduler beside it.
         """
@@ -143,7 +192,7 @@ class Run:
         listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         with (self.folder / "output.txt").open("ab") as log:
             self.process = subprocess.Popen(
-                [*line, *self._settings, f"grpo.max_num_steps={steps}"],
+                [*line, *self._settings, *more, f"grpo.max_num_steps={steps}"],
                 cwd=ROOT,
                 env=os.environ
                 | {MARK: self._mark, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "TMPDIR": str(self.temporary)},
@@ -280,4 +329,6 @@ class Run:
         """Ends what is left, whatever it is."""
         for process in self.processes():
             process.kill()
+        if self._disk:
+            subprocess.run(["umount", "--lazy", str(self.folder / "logs")], check=False)
         shutil.rmtree(self.temporary, ignore_errors=True)
