@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from nemo_rl.config.section import NotYet, Section
 
@@ -99,6 +99,19 @@ class ObservabilityConfig(Section):
     enabled: bool = Field(
         False, description="Count bytes, keys and operations of the data plane, in the log and as Prometheus metrics."
     )
+    host: str = Field("127.0.0.1", description="Address on which the driver serves its counters; others need a token.")
+    token: str | None = Field(
+        None, min_length=8, description="What a reader of the counters sends as Authorization: Bearer; null: nothing."
+    )
+
+    @model_validator(mode="after")
+    def _others_need_a_token(self) -> ObservabilityConfig:
+        if self.token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(
+                f"host={self.host!r} opens the counters to the network: set data_plane.observability.token, for "
+                "example to ${oc.env:METRICS_TOKEN}"
+            )
+        return self
 
 
 class DataPlaneConfig(Section):

@@ -82,5 +82,6 @@ def build_data_plane_client(
         return client
     counted = MetricsDataPlaneClient(client, on_event=log_event)
     if bootstrap:
-        logger.info("data_plane=metrics driver=http://%s/metrics", counted.serve_metrics())
+        served = counted.serve_metrics(host=cfg.observability.host, token=cfg.observability.token)
+        logger.info("data_plane=metrics driver=http://%s/metrics", served)
     return counted

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ANY_ADDRESS = "0.0.0.0"
 T = TypeVar("T")
 Event = Mapping[str, object]
 
@@ -53,12 +52,18 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._counts = _Counts()
         self._endpoint: BackgroundServer | None = None
 
-    def serve_metrics(self, port: int = 0) -> str:
-        """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`."""
+    def serve_metrics(self, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> str:
+        """Serves the counters to Prometheus until the client is closed; the `host:port` of `/metrics`.
+
+        Args:
+            port: 0 takes a free one.
+            host: Address to listen on.
+            token: What `Authorization: Bearer` must bring; None: nothing.
+        """
         if self._endpoint is None:
-            handler = metrics_handler(self.prometheus_text)
-            self._endpoint = BackgroundServer(handler, host=_ANY_ADDRESS, port=port, name="data-plane-metrics")
-        return f"{_ANY_ADDRESS}:{self._endpoint.port}"
+            handler = metrics_handler(self.prometheus_text, token)
+            self._endpoint = BackgroundServer(handler, host=host, port=port, name="data-plane-metrics")
+        return f"{host}:{self._endpoint.port}"
 
     def __getstate__(self) -> dict[str, object]:
         # A copy in another process counts what goes through it there.

@@ -5,6 +5,7 @@ Knows no page. Invariants: visits are not worth a line each; the port is free ag
 
 from __future__ import annotations
 
+import hmac
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -69,15 +70,20 @@ class BackgroundServer:
         self._server.server_close()
 
 
-def metrics_handler(text: Callable[[], str]) -> type[QuietHandler]:
+def metrics_handler(text: Callable[[], str], token: str | None = None) -> type[QuietHandler]:
     """Answers `/metrics`.
 
     Args:
         text: Gives the current metrics in Prometheus's text format.
+        token: What `Authorization: Bearer` must bring; None: nothing.
     """
 
     class Page(QuietHandler):
         def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode()
+            if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+                self.answer(401, b"this needs the header Authorization: Bearer and the token\n")
+                return
             found = self.path.split("?")[0] == "/metrics"
             self.answer(200 if found else 404, text().encode() if found else b"see /metrics\n", PROMETHEUS_TEXT)
 

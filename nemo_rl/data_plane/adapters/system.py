@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import DataPlaneConfig
+from nemo_rl.data_plane.adapters.guard import Guard
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, start_master
 from nemo_rl.data_plane.adapters.transfer_queue import TransferQueueAddress
 from nemo_rl.data_plane.interfaces import DataPlaneError
@@ -69,15 +70,18 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     mooncake = cfg.backend == "mooncake_cpu"
     with ExitStack() as undo:
         overlay = start_master(cfg, undo) if mooncake else {}
-        actor_class: Any = TransferQueueController
+        guard = Guard.of_cluster()
+        actor_class: Any = guard.actor(TransferQueueController)
         from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
-        controller = actor_class.options(name=name, num_cpus=0).remote(sampler=SequentialSampler, polling_mode=True)
+        controller = actor_class.options(name=name, num_cpus=0).remote(
+            guard, sampler=SequentialSampler, polling_mode=True
+        )
         undo.callback(_kill, controller)
         try:
             config = _configuration(cfg, overlay)
             # All processes start at the same time.
-            units: dict[str, ActorHandle[object]] = {} if mooncake else _start_units(cfg, config, name, undo)
+            units: dict[str, ActorHandle[object]] = {} if mooncake else _start_units(cfg, config, name, guard, undo)
             config.controller.zmq_info = ray.get(controller.get_zmq_server_info.remote(), timeout=_START_TIMEOUT_S)
             if units:
                 infos = ray.get(
@@ -89,8 +93,14 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
         except ray.exceptions.RayError as error:
             raise DataPlaneError(f"data_plane: TransferQueue did not start: {error}") from error
         timeout_s = DEFAULT_TIMEOUT_S if cfg.ack_timeout_ms is None else cfg.ack_timeout_ms / 1000
-        logger.info("data_plane=started backend=%s controller=%s metrics=%s", cfg.backend, name, endpoint or "off")
-        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake), undo.pop_all())
+        logger.info(
+            "data_plane=started backend=%s controller=%s guard=%s metrics=%s",
+            cfg.backend,
+            name,
+            guard,
+            endpoint or "off",
+        )
+        return TransferQueueSystem(TransferQueueAddress(name, timeout_s, mooncake, guard), undo.pop_all())
 
 
 def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> Any:
@@ -110,17 +120,19 @@ def _configuration(cfg: DataPlaneConfig, overlay: dict[str, object]) -> Any:
     return config
 
 
-def _start_units(cfg: DataPlaneConfig, config: Any, name: str, undo: ExitStack) -> dict[str, ActorHandle[object]]:
+def _start_units(
+    cfg: DataPlaneConfig, config: Any, name: str, guard: Guard, undo: ExitStack
+) -> dict[str, ActorHandle[object]]:
     """Storage actors by name, spread over the nodes."""
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
     plain = dict(config.backend.SimpleStorage)
-    unit_class: Any = SimpleStorageUnit
+    unit_class: Any = guard.actor(SimpleStorageUnit)
     units: dict[str, ActorHandle[object]] = {}
     for rank, strategy in enumerate(get_node_round_robin_scheduling_strategies(cfg.num_storage_units)):
         actor = unit_class.options(name=f"{name}-unit-{rank}", num_cpus=0, scheduling_strategy=strategy).remote(
-            config=plain
+            guard, config=plain
         )
         undo.callback(_kill, actor)
         units[f"storage unit {rank}"] = actor

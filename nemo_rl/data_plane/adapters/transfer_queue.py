@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from nemo_rl.data_plane.adapters.guard import Guard
 from nemo_rl.data_plane.adapters.mooncake import load_native_libraries, prepare_process
 from nemo_rl.data_plane.client import StorageFull
 from nemo_rl.data_plane.interfaces import (
@@ -75,6 +76,7 @@ class TransferQueueAddress:
     controller: str
     timeout_s: float
     mooncake: bool = False
+    guard: Guard = Guard()
 
     def connect(self) -> TransferQueueStorage:
         """A storage of this process.
@@ -101,6 +103,7 @@ class TransferQueueStorage:
             prepare_process(config)
         from transfer_queue.client import AsyncTransferQueueClient
 
+        address.guard.stand()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="data-plane", daemon=True)
         self._thread.start()
