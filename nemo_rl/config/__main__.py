@@ -99,6 +99,9 @@ def _explain(chosen: argparse.Namespace) -> None:
         print(f"  {holder.name}: {holder.meaning}")
     elif entry is not None:
         _print_key(entry)
+        for inside in keys_of(kind):
+            if inside.name.startswith(f"{entry.name}."):
+                print(f"  {inside.name}: {inside.meaning}")
     else:
         others = [known.name for known in keys_of(kind) if known.name.rpartition(".")[2] == parts[-1]]
         hint = f" There is {', '.join(others)}." if others else did_you_mean(parts[-1], names_in(kind, parts))

@@ -139,3 +139,11 @@ def test_the_file_tool_expands_minimizes_and_compares(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "child.yaml").read_text()) == {"defaults": "base.yaml", "b": {"x": 2}, "c": "new"}
     assert tool("minimize-check", "base.yaml", "child.yaml").returncode == 0
     assert tool("expand", "gone.yaml").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("env.math", "env.math.num_workers"), ("env.code", "env.code.sandbox"), ("grpo", "grpo.seed")]
+)
+def test_explain_lists_the_keys_of_a_section(capsys: pytest.CaptureFixture[str], section: str, key: str) -> None:
+    assert main(["explain", section]) == 0
+    assert f"\n  {key}: " in capsys.readouterr().out
