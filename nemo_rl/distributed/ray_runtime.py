@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from unittest.mock import patch
@@ -22,13 +21,12 @@ import psutil
 import ray
 from ray._private import services
 from ray._private.node import Node
-from ray._private.utils import read_ray_address
 from ray._raylet import GcsClient  # pyrefly: ignore[missing-module-attribute]  # it is compiled
 from ray.exceptions import RayError
 
-from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.accelerators import CPU_SLOT_RESOURCE, Accelerator, resolve_accelerator
 from nemo_rl.distributed.processes import HOOK, WORKING_DIRECTORY, kill_and_wait
+from nemo_rl.distributed.ray_joining import LOCAL, RayStartError, probe, running_here, without_errors_of_others
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +51,6 @@ _LOCAL_CLUSTER_ENV = {
 _UNUSED = ("start_api_server", "start_monitor")
 _ECHOES = "start_log_monitor"
 
-_LOCAL = "local"
-_ANSWER_S = 5.0
 _START_ATTEMPTS = 3
 _NODE_UP_S, _LOOK_S = 30.0, 0.02
 # The processes of a local cluster end with the thread that started them, so it lasts as long as this process.
@@ -62,10 +58,6 @@ Started = TypeVar("Started")
 
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="ray-start")
 _END_TIMEOUT_S = 10.0
-
-
-class RayStartError(UserError, RuntimeError):
-    """Ray could not be started or joined."""
 
 
 def init_ray(
@@ -88,6 +80,8 @@ def init_ray(
         RayStartError: The address does not answer.
         DeviceUnavailableError: `cuda` was asked for and the cluster has none.
     """
+    # A local cluster guards its ports with a token; Ray says so at every start, and when it joins one.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     echo = log_to_driver if log_to_driver is not None else os.environ.get("NRL_LOG_LEVEL", "").upper() == "DEBUG"
     worker_env = dict(_RAY_PROCESS_ENV)
     for key in [k for k in os.environ if k.startswith(_LAUNCHER_PREFIXES)]:
@@ -101,13 +95,11 @@ def init_ray(
     if _joined(echo, runtime_env):
         return _accelerator_of_cluster(device)
     accelerator = resolve_accelerator(device)
-    # A local cluster guards its ports with a token; Ray says so at every start.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     resources: dict[str, float] = {} if accelerator.is_cuda else {CPU_SLOT_RESOURCE: float(cpu_slots)}
     for name, value in _LOCAL_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
     _start_local(
-        address=_LOCAL,
+        address=LOCAL,
         # Logical CPUs only count concurrently placed helper actors here; slots are what limits real work.
         num_cpus=max(os.cpu_count() or 1, 64),
         resources=resources,
@@ -133,14 +125,15 @@ def _joined(echo: bool, runtime_env: dict[str, Any]) -> bool:
         RayStartError: The named one does not answer.
     """
     named = os.environ.get("RAY_ADDRESS")
-    address = _running_here() if not named else None if named == _LOCAL else named
+    address = running_here() if not named else None if named == LOCAL else named
     if address is None:
         return False
     if named:
-        _probe(named)
+        probe(named)
     try:
         # Ray takes the token of this machine's clusters only where it finds the cluster itself.
-        ray.init(address=named or "auto", log_to_driver=echo, runtime_env=runtime_env, configure_logging=False)
+        with nullcontext() if echo else without_errors_of_others():
+            ray.init(address=named or "auto", log_to_driver=echo, runtime_env=runtime_env, configure_logging=False)
     except (ConnectionError, RuntimeError, RayError) as error:
         if named:
             raise RayStartError(
@@ -157,53 +150,6 @@ def _joined(echo: bool, runtime_env: dict[str, Any]) -> bool:
     return True
 
 
-def running_cluster() -> str | None:
-    """Address of a cluster that can be joined: the one that RAY_ADDRESS names, or one that runs on this machine."""
-    named = os.environ.get("RAY_ADDRESS")
-    return _running_here() if not named else None if named == _LOCAL else named
-
-
-def _running_here() -> str | None:
-    """Address of the cluster that `ray start` left on this machine, if anybody listens there: a cluster that was killed
-    leaves its address behind.
-    """
-    address = read_ray_address()
-    if not address:
-        return None
-    try:
-        _connect(address)
-    except (OSError, ValueError):
-        logger.info("ray=stale_address address=%s", address)
-        return None
-    return address
-
-
-def _probe(address: str) -> None:
-    """Finds out in seconds whether anybody listens at RAY_ADDRESS; Ray itself would ask for minutes.
-
-    Raises:
-        RayStartError: Nobody does.
-    """
-    if ":" not in address:
-        # `auto`, or a name that Ray resolves.
-        return
-    try:
-        _connect(address.rpartition("://")[2])
-    except ValueError as error:
-        raise RayStartError(f"RAY_ADDRESS={address} is no address; expected host:port, auto or local") from error
-    except OSError as error:
-        raise RayStartError(
-            f"RAY_ADDRESS={address} does not answer ({error.strerror or error}); start the cluster, unset RAY_ADDRESS, "
-            "or set it to local"
-        ) from error
-
-
-def _connect(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
-        pass
-
-
 def accelerator_here(device: str) -> Accelerator | None:
     """The accelerator of a run that will start a cluster on this machine or is connected to one; None for a run that
     still has to join one.
@@ -217,7 +163,7 @@ def accelerator_here(device: str) -> Accelerator | None:
     if ray.is_initialized():
         return _accelerator_of_cluster(device)
     named = os.environ.get("RAY_ADDRESS")
-    joins = (named not in (None, "", _LOCAL)) or (not named and _running_here() is not None)
+    joins = (named not in (None, "", LOCAL)) or (not named and running_here() is not None)
     return None if joins else resolve_accelerator(device)
 
 
@@ -230,7 +176,12 @@ def _start_local(**options: Any) -> None:
     for attempt in range(1, _START_ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:
-            with _without(*_UNUSED, *(() if options["log_to_driver"] else (_ECHOES,))), _seen_at_once():
+            with ExitStack() as stack:
+                stack.enter_context(_without(*_UNUSED))
+                stack.enter_context(_seen_at_once())
+                if not options["log_to_driver"]:
+                    stack.enter_context(_without(_ECHOES))
+                    stack.enter_context(without_errors_of_others())
                 ray.init(**options)
             return
         except Exception as error:
@@ -254,8 +205,8 @@ def _without(*starters: str) -> Iterator[None]:
         yield
 
 
-def _nothing(node: Node, **options: object) -> None:
-    """In the place of one of the node's methods."""
+def _nothing(*arguments: object, **options: object) -> None:
+    """In the place of what is left out."""
 
 
 @contextmanager

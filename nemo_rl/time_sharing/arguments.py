@@ -27,6 +27,7 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
         default="off",
         help="whether the jobs of a GPU use it through NVIDIA's Multi-Process Service (default: %(default)s)",
     )
+    parser.add_argument("--name", default="", help="of the pool, for people (default: that of its log's folder)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the pool (default: %(default)s)")
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="kind of slot (default: %(default)s)"
@@ -36,16 +37,17 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quarantine",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="how long a rank or GPU that failed is left alone (default: 300)",
     )
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
     with suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
-            return seconds
+        if 0 < (number := float(text)) < math.inf:
+            return number
     raise argparse.ArgumentTypeError(f"{text}: expected seconds above 0")
 
 

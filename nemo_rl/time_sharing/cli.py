@@ -18,11 +18,12 @@ from pathlib import Path
 import yaml
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments
+from nemo_rl.time_sharing.arguments import add_page_arguments, add_pool_arguments, seconds
 from nemo_rl.time_sharing.history.check import INVARIANTS, check, refuse_nothing
 from nemo_rl.time_sharing.log import events as _events  # registers the scheduler's event kinds
 from nemo_rl.time_sharing.log.reading import read_logs
 from nemo_rl.time_sharing.log.segments import segments_of
+from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
 from nemo_rl.time_sharing.simulation.cli import (
     UsageError,
     add_simulate_arguments,
@@ -44,6 +45,8 @@ from nemo_rl.utils.record import NullRecord, RecordDamaged
 logger = logging.getLogger(__name__)
 
 _KINDS = _events.__name__
+_DRAIN_S = 900.0
+_FAR_OFF = 0.1
 _EXAMPLES = """examples:
   python -m nemo_rl.time_sharing simulate examples/time_sharing/two_jobs.yaml --report two.html
   python -m nemo_rl.time_sharing simulate examples/time_sharing/with_faults.yaml --runs 5
@@ -170,22 +173,50 @@ def _live_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
     def live(name: str) -> Callable[[argparse.Namespace], int]:
         def run(chosen: argparse.Namespace) -> int:
-            from nemo_rl.time_sharing import launcher
+            from nemo_rl.time_sharing import commands, launcher
 
-            return launcher.guarded(lambda: getattr(launcher, name)(chosen))
+            return commands.guarded(lambda: getattr(launcher if name == "serve" else commands, name)(chosen))
 
         return run
+
+    def of_open_pool(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        added = command(name, run, summary)
+        added.add_argument(
+            "--pool", metavar="NAME", help="which of your open pools, by its name or process (default: the only one)"
+        )
+        return added
 
     serving = command("serve", live("serve"), "open a pool on this machine's GPUs and keep it until interrupted")
     add_pool_arguments(serving)
     add_page_arguments(serving)
-    submitting = command("submit", live("submit"), "submit pipelines to the open pool")
+    submitting = of_open_pool("submit", live("submit"), "submit pipelines to the open pool")
     submitting.add_argument("files", nargs="+", metavar="FILE", help="configurations, and key=value for all of them")
     submitting.add_argument("--wait", action="store_true", help="until they have ended; an interrupt cancels them")
+    submitting.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable that the pipelines get, as it is here or with this value; PYTHONPATH and the working "
+        "directory are always taken along",
+    )
     for name in ("status", "list"):
-        command(name, live("status"), "show the pipelines of the open pool")
-    for name, what in (("drain", "let pipelines go once they gave back what they hold"), ("cancel", "end pipelines")):
-        command(name, live(name), what).add_argument("names", nargs="+", metavar="NAME")
+        showing = of_open_pool(name, live("status"), "show the pipelines of the open pool")
+        showing.add_argument("--json", action="store_true", help="for programs")
+    draining = of_open_pool("drain", live("drain"), "let pipelines finish their step, save and leave")
+    draining.add_argument("names", nargs="+", metavar="NAME")
+    draining.add_argument(
+        "--deadline",
+        type=seconds,
+        default=_DRAIN_S,
+        metavar="SECONDS",
+        help="how long to wait for that before this command says what has not ended (default: %(default)g)",
+    )
+    cancelling = of_open_pool("cancel", live("cancel"), "end pipelines at once; their last finished checkpoints stay")
+    cancelling.add_argument("names", nargs="+", metavar="NAME")
+    explaining = of_open_pool("explain", live("explain"), "say who has each GPU and why")
+    explaining.add_argument("names", nargs="*", metavar="NAME", help="only what concerns these pipelines")
+    explaining.add_argument("--log-dir", type=Path, help="of a pool that is closed, such as logs/time_sharing/latest")
 
 
 def _page(chosen: argparse.Namespace) -> int:
@@ -245,7 +276,7 @@ def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
     entries = read_logs(chosen.log, recover=chosen.recover, say=_say)[0]
     refuse_nothing(entries)
-    count = write_trace(entries, output)
+    count = write_trace(entries, output, pool=PoolBook.read(chosen.log[0].parent / "pool.json").name)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
     return 0
 
@@ -256,8 +287,9 @@ def _report(chosen: argparse.Namespace) -> int:
     # First, as it refuses what no picture can be made of.
     violations = check(entries, ended=whole)
     timeline = build_timeline(entries)
-    title = timeline.simulated.scenario if timeline.simulated is not None else chosen.log[0].stem
-    write_report(timeline, violations, output, title=title)
+    pool = PoolBook.read(chosen.log[0].parent / "pool.json")
+    title = timeline.simulated.scenario if timeline.simulated is not None else pool.name or chosen.log[0].stem
+    write_report(timeline, violations, output, title=title, unit=pool.unit)
     print(f"{output}: {len(entries)} events")
     return 0
 
@@ -281,5 +313,12 @@ def _fit(chosen: argparse.Namespace) -> int:
         seconds = (run.finished_at or world.loop.now) - run.job.arrive_s
         lines.append((name, f"{measured:.1f} s", f"{seconds:.1f} s", f"{seconds / measured:.2f}"))
     print_table(lines)
+    off = [name for name, _, _, ratio in lines[1:] if abs(float(ratio) - 1) > _FAR_OFF]
+    if off:
+        print(
+            f"far off: the simulation of {', '.join(off)} differs by more than {_FAR_OFF:.0%} from the run; do not "
+            "draw conclusions from differences of that size. Usual causes: a short run, jobs that were drained, "
+            "cancelled or restarted, first starts of engines, and a machine with other work on it"
+        )
     print(f"{chosen.output}: simulate it, change it, simulate it again")
     return 0

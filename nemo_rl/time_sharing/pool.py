@@ -12,48 +12,32 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import UserError
+from nemo_rl.distributed.processes import WORKING_DIRECTORY
 from nemo_rl.time_sharing.agents.actors import (
-    CONTROL_NAMESPACE,
-    SCHEDULER_NAME,
     Orchestrator,
-    start_scheduler,
-    stop_scheduler,
 )
-from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace, end_agents
+from nemo_rl.time_sharing.agents.ray_reaper import agent_actor_name, agent_namespace
 from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.sharing import Sharing, SharingWatch
-from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, LentPipeline, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
 from nemo_rl.time_sharing.pipelines.job import Job, Kind
 from nemo_rl.time_sharing.pipelines.pool_book import Life, Outcome, PoolBook
-from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory, slot_bytes
+from nemo_rl.time_sharing.pipelines.residents import Part, PoolFull, Residents, SlotMemory
 from nemo_rl.time_sharing.planning.placement import Mapped
 from nemo_rl.time_sharing.protocol.topology import Pool
-from nemo_rl.time_sharing.protocol.types import Limits
 
 logger = logging.getLogger(__name__)
 
-LIVE_LIMITS = Limits(
-    heartbeat_s=2.0,
-    lease_s=60.0,
-    isolation_s=300.0,
-    wake_s=900.0,
-    drain_s=180.0,
-    sleep_s=180.0,
-    sync_s=300.0,
-    grant_s=60.0,
-    min_hold_s=5.0,
-)
-"""Bounds for live engines: a first wake builds one."""
 _ANSWER_S = 30.0
-_START_S = 300.0
-_THREADS = 32
+ACTOR_THREADS = 32
+_LEFT = ("done", "drained")
+"""Outcomes of pipelines that have given everything back by themselves."""
 
 
 class PoolError(UserError, RuntimeError):
@@ -73,6 +57,8 @@ class Standing:
         progress: What it was doing when last asked.
         outcome: How it ended; None while it runs.
         sharing: What it gets and loses by sharing; None before its registration.
+        asked: `drain` or `cancel`, where a user has asked for its end.
+        log_dir: Where its own logs are; empty before it has said.
     """
 
     name: str
@@ -83,6 +69,42 @@ class Standing:
     progress: Progress | None = None
     outcome: Outcome | None = None
     sharing: Sharing | None = None
+    asked: str = ""
+    log_dir: str = ""
+
+    @property
+    def state(self) -> str:
+        """What it does, in a word or two."""
+        if self.outcome is not None:
+            return self.outcome.kind
+        if self.asked:
+            return {"drain": "draining", "cancel": "being cancelled"}[self.asked]
+        return self.progress.phase if self.progress is not None else "starting"
+
+    @property
+    def why(self) -> str:
+        """How far it is, or why it ended."""
+        if self.outcome is not None:
+            return self.outcome.reason
+        if self.progress is None:
+            return ""
+        doing = f"; {self.progress.phase}" if self.asked else ""
+        return f"step {self.progress.step}/{self.progress.of}{doing}"
+
+
+@dataclass(frozen=True)
+class About:
+    """A pool in general.
+
+    Attributes:
+        name: For people.
+        unit: What a slot is, in words.
+        log_dir: Where its scheduler writes.
+    """
+
+    name: str
+    unit: str
+    log_dir: str
 
 
 class PoolActor(Orchestrator):
@@ -101,8 +123,10 @@ class PoolActor(Orchestrator):
         self._lives = {life.name: life for life in book.lives}
         self._residents = Residents(book.residents)
         self._actors: dict[str, Any] = {}
+        self._seen: dict[str, Progress] = {}
         self._log = LogTail(Path(handles.log_dir) / "scheduler.jsonl")
         self._sharing = SharingWatch()
+        self._keep()
         for life in book.lives:
             if life.outcome is None:
                 self._go_on_with(life)
@@ -126,7 +150,8 @@ class PoolActor(Orchestrator):
         threading.Thread(target=self._watch, args=(life,), name=f"watch-{life.name}", daemon=True).start()
 
     def _keep(self) -> None:
-        PoolBook(list(self._lives.values()), self._residents.entries()).write(self._path)
+        lives, residents = list(self._lives.values()), self._residents.entries()
+        PoolBook(lives, residents, self._handles.name, self._handles.unit).write(self._path)
 
     def pid(self) -> int:
         """The process."""
@@ -155,6 +180,10 @@ class PoolActor(Orchestrator):
     def shape(self) -> tuple[Pool, str]:
         """The pool's shape, and where its logs are."""
         return self._handles.pool, self._handles.log_dir
+
+    def about(self) -> About:
+        """The pool in general."""
+        return About(self._handles.name, self._handles.unit, self._handles.log_dir)
 
     def handles(self) -> PoolHandles:
         """What a pipeline needs of the pool."""
@@ -205,7 +234,8 @@ class PoolActor(Orchestrator):
             namespace=agent_namespace(job.name),
             lifetime="detached",
             num_cpus=0,
-            max_concurrency=_THREADS,
+            max_concurrency=ACTOR_THREADS,
+            runtime_env={"env_vars": {WORKING_DIRECTORY: job.folder, **job.env}},
         ).remote(job, self._handles, incarnation)
         actor.start.remote()
         return actor
@@ -220,17 +250,30 @@ class PoolActor(Orchestrator):
         actor = self._actors[life.name]
         try:
             outcome: Outcome = ray.get(actor.outcome.remote())
+            self._note_progress(life, ray.get(actor.progress.remote(), timeout=_ANSWER_S))
         except ray.exceptions.RayError as error:
             outcome = Outcome("died", str(error).partition("\n")[0])
-        if life.refused and outcome.kind != "done":
+        if life.asked == "cancel" and outcome.kind != "done":
+            seen = self._seen.get(life.name)
+            at = f"at step {seen.step} of {seen.of}; its last finished checkpoint stays" if seen and seen.of else ""
+            outcome = Outcome("cancelled", at, seen.step if seen else 0, seen.waited_s if seen else 0.0)
+        elif life.refused and outcome.kind != "done":
             outcome = Outcome("failed", life.refused, outcome.steps, outcome.waited_s)
         self._note_end(life, outcome)
-        if outcome.kind == "done":
+        if outcome.kind in _LEFT:
             ray.kill(actor, no_restart=True)
 
+    def _note_progress(self, life: Life, progress: Progress) -> None:
+        self._seen[life.name] = progress
+        if progress.log_dir and life.log_dir != progress.log_dir:
+            with self._lock:
+                life.log_dir = progress.log_dir
+                self._keep()
+
     def _note_end(self, life: Life, outcome: Outcome) -> None:
-        if outcome.kind != "done":
-            logger.error("pipeline=%s outcome=%s reason=%s", life.name, outcome.kind, outcome.reason)
+        if outcome.kind not in _LEFT:
+            level = logging.INFO if outcome.kind == "cancelled" else logging.ERROR
+            logger.log(level, "pipeline=%s outcome=%s reason=%s", life.name, outcome.kind, outcome.reason)
             # Its processes are ended and its GPUs verified free before anybody else gets them.
             self.unregister_pipeline(life.name)
         with self._lock:
@@ -247,11 +290,10 @@ class PoolActor(Orchestrator):
             actors = dict(self._actors)
         asked = {name: actors[name].progress.remote() for name, life in lives.items() if life.outcome is None}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
-        answers: dict[str, Progress] = {}
         for name, ref in asked.items():
             if ref in ready:
                 try:
-                    answers[name] = ray.get(ref)
+                    self._note_progress(lives[name], ray.get(ref))
                 except ray.exceptions.RayError:
                     continue
         sharing = self._sharing_so_far()
@@ -262,9 +304,11 @@ class PoolActor(Orchestrator):
                 life.infer,
                 life.submitted_at,
                 life.ended_at,
-                answers.get(name),
+                self._seen.get(name),
                 life.outcome,
                 sharing.get(name),
+                life.asked,
+                life.log_dir,
             )
             for name, life in lives.items()
         ]
@@ -275,27 +319,52 @@ class PoolActor(Orchestrator):
                 self._sharing.take(entry.time, entry.event)
             return self._sharing.so_far(time.time())
 
-    def cancel(self, name: str) -> None:
-        """Ends a pipeline whatever it does; its checkpoints stay.
+    def cancel(self, name: str) -> str:
+        """Ends a pipeline whatever it does; its checkpoints stay. Returns what happens, in words.
 
         Raises:
             PoolError: There is none of this name.
         """
-        self._known(name)
+        import ray
+
+        life = self._known(name)
+        if life.outcome is not None:
+            return f"has ended already: {life.outcome.kind}"
+        self._note_asked(life, "cancel")
+        known: Mapping[str, Any] = ray.get(self._handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]
         self.unregister_pipeline(name)
+        if name not in known:
+            # Its process is coming up: the scheduler knows nothing that it could end.
+            ray.kill(self._actors[name], no_restart=True)
+        return "is being cancelled"
 
-    def drain(self, name: str) -> None:
-        """Gives a pipeline nothing more and lets it go when it has given back what it holds.
+    def drain(self, name: str) -> str:
+        """Lets a pipeline go at the next place from which it can go on; what it does first, in words.
 
         Raises:
             PoolError: There is none of this name.
         """
-        self._known(name)
-        self.drain_pipeline(name)
+        import ray
 
-    def _known(self, name: str) -> None:
+        life = self._known(name)
+        if life.outcome is not None:
+            return f"has ended already: {life.outcome.kind}"
+        try:
+            does: str = ray.get(self._actors[name].drain.remote(), timeout=_ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise PoolError(f"{name}: does not answer ({type(error).__name__}); cancel it") from error
+        self._note_asked(life, "drain")
+        return f"draining: {does}"
+
+    def _note_asked(self, life: Life, what: str) -> None:
+        with self._lock:
+            life.asked = what
+            self._keep()
+
+    def _known(self, name: str) -> Life:
         if name not in self._lives:
-            raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._lives)}")
+            raise PoolError(f"there is no pipeline {name!r}; there are {sorted(self._lives) or 'none'}")
+        return self._lives[name]
 
 
 def _pipeline_class(kind: Kind) -> type[LentPipeline]:
@@ -314,120 +383,3 @@ def _pipeline_class(kind: Kind) -> type[LentPipeline]:
     from nemo_rl.time_sharing.pipelines.grpo import NemoRLFullFinetunePipeline
 
     return NemoRLFullFinetunePipeline
-
-
-def open_pool(
-    pool: Pool,
-    accelerator: Any,
-    log_dir: Path,
-    limits: Limits = LIVE_LIMITS,
-    pool_class: type[PoolActor] = PoolActor,
-) -> Any:
-    """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
-
-    Args:
-        pool: The shape.
-        accelerator: Kind of slot.
-        log_dir: Existing directory for the scheduler's log and the agents' records.
-        limits: The scheduler's.
-        pool_class: Starts the pipelines.
-
-    Raises:
-        ResourceInsufficientError: The Ray cluster does not have the slots.
-        SchedulerInUse: A pool is open on this Ray cluster already.
-    """
-    import ray
-
-    from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
-
-    scheduler = start_scheduler(log_dir, pool, limits)
-    try:
-        groups = reserve_pool(pool, accelerator)
-    except BaseException:
-        stop_scheduler(scheduler)
-        raise
-    try:
-        memory = _slot_bytes(pool) if accelerator.is_cuda else None
-    except BaseException:
-        _remove_reservation()
-        stop_scheduler(scheduler)
-        raise
-    handles = PoolHandles(scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory)
-    actor: Any = (
-        ray.remote(pool_class)
-        .options(
-            name=POOL_NAME,
-            namespace=CONTROL_NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=_THREADS,
-            max_restarts=-1,
-            # What is asked of it is asked again of the next one.
-            max_task_retries=-1,
-        )
-        .remote(handles)
-    )
-    ray.get(actor.shape.remote(), timeout=_START_S)
-    return actor
-
-
-def _slot_bytes(pool: Pool) -> int | None:
-    """Device memory of each slot, the same on every node; None where a slot is a whole GPU."""
-    from nemo_rl.distributed.accelerators import least_device_bytes
-
-    return slot_bytes(least_device_bytes(), pool.slots_per_gpu) if pool.slots_per_gpu > 1 else None
-
-
-def close_pool(actor: Any) -> None:
-    """Ends the pool: its pipelines, the scheduler and the reservation, each whatever became of the others."""
-    import ray
-
-    with ExitStack() as parts:
-        parts.callback(_remove_reservation)
-        parts.callback(_end_scheduler)
-        parts.callback(end_agents)
-        parts.callback(ray.kill, actor, no_restart=True)
-        try:
-            handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
-            for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
-                if standing.outcome is None:
-                    ray.get(actor.cancel.remote(standing.name), timeout=_ANSWER_S)
-            wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
-        except ray.exceptions.RayError as error:
-            logger.error("pool=%s close=not_answered reason=%s", POOL_NAME, str(error).partition("\n")[0])
-
-
-def _end_scheduler() -> None:
-    import ray
-
-    try:
-        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE)
-    except ValueError:
-        return
-    try:
-        stop_scheduler(scheduler)
-    except ray.exceptions.RayError as error:
-        logger.error("scheduler=ended reason=%s", str(error).partition("\n")[0])
-
-
-def _remove_reservation() -> None:
-    from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
-
-    from nemo_rl.time_sharing.pipelines.shared_cluster import RESERVATION
-
-    for entry in placement_group_table().values():
-        if entry["name"].startswith(RESERVATION) and entry["state"] != "REMOVED":
-            remove_placement_group(get_placement_group(entry["name"]))
-
-
-def wait_for_pipelines(actor: Any, *, timeout_s: float, poll_s: float = 0.5) -> Mapping[str, Outcome]:
-    """Waits until every pipeline has ended, or `timeout_s` has passed; the outcomes so far."""
-    import ray
-
-    deadline = time.monotonic() + timeout_s
-    while True:
-        standings: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
-        outcomes = {standing.name: standing.outcome for standing in standings if standing.outcome is not None}
-        if len(outcomes) == len(standings) or time.monotonic() > deadline:
-            return outcomes
-        time.sleep(poll_s)

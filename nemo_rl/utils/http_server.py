@@ -1,49 +1,63 @@
 """Small HTTP servers that run beside whatever this process does: counters for Prometheus, pages for people.
 
-Knows no page. Invariants: visits are not worth a line each; the port is free again after `close`.
+Serves any ASGI application with uvicorn in a thread. Knows no page. Invariants: a visitor who sends or reads slowly, or
+never, holds no thread and is cut off; visits are not worth a line each; the port is free again after `close`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
+import socket
 import threading
-from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4"
+_REQUEST_S = 10.0
+_ANSWER_S = 60.0
+_VISITORS = 128
+_HEADER_BYTES = 16 << 10
+_CLOSE_S = 5.0
 
 
-class QuietHandler(BaseHTTPRequestHandler):
-    """Answers one visit; subclasses have `do_GET`."""
+class _BoundedProtocol(H11Protocol):
+    """Cuts off visitors who have not sent a whole request in time, or not read its answer: uvicorn waits for them."""
 
-    def answer(
-        self, status: int, body: bytes, kind: str = "text/plain", headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Sends a whole answer.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._bound = self.loop.call_later(_REQUEST_S, transport.abort)
 
-        Args:
-            status: HTTP status.
-            body: As it is sent.
-            kind: Its content type.
-            headers: Further headers.
-        """
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def data_received(self, data: bytes) -> None:
+        waits = self.cycle is None or self.cycle.response_complete
+        super().data_received(data)
+        if waits and self.cycle is not None and not self.cycle.response_complete:
+            self._bound.cancel()
+            self._bound = self.loop.call_later(_ANSWER_S, self.transport.abort)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+    def on_response_complete(self) -> None:
+        self._bound.cancel()
+        self._bound = self.loop.call_later(_REQUEST_S, self.transport.abort)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._bound.cancel()
+        super().connection_lost(exc)
 
 
 class BackgroundServer:
     """Serves from a thread of its own.
 
     Args:
-        handler: Answers visits.
+        app: An ASGI application.
         host: Address to listen on.
         port: Port; 0 takes a free one.
         name: Of the thread.
@@ -55,22 +69,48 @@ class BackgroundServer:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, handler: type[QuietHandler], *, host: str, port: int, name: str) -> None:
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name=name, daemon=True)
+    def __init__(self, app: Any, *, host: str, port: int, name: str) -> None:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._socket = socket.create_server((host, port), family=family, backlog=_VISITORS)
+        self.port = int(self._socket.getsockname()[1])
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        config = uvicorn.Config(
+            app,
+            http=_BoundedProtocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_VISITORS,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stops serving. Safe to call twice."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join(timeout=5.0)
-        self._server.server_close()
+        self._server.should_exit = True
+        self._thread.join(timeout=_CLOSE_S)
+        self._socket.close()
 
 
-def metrics_handler(text: Callable[[], str], token: str | None = None) -> type[QuietHandler]:
+def shows_token(token: str, shown: Sequence[str]) -> bool:
+    """Whether one of the strings is the token; a wrong one does not show how much of it is right."""
+    return any(hmac.compare_digest(one.encode(), token.encode()) for one in shown)
+
+
+def bearer(request: Request) -> str:
+    """The token of the request's Authorization header; empty where there is none."""
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def metrics_handler(text: Callable[[], str], token: str | None = None) -> Starlette:
     """Answers `/metrics`.
 
     Args:
@@ -78,13 +118,12 @@ def metrics_handler(text: Callable[[], str], token: str | None = None) -> type[Q
         token: What `Authorization: Bearer` must bring; None: nothing.
     """
 
-    class Page(QuietHandler):
-        def do_GET(self) -> None:
-            given = self.headers.get("Authorization", "").encode()
-            if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                self.answer(401, b"this needs the header Authorization: Bearer and the token\n")
-                return
-            found = self.path.split("?")[0] == "/metrics"
-            self.answer(200 if found else 404, text().encode() if found else b"see /metrics\n", PROMETHEUS_TEXT)
+    def metrics(request: Request) -> Response:
+        if token is not None and not shows_token(token, [bearer(request)]):
+            return PlainTextResponse("this needs the header Authorization: Bearer and the token\n", 401)
+        return PlainTextResponse(text(), media_type=PROMETHEUS_TEXT)
 
-    return Page
+    def elsewhere(request: Request) -> Response:
+        return PlainTextResponse("see /metrics\n", 404)
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/{path:path}", elsewhere)])

@@ -23,6 +23,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl.utils.terminal import printable
+
 _STILL_S = 30.0
 _RECENT_STEPS = 8
 _QUIET_S = 10.0
@@ -66,7 +68,7 @@ class StartPhases:
 
     def say(self, line: str) -> None:
         """A line for the person."""
-        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
 
     def done(self) -> float:
         """The start is over; its seconds."""
@@ -186,7 +188,7 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """A line for the person, beside the steps."""
-        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
 
     def step_done(
         self,
@@ -233,14 +235,23 @@ class RunProgress:
             more = "".join(f" {name}={value:.4g}" for name, value in (extra or {}).items())
             more += "" if self._gpu_memory is None else f" gpu_gb={self._gpu_memory:.1f}"
             pace = f"tokens/s={row[4]} step_s={row[5]} left={row[6]}"
-            held_out = "val_reward" if self._validation_name == "reward" else self._validation_name
-            self.say(f"step {step}/{self.total_steps} {rewarded}{held_out}={row[2]} loss={row[3]} {pace}{more}")
+            self.say(f"step {step}/{self.total_steps} {rewarded}{self._held_out}={row[2]} loss={row[3]} {pace}{more}")
             if below is not None:
                 self.say(below)
 
     def seconds_left(self) -> float:
         """Time until the last step, at the median pace of the last ten; 0 before the first."""
         return statistics.median(self._durations) * (self.total_steps - self._step) if self._durations else 0.0
+
+    def newest_figures(self) -> dict[str, float]:
+        """The newest mean reward and validation, by name, as far as there are any."""
+        rewarded = {"reward": self._rewards[-1]} if self._rewards else {}
+        validated = {} if self._validated is None else {self._held_out: self._validated}
+        return rewarded | validated
+
+    @property
+    def _held_out(self) -> str:
+        return "val_reward" if self._validation_name == "reward" else self._validation_name
 
     def _render(self) -> Group:
         head = Table.grid(padding=(0, 2), expand=False)

@@ -175,7 +175,7 @@ class TimeoutChecker:
     def reason(self) -> str:
         """Why the run saves and ends, once it does."""
         if self._asked:
-            return "a signal asked for it"
+            return "it was asked to end; the same command goes on from the checkpoint"
         return "checkpointing.checkpoint_must_save_by has come; the same command goes on from the checkpoint"
 
     def start_iterations(self) -> None:

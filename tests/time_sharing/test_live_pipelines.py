@@ -24,9 +24,9 @@ from nemo_rl.time_sharing.agents.ray_reaper import agent_namespace, rank_actor_n
 from nemo_rl.time_sharing.history.check import check
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.opening import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
 from nemo_rl.time_sharing.pipelines.job import read_jobs
-from nemo_rl.time_sharing.pool import LIVE_LIMITS, close_pool, open_pool
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.utils.record_events import EngineBuilt, GroupTrained, ShardSlept, StepFinished, VersionPublished
 from tests.end_to_end.test_runs import BASE, ROOT, Command
@@ -141,6 +141,7 @@ def test_the_gate_without_a_pool_ends_in_one_line_before_anything_starts(
 ) -> None:
     file = write(tmp_path, "lonely", tiny_model, f"{driver}_arithmetic_cpu.yaml")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RLIX_CONTROL_PLANE": "rlix", "RAY_ADDRESS": "local"}
+    environment["TMPDIR"] = str(tmp_path)
     line = [sys.executable, f"examples/run_{driver}.py", "--config", str(file)]
     ended = subprocess.run(line, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2

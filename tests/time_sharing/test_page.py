@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
 from nemo_rl.time_sharing.pipelines.pool_book import Outcome
-from nemo_rl.time_sharing.pool import Standing
+from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.viewing.page_server import PageError, PageServer, PoolView
 from tests.time_sharing.bench import Bench
@@ -58,7 +62,7 @@ def standings() -> list[Standing]:
             (0,),
             (0, 1),
             0.0,
-            progress=Progress("training", 3, 9, "logs", 1.5),
+            progress=Progress("training", 3, 9, "logs", 1.5, {"reward": 0.25}),
             sharing=Sharing(0.5, 1.07, 3.0),
         ),
         Standing("short", (1,), (0, 1), 0.0, ended_at=60.0, outcome=Outcome("done", steps=4, waited_s=2.0)),
@@ -95,8 +99,8 @@ def test_the_page_follows_the_log_and_says_why(bench: Bench, page: PageServer, m
     assert {bar[5] for bar in before["bars"]} >= {"train", "generate"}
     assert any("for ACTOR_TRAINING: " in text for _, _, text in before["decisions"])
     assert any("rank" in text and "wakes on GPUs" in text for _, _, text in before["decisions"])
-    assert before["standings"][0][3:5] == ["3/9", "training"]
-    assert before["standings"][0][6:8] == ["50%", "1.07"] and before["standings"][1][6:8] == ["", ""]
+    assert before["standings"][0][3:6] == ["3/9", "training", "0.250"]
+    assert before["standings"][0][9:11] == ["50%", "1.07"] and before["standings"][1][9:11] == ["", ""]
     train(bench, "long", 8)
     after = json.load(get(f"{page.url}data.json"))
     assert len(after["decisions"]) > len(before["decisions"]) and len(after["bars"]) > len(before["bars"])
@@ -145,6 +149,120 @@ def test_prometheus_reads_the_figures(page: PageServer) -> None:
     assert 0 < in_use <= 2
     assert found["nrl_pool_demand_samples", "short"] == 8
     assert found["nrl_pool_handover_seconds_count",] > 0
+
+
+def raw(server: PageServer, request: bytes, wait_s: float = 30.0) -> bytes:
+    """What comes back for bytes that no client would send."""
+    host, port = server.url.removeprefix("http://").partition("/")[0].rsplit(":", 1)
+    with socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, int(port)), timeout=wait_s) as visitor:
+        visitor.sendall(request)
+        answer = b""
+        while part := visitor.recv(65536):
+            answer += part
+        return answer
+
+
+@pytest.mark.parametrize("host", ["[", "[::1", "]", "a b", "127.0.0.1:x", "evil.example", ""])
+def test_a_host_that_is_none_is_refused_in_a_line(
+    page: PageServer, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = raw(page, f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    assert answer.split()[1] in (b"200", b"400", b"403") and (answer.split()[1] == b"200") == (host == "127.0.0.1:x")
+    assert b"Traceback" not in answer and not caplog.records
+
+
+@pytest.mark.parametrize("planted", ["x%0d%0aSet-Cookie:%20stolen=1", "x%0aEvil:%201", "%22;%20Path=/evil", "x%00"])
+def test_what_a_visitor_sends_never_becomes_a_header(view: PoolView, planted: str) -> None:
+    server = PageServer(view, host="127.0.0.1", token="right")
+    try:
+        bare = server.url.partition("?")[0]
+        answer = get(f"{bare}?token={planted}", Cookie="nrl_pool_token=right")
+        assert answer.status == 200 and not {"Set-Cookie", "Evil"} & set(answer.headers)
+        cookie = get(f"{bare}?token=right").headers["Set-Cookie"]
+        assert cookie.startswith("nrl_pool_token=right;") and "SameSite=strict" in cookie
+    finally:
+        server.close()
+
+
+def test_visitors_who_send_half_a_request_hold_no_thread_and_are_cut_off(
+    view: PoolView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_rl.utils.http_server._REQUEST_S", 1.0)
+    server = PageServer(view)
+    try:
+        threads = threading.active_count()
+        port = int(server.url.rsplit(":", 1)[1].strip("/"))
+        halves = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(100)]
+        for number, half in enumerate(halves):
+            half.sendall((b"", b"GET", b"GET / HTTP/1.1\r\nHost: ")[number % 3])
+        assert status_of(server.url) == 200
+        assert threading.active_count() < threads + 50
+        for half in halves:
+            with suppress(ConnectionResetError):
+                assert half.recv(1) == b""
+            half.close()
+        assert status_of(server.url) == 200
+    finally:
+        server.close()
+
+
+def test_jobs_are_ended_from_the_page_with_its_token_only(view: PoolView) -> None:
+    did: list[tuple[str, str]] = []
+
+    def act(what: str, name: str) -> str:
+        if name == "nobody":
+            raise PoolError("there is no pipeline 'nobody'")
+        did.append((what, name))
+        return "done as asked"
+
+    server = PageServer(view, act=act)
+    bare, _, token = server.url.partition("?token=")
+
+    def post(path: str, **headers: str) -> tuple[int, str]:
+        request = urllib.request.Request(bare + path, method="POST", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    try:
+        right = {"Authorization": f"Bearer {token}"}
+        # What another site can make a browser send is not enough: cookies, addresses.
+        for headers in ({}, {"Cookie": f"nrl_pool_token={token}"}, {"Authorization": "Bearer x"}):
+            assert post("jobs/long/drain", **headers)[0] == 403
+        assert post(f"jobs/long/drain?token={token}")[0] == 403
+        assert status_of(f"{bare}jobs/long/drain", **right) == 404 and not did, "nothing is done by a link"
+        assert post("jobs/long/drain", **right) == (200, "long: done as asked\n")
+        assert post("jobs/short/cancel", **right)[0] == 200
+        assert post("jobs/short/restart", **right)[0] == 404
+        assert post("jobs/nobody/drain", **right) == (409, "there is no pipeline 'nobody'\n")
+        assert did == [("drain", "long"), ("cancel", "short")]
+    finally:
+        server.close()
+
+
+def test_a_jobs_report_and_logs_are_shown_and_nothing_beside_them(bench: Bench, tmp_path: Path) -> None:
+    logs = tmp_path / "job" / "logs"
+    (logs / "actors").mkdir(parents=True)
+    (logs / "report.html").write_text("<b>report</b>")
+    (logs / "actors" / "policy.log").write_text("<script>")
+    (tmp_path / "job" / "secret").write_text("secret")
+    (logs / "link").symlink_to(tmp_path / "job" / "secret")
+    everybody = [replace(standing, log_dir=str(logs)) for standing in standings()[:1]]
+    server = PageServer(PoolView(tmp_path, lambda: everybody))
+    try:
+        at = f"{server.url}jobs/long/files/"
+        assert get(at).read().decode().split() == ["actors/policy.log", "report.html"]
+        report = get(f"{at}report.html")
+        assert report.headers["Content-Type"].startswith("text/html")
+        assert report.headers["Content-Security-Policy"].startswith("sandbox")
+        assert get(f"{at}actors/policy.log").headers["Content-Type"].startswith("text/plain")
+        for outside in ("link", "../secret", "%2e%2e/secret", "..%2fsecret", "/etc/passwd", "%2fetc%2fpasswd", "none"):
+            assert status_of(at + outside) == 404
+        assert status_of(f"{server.url}jobs/stranger/files/") == 404
+    finally:
+        server.close()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")

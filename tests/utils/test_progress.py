@@ -2,9 +2,11 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from nemo_rl.utils.progress import RunProgress
+from nemo_rl.utils.terminal import printable
 
 
 class Clock:
@@ -81,3 +83,22 @@ def test_a_run_without_rewards_shows_none() -> None:
         "validation val_loss=1.500",
         "step 1/2 val_loss=1.500 loss=+0.5000 tokens/s=0 step_s=0.0 left=0s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("\x1b[2J\x1b]0;owned\x07", r"\x1b[2J\x1b]0;owned\x07"),
+        ("a\rb\x08c", r"a\rb\x08c"),
+        ("\x9b31m", r"\x9b31m"),
+        ("txt.\u202eexe", r"txt.\u202eexe"),
+        ("half \ud800", r"half \ud800"),
+        ("lines\nand\ttabs, ünïcode 👩‍🔬", "lines\nand\ttabs, ünïcode 👩‍🔬"),
+    ],
+)
+def test_what_a_model_wrote_cannot_steer_the_terminal(written: str, shown: str) -> None:
+    assert printable(written) == shown
+    said = io.StringIO()
+    progress = RunProgress(3, console=Console(file=said, width=200))
+    progress.say(written)
+    assert said.getvalue().expandtabs() == f"{shown}\n".expandtabs()

@@ -46,7 +46,9 @@ class _Pipeline:
     staleness: int | None = None
     groups: dict[str, _Group] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    prompts: set[str] = field(default_factory=set)
+    prompts: dict[str, int] = field(default_factory=dict)
+    """The step in which each was trained."""
+    begins_again: bool = False
     trained_in_step: Counter[int] = field(default_factory=Counter)
     loaded: dict[int, int] = field(default_factory=dict)
     syncs: dict[str, rec.SyncStarted] = field(default_factory=dict)
@@ -73,6 +75,8 @@ class PromptChecks:
         return {
             ev.Registered: self._registered,
             ev.Unregistered: self._unregistered,
+            rec.RecordOpened: self._opened,
+            rec.StepBegun: self._step_begun,
             rec.GroupAdmitted: self._admitted,
             rec.GroupCommitted: self._committed,
             rec.GroupTrained: self._trained,
@@ -122,6 +126,21 @@ class PromptChecks:
         # them.
         pipeline.gone = event.reason != "left"
 
+    def _opened(self, entry: Entry, event: rec.RecordOpened) -> None:
+        """A pipeline that was submitted again numbers its groups as before: from its checkpoint on, or from 0."""
+        if event.source.endswith("/driver") and not event.resumed:
+            pipeline = self._of(entry)
+            pipeline.groups.clear()
+            pipeline.ended.clear()
+            pipeline.begins_again = True
+
+    def _step_begun(self, entry: Entry, event: rec.StepBegun) -> None:
+        pipeline = self._of(entry)
+        if pipeline.begins_again:
+            # What was trained after the checkpoint was lost with the run before, and is trained again.
+            pipeline.begins_again = False
+            pipeline.prompts = {prompt: step for prompt, step in pipeline.prompts.items() if step < event.step}
+
     def _admitted(self, entry: Entry, event: rec.GroupAdmitted) -> None:
         pipeline = self._of(entry)
         if event.group_id in pipeline.groups or event.group_id in pipeline.ended:
@@ -168,7 +187,7 @@ class PromptChecks:
             self._bad(
                 2, f"prompt {group.prompt} is trained a second time, as group {event.group_id} of step {event.step}"
             )
-        pipeline.prompts.add(group.prompt)
+        pipeline.prompts[group.prompt] = event.step
         if (
             group.oldest is not None
             and pipeline.staleness is not None

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _TAIL_BYTES = 4096
 _LEAVE_S = 300.0
 _KILLED_S = 30.0
+_LOOK_S = 1.0
 
 
 class CommandFailed(UserError, RuntimeError):
@@ -48,6 +49,7 @@ class CommandPipeline(LentPipeline):
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._turn = threading.Lock()
+        self._ended_by_drain = False
         self._starts = 0
 
     # -- from the scheduler -------------------------------------------------------------------------------------------
@@ -74,6 +76,18 @@ class CommandPipeline(LentPipeline):
         running = self._process is not None and self._process.poll() is None
         return Progress("running" if running else "waiting for GPUs", self._starts, 0, self._handles.log_dir)
 
+    def drain(self) -> str:
+        """Stops the command as when its GPUs are wanted back, and does not start it again."""
+        super().drain()
+        threading.Thread(target=self._stop_for_good, name="drain", daemon=True).start()
+        return "gets SIGTERM and leaves"
+
+    def _stop_for_good(self) -> None:
+        config = self._job.config
+        with self._turn:
+            if isinstance(config, CommandConfig):
+                self._end(config.stop_s)
+
     def live(self) -> Outcome:
         """See `LentPipeline.live`."""
         config, handles = self._job.config, self._handles
@@ -93,6 +107,8 @@ class CommandPipeline(LentPipeline):
         finally:
             self._end(0.0)
         client.release(_LEAVE_S)
+        if self._ended_by_drain:
+            return Outcome("drained", "stopped by SIGTERM", self._starts, waited_s)
         if code:
             said = _last_line(self._log())
             how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
@@ -109,22 +125,46 @@ class CommandPipeline(LentPipeline):
         with self._log().open("ab") as log:
             while True:
                 began = time.monotonic()
-                client.acquire(1, self._handles.limits.request_s)
+                has_gpus = self._wait_for_gpus(client)
                 waited_s += time.monotonic() - began
+                if not has_gpus:
+                    return 0, waited_s
                 process = self._start(client, config, log)
                 if process is None:
                     continue
                 code = process.wait()
                 # One that is being stopped for somebody else starts again with its next GPUs.
                 with self._turn:
+                    if self._draining.is_set():
+                        self._ended_by_drain = True
+                        return code, waited_s
                     if not self._stopping.is_set():
                         return code, waited_s
+
+    def _wait_for_gpus(self, client: ExternalJob) -> bool:
+        """Waits for GPUs; False where the pipeline is drained first.
+
+        Raises:
+            TimeoutError: None were granted in time.
+        """
+        deadline = time.monotonic() + self._handles.limits.request_s
+        while not self._draining.is_set():
+            try:
+                client.acquire(1, _LOOK_S)
+                return True
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+        self._ended_by_drain = True
+        return False
 
     def _start(self, client: ExternalJob, config: CommandConfig, log: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """Starts the command; None where its GPUs were wanted back first."""
         with self._turn:
             held = client.held()
             if not held:
+                return None
+            if self._draining.is_set():
                 return None
             self._stopping.clear()
             self._starts += 1

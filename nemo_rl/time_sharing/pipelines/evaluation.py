@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from nemo_rl.config import EvalMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
@@ -141,7 +142,10 @@ class EvaluationPipeline(LentPipeline):
         placement = self._placement
         if placement is None or placement.of == 0:
             return Progress("starting", 0, 0, "")
-        return Progress("evaluation", placement.done, placement.of, self._handles.log_dir)
+        config = self._job.config
+        saved = config.eval.save_path if isinstance(config, EvalMasterConfig) else None
+        folder = str(Path(saved).absolute()) if saved else ""
+        return Progress("evaluation", placement.done, placement.of, folder)
 
     def live(self) -> Outcome:
         """See `LentPipeline.live`; the score is the outcome's reason."""

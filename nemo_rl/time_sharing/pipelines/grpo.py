@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nemo_rl.time_sharing.pipelines.residents import Part, SlotMemory
     from nemo_rl.time_sharing.pipelines.shared_cluster import SharedCluster
     from nemo_rl.time_sharing.pipelines.vllm_engine import FirstSleep
+    from nemo_rl.utils.progress import RunProgress
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class PoolHandles:
         limits: The scheduler's.
         log_dir: Where the scheduler's log is, and the agents' records.
         slot_bytes: Device memory of one slot; None where a slot is a whole accelerator, or on CPU slots.
+        name: Of the pool, for people.
     """
 
     scheduler: Any
@@ -59,17 +61,33 @@ class PoolHandles:
     limits: Limits
     log_dir: str
     slot_bytes: int | None = None
+    name: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What a slot is, in words."""
+        return "GPU" if self.accelerator == "cuda" else "CPU slot"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a pipeline is doing."""
+    """What a pipeline is doing; `figures` are its newest reward and validation, `left_s` is an estimate."""
 
     phase: str
     step: int
     of: int
     log_dir: str
     waited_s: float = 0.0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    left_s: float | None = None
+
+
+def progress_of(shown: RunProgress, step: int, log_dir: str, waited_s: float) -> Progress:
+    """What a run with steps shows of itself."""
+    left_s = shown.seconds_left() or None
+    # A pipeline's process may have another working directory than whoever reads this.
+    folder = str(Path(log_dir).absolute())
+    return Progress(shown.current_phase, step, shown.total_steps, folder, waited_s, shown.newest_figures(), left_s)
 
 
 class LentPipeline:
@@ -91,6 +109,7 @@ class LentPipeline:
         self._record: RecordWriter | None = None
         self._over = threading.Event()
         self._starting, self._started = threading.Lock(), False
+        self._draining = threading.Event()
         self._outcome = Outcome("failed", "it was never started")
 
     def pid(self) -> int:
@@ -120,6 +139,18 @@ class LentPipeline:
     def progress(self) -> Progress:
         """What the pipeline is doing now."""
         raise NotImplementedError
+
+    def drain(self) -> str:
+        """Asks the pipeline to leave at the next place from which it can go on; what it does first, in words."""
+        self._draining.set()
+        return "runs to its end, as it saves nothing before"
+
+    def _left_early(self, step: int, of: int, *, saves: bool, waited_s: float) -> Outcome:
+        """How a run ended that may have been drained."""
+        if not self._draining.is_set() or step >= of:
+            return Outcome("done", steps=step, waited_s=waited_s)
+        how = "saved; the same file goes on from there" if saves else "not saved, as checkpointing.enabled is false"
+        return Outcome("drained", f"after step {step} of {of}, {how}", step, waited_s)
 
     def live(self) -> Outcome:
         """Registers, runs to the end and leaves.
@@ -271,8 +302,14 @@ class NemoRLFullFinetunePipeline(LentPipeline):
         run = self._run
         if run is None:
             return Progress("starting", 0, 0, "")
-        phase = run.progress.current_phase
-        return Progress(phase, run.state.step, run.total_steps, run.config.logger.log_dir, self._waited_s())
+        return progress_of(run.progress, run.state.step, run.config.logger.log_dir, self._waited_s())
+
+    def drain(self) -> str:
+        """Finishes its step, saves and leaves."""
+        super().drain()
+        if self._run is not None:
+            self._run.timeout.end_after_step()
+        return "finishes its step, saves and leaves"
 
     def _waited_s(self) -> float:
         from nemo_rl.time_sharing.pipelines.lent import LentAccelerators
@@ -310,6 +347,8 @@ class NemoRLFullFinetunePipeline(LentPipeline):
             )
             self._run = run = setup(config, placement=placement)
             self._show_record(run)
+            if self._draining.is_set():
+                run.timeout.end_after_step()
             try:
                 with run.progress:
                     drive(run)
@@ -317,7 +356,8 @@ class NemoRLFullFinetunePipeline(LentPipeline):
                     run.control.leave()
             finally:
                 close(run)
-        return Outcome("done", steps=run.state.step, waited_s=self._waited_s())
+        saves = config.checkpointing.enabled
+        return self._left_early(run.state.step, run.total_steps, saves=saves, waited_s=self._waited_s())
 
     def _show_record(self, run: GRPORun) -> None:
         """The run's record is found beside the scheduler's log, so that all of them are checked together."""

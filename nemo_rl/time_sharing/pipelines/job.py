@@ -91,6 +91,7 @@ class Job:
         options: Of the registration: weight, min_share, max_share, staleness, rank_batch, full_overlap.
         slice_s: How long an SFT run keeps its GPUs while somebody waits for them, seconds.
         folder: What relative paths of the configuration are relative to.
+        env: Variables of where it was submitted that its processes get.
         anywhere: Whether it may train elsewhere just as well, since no file names its training GPUs.
         column: Which slot of each of its GPUs it is on, in a pool with several; None where it needs whole GPUs.
     """
@@ -102,6 +103,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     slice_s: float = 30.0
     folder: str = field(default_factory=os.getcwd)
+    env: Mapping[str, str] = field(default_factory=dict)
     anywhere: bool = False
     column: int | None = 0
 

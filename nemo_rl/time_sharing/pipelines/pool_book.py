@@ -22,8 +22,8 @@ class PoolBookDamaged(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a pipeline ended: `done`, `failed`, `dismissed` or `died`; why, where it is not `done`; its completed steps,
-    and the seconds for which it waited for training GPUs.
+    """How a pipeline ended: `done`, `drained`, `cancelled`, `failed`, `dismissed` or `died`; why, where it is not
+    `done`; its completed steps, and the seconds for which it waited for training GPUs.
     """
 
     kind: str
@@ -45,6 +45,8 @@ class Life:
         ended_at: The same; None while it runs.
         outcome: How it ended; None while it runs.
         refused: Why the pool ends it, where it does.
+        asked: `drain` or `cancel`, where a user has asked for its end.
+        log_dir: Where its own logs are, once it has said.
         column: Which slot of each GPU it is on; None for all of them.
     """
 
@@ -56,15 +58,19 @@ class Life:
     ended_at: float | None = None
     outcome: Outcome | None = None
     refused: str = ""
+    asked: str = ""
+    log_dir: str = ""
     column: int | None = 0
 
 
 @dataclass(frozen=True)
 class PoolBook:
-    """Everything that is kept."""
+    """Everything that is kept: the pool's name, what its slots are, and its pipelines."""
 
     lives: list[Life] = field(default_factory=list)
     residents: list[Resident] = field(default_factory=list)
+    name: str = ""
+    unit: str = "GPU"
 
     def write(self, path: Path) -> None:
         """Puts the whole state in the place of what was there."""

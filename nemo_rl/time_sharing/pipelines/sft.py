@@ -15,7 +15,7 @@ from nemo_rl.algorithms.sft.driver import SFTRun
 from nemo_rl.config import SFTMasterConfig
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.time_sharing.agents.runtime import AgentRuntime, EngineError
-from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress
+from nemo_rl.time_sharing.pipelines.grpo import LentPipeline, PoolHandles, Progress, progress_of
 from nemo_rl.time_sharing.pipelines.job import Job
 from nemo_rl.time_sharing.pipelines.lent import Settle, leave_accelerators, leave_and_settle
 from nemo_rl.time_sharing.pipelines.pool_book import Outcome
@@ -164,10 +164,14 @@ class SFTPipeline(LentPipeline):
         run, placement = self._run, self._placement
         if run is None or placement is None:
             return Progress("starting", 0, 0, "")
-        shown = run.progress
-        return Progress(
-            shown.current_phase, run.state.step, shown.total_steps, run.config.logger.log_dir, placement.waited_s
-        )
+        return progress_of(run.progress, run.state.step, run.config.logger.log_dir, placement.waited_s)
+
+    def drain(self) -> str:
+        """Finishes its step, saves and leaves."""
+        super().drain()
+        if self._run is not None:
+            self._run.timeout.end_after_step()
+        return "finishes its step, saves and leaves"
 
     def live(self) -> Outcome:
         """See `LentPipeline.live`."""
@@ -190,6 +194,8 @@ class SFTPipeline(LentPipeline):
                 wait_s=limits.request_s,
             )
             self._run = run = setup(config, placement=placement)
+            if self._draining.is_set():
+                run.timeout.end_after_step()
             try:
                 with run.progress:
                     sft_train(run)
@@ -197,7 +203,9 @@ class SFTPipeline(LentPipeline):
                 runtime.leave(_LEAVE_S)
             finally:
                 close(run)
-        return Outcome("done", steps=run.state.step, waited_s=placement.waited_s)
+        saves = config.checkpointing.enabled
+        of = run.progress.total_steps
+        return self._left_early(run.state.step, of, saves=saves, waited_s=placement.waited_s)
 
     def _wanted(self) -> bool:
         import ray

@@ -1,13 +1,11 @@
 """The web page of a pool: who is on which GPU and why, live or from a finished log, and figures for Prometheus.
 
-Reads the scheduler's log and asks for standings; changes nothing. Invariant: from another machine nothing is shown
-without the token; the port is free again after `close`.
+Reads the scheduler's log and asks for standings; changes nothing but by `act`. Invariants: from another machine nothing
+is shown without the token, and nobody acts without it; the port is free again after `close`.
 """
 
 from __future__ import annotations
 
-import gzip
-import hmac
 import html
 import ipaddress
 import json
@@ -17,22 +15,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import quote, urlsplit
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from nemo_rl.config.errors import UserError
 from nemo_rl.time_sharing.history.check import NothingToCheck, check
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.log_tail import LogTail
 from nemo_rl.time_sharing.log.merged import merge_by_machine_time
+from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
 from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE
-from nemo_rl.time_sharing.viewing.standings_table import cells, steps_of
+from nemo_rl.time_sharing.viewing.standings_table import cells, columns, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
-from nemo_rl.utils.http_server import PROMETHEUS_TEXT, BackgroundServer, QuietHandler
+from nemo_rl.utils.http_server import PROMETHEUS_TEXT, BackgroundServer, bearer, shows_token
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
 
@@ -51,6 +57,15 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_REPORT_POLICY = "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
+img-src data:; font-src data:"
+"""A report shows what a model wrote: it gets an origin of its own."""
+_NEEDS_TOKEN = "this needs the page's token: open the address that the pool has printed\n"
+_ACTIONS = ("drain", "cancel")
+_MOST_FILES = 1000
+
+Act = Callable[[str, str], str]
+"""Takes `drain` or `cancel` and a job's name; says what happens."""
 
 
 class PageError(UserError, RuntimeError):
@@ -67,6 +82,9 @@ class PoolView:
 
     def __init__(self, log_dir: Path, standings: Callable[[], Sequence[Standing]] | None = None) -> None:
         self._log_dir, self._standings = log_dir, standings
+        book = PoolBook.read(log_dir / "pool.json")
+        self.name, self._unit = book.name or log_dir.resolve().name, book.unit
+        self._ended = {life.name: life.log_dir for life in book.lives}
         self._tail, self._builder = LogTail(log_dir / "scheduler.jsonl"), TimelineBuilder()
         self._lock = threading.Lock()
         self._asked = float("-inf")
@@ -94,7 +112,7 @@ class PoolView:
             if self._closed and self._violations is None:
                 self._violations = self._judged()
             timeline.steps = self._steps | {standing.name: steps_of(standing) for standing in self._known}
-            data = report_data(timeline, self._violations or [], self._log_dir.resolve().name)
+            data = report_data(timeline, self._violations or [], self.name)
             bars: Any = data["bars"]
             said = "" if self._tail.damage is None else f"the log cannot be read any further: {self._tail.damage}"
             return data | {
@@ -102,8 +120,21 @@ class PoolView:
                 "checked": self._violations is not None,
                 "bars": bars[-_MOST_BARS:],
                 "standings": [cells(standing) for standing in self._known],
+                "why": [standing.why for standing in self._known],
+                "ended": [standing.outcome is not None for standing in self._known],
+                "reports": [bool(standing.log_dir) and _has_report(standing.log_dir) for standing in self._known],
+                "columns": columns(self._unit),
+                "unit": self._unit,
                 "about": said,
             }
+
+    def folder_of(self, job: str) -> Path | None:
+        """Where a job's own logs are, once it has said."""
+        with self._lock:
+            self._timeline()
+            known = {standing.name: standing.log_dir for standing in self._known}
+        folder = (self._ended | known).get(job)
+        return Path(folder) if folder else None
 
     def _judged(self) -> list[Any]:
         """What the checker finds in all records of the pool, once the log is closed; counts its pipelines' steps."""
@@ -121,32 +152,47 @@ class PoolView:
             return prometheus_text(self._timeline(), self._known)
 
 
+def _has_report(folder: str) -> bool:
+    return (Path(folder) / "report.html").exists()
+
+
 class PageServer:
-    """Serves `/`, `/data.json` and `/metrics`.
+    """Serves `/`, `/data.json`, `/metrics`, each job's report and logs under `/jobs/`, and drains and cancels jobs.
 
     Args:
         view: What is shown.
         host: Address to listen on.
         port: Port; 0 takes a free one.
-        token: What a visitor must show, as `?token=` or as a bearer token. By default one is made up, unless `host` is
-            of this machine alone.
+        token: What a visitor must show, as `?token=`, as a bearer token or by the page's cookie. By default one is made
+            up; then a visitor from this machine may look without it.
+        act: Does `drain` or `cancel` to a job, and says what happens; always asks for the token as a bearer token,
+            which no other site can make a browser send. None where there is nothing to do it to.
 
     Attributes:
-        url: Where to look, with the token.
+        url: Where to look, with the token where one is of use.
 
     Raises:
         PageError: The address cannot be listened on.
     """
 
-    def __init__(self, view: PoolView, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
-        if token is None and not _of_this_machine(host):
-            token = secrets.token_urlsafe(16)
+    def __init__(
+        self,
+        view: PoolView,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        act: Act | None = None,
+    ) -> None:
+        to_look = token is not None or not _of_this_machine(host)
+        token = token or secrets.token_urlsafe(16)
         try:
-            self._server = BackgroundServer(_handler(view, token), host=host, port=port, name="pool-page")
+            app = page_app(view, token, to_look=to_look, act=act)
+            self._server = BackgroundServer(app, host=host, port=port, name="pool-page")
         except OSError as error:
             raise PageError(f"--port {port}: {host} cannot be listened on ({error.strerror or error})") from error
         shown = f"[{host}]" if ":" in host else host
-        query = "" if token is None else f"?token={token}"
+        query = f"?token={quote(token)}" if to_look or act is not None else ""
         self.url = f"http://{shown}:{self._server.port}/{query}"
 
     def close(self) -> None:
@@ -163,44 +209,92 @@ def _of_this_machine(host: str) -> bool:
         return False
 
 
-def _handler(view: PoolView, token: str | None) -> type[QuietHandler]:
-    class Page(QuietHandler):
-        def do_GET(self) -> None:
-            address = urlsplit(self.path)
-            shown = parse_qs(address.query).get("token", [""])[0]
-            if not self._may_look(shown):
-                self._page(403, b"this page needs its token: open the address that the pool has printed\n")
-            elif address.path == "/":
-                data = json.dumps(view.data(), separators=(",", ":")).replace("</", "<\\/")
-                title = html.escape("Pool: time-sharing")
-                page = PAGE.replace("/*TITLE*/", title).replace("/*DATA*/null", data)
-                self._page(200, page.encode(), "text/html; charset=utf-8", cookie=shown if token else "")
-            elif address.path == "/data.json":
-                body = json.dumps(view.data(), separators=(",", ":")).encode()
-                self._page(200, body, "application/json")
-            elif address.path == "/metrics":
-                self._page(200, view.metrics(), PROMETHEUS_TEXT)
-            else:
-                self._page(404, b"see /, /data.json and /metrics\n")
+def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> Starlette:
+    """The page as an ASGI application; see `PageServer`.
 
-        def _may_look(self, shown: str) -> bool:
-            if token is None:
-                # A foreign page that has its name resolved to this machine is not this machine's user.
-                return _of_this_machine(urlsplit(f"//{self.headers.get('Host', '')}").hostname or "")
-            given = [shown, self.headers.get("Authorization", "").removeprefix("Bearer ")]
-            try:
-                cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
-            except CookieError:
-                cookie = None
-            given += [cookie.value] if cookie is not None else []
-            return any(hmac.compare_digest(one.encode(), token.encode()) for one in given)
+    Args:
+        view: What is shown.
+        token: What is asked for.
+        to_look: Whether it is asked for to look, and not only to act.
+        act: See `PageServer`.
+    """
 
-        def _page(self, status: int, body: bytes, kind: str = "text/plain", *, cookie: str = "") -> None:
-            headers = dict(_HEADERS)
-            if "gzip" in self.headers.get("Accept-Encoding", ""):
-                headers["Content-Encoding"], body = "gzip", gzip.compress(body, 1)
-            if cookie:
-                headers["Set-Cookie"] = f"{_COOKIE}={cookie}; HttpOnly; SameSite=Strict; Path=/"
-            self.answer(status, body, kind, headers)
+    def page(request: Request) -> Response:
+        data = json.dumps(view.data() | {"acts": act is not None}, separators=(",", ":")).replace("</", "<\\/")
+        text = PAGE.replace("/*TITLE*/", html.escape(f"{view.name}: pool")).replace("/*DATA*/null", data)
+        answer = HTMLResponse(text)
+        if to_look and shows_token(token, [request.query_params.get("token", "")]):
+            answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+        return answer
 
-    return Page
+    def data(request: Request) -> Response:
+        return JSONResponse(view.data() | {"acts": act is not None})
+
+    def metrics(request: Request) -> Response:
+        return Response(view.metrics(), media_type=PROMETHEUS_TEXT)
+
+    def files(request: Request) -> Response:
+        name, path = request.path_params["name"], request.path_params.get("path", "")
+        folder = view.folder_of(name)
+        if folder is None:
+            return PlainTextResponse(f"{name}: has not said yet where its logs are\n", 404)
+        # Links lead out of the folder only by a name that a visitor must not choose.
+        wanted = (folder / path).resolve()
+        if not wanted.is_relative_to(folder.resolve()):
+            return PlainTextResponse("outside the folder of the job\n", 404)
+        if wanted.is_dir():
+            return PlainTextResponse("".join(f"{line}\n" for line in _listed(wanted)))
+        if not wanted.is_file():
+            return PlainTextResponse(f"{path}: there is no such file\n", 404)
+        is_report = wanted.name == "report.html"
+        return FileResponse(
+            wanted,
+            media_type="text/html" if is_report else "text/plain; charset=utf-8",
+            headers={"Content-Security-Policy": _REPORT_POLICY} if is_report else None,
+        )
+
+    def acted(request: Request) -> Response:
+        name, what = request.path_params["name"], request.path_params["what"]
+        if act is None or what not in _ACTIONS:
+            return PlainTextResponse("see /\n", 404)
+        if not shows_token(token, [bearer(request)]):
+            return PlainTextResponse(_NEEDS_TOKEN, 403)
+        try:
+            return PlainTextResponse(f"{name}: {act(what, name)}\n")
+        except UserError as error:
+            return PlainTextResponse(f"{error}\n", 409)
+
+    def elsewhere(request: Request) -> Response:
+        return PlainTextResponse("see /, /data.json and /metrics\n", 404)
+
+    async def guarded(request: Request, answer: RequestResponseEndpoint) -> Response:
+        try:
+            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        except ValueError:
+            return PlainTextResponse("the Host header is not an address\n", 400)
+        shown = [request.query_params.get("token", ""), bearer(request), request.cookies.get(_COOKIE, "")]
+        # A foreign page that has its name resolved to this machine is not this machine's user.
+        if not (shows_token(token, shown) if to_look else _of_this_machine(host)):
+            return PlainTextResponse(_NEEDS_TOKEN, 403, _HEADERS)
+        answered = await answer(request)
+        for name, value in _HEADERS.items():
+            answered.headers.setdefault(name, value)
+        return answered
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/data.json", data),
+            Route("/metrics", metrics),
+            Route("/jobs/{name}/files/{path:path}", files),
+            Route("/jobs/{name}/{what}", acted, methods=["POST"]),
+            Route("/{path:path}", elsewhere),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guarded), Middleware(GZipMiddleware, compresslevel=1)],
+    )
+
+
+def _listed(folder: Path) -> list[str]:
+    """Files below a folder, without what links lead to."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(str(path.relative_to(folder)) for path in found)[:_MOST_FILES]

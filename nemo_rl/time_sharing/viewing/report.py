@@ -16,7 +16,7 @@ from nemo_rl.time_sharing.history.check import INVARIANTS, Violation
 from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.time_sharing.viewing.report_page import PAGE
-from nemo_rl.time_sharing.viewing.standings_table import COLUMNS
+from nemo_rl.time_sharing.viewing.standings_table import columns
 from nemo_rl.time_sharing.viewing.timeline import Level, Timeline
 
 _MOST_POINTS = 3000
@@ -25,9 +25,13 @@ _MOST_DECISIONS = 2000
 _A_CLOCK = 1e8
 
 
-def write_report(timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str) -> None:
+def write_report(
+    timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str, unit: str = "GPU"
+) -> None:
     """Writes the page. `violations` is what `history.check.check` found in the same record."""
-    data = json.dumps(report_data(timeline, violations, title), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(report_data(timeline, violations, title) | {"unit": unit}, separators=(",", ":")).replace(
+        "</", "<\\/"
+    )
     page = PAGE.replace("/*TITLE*/", html.escape(f"{title}: time-sharing report"))
     Path(path).write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
 
@@ -89,7 +93,9 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
         "live": False,
         "checked": True,
         "standings": [],
-        "columns": COLUMNS,
+        "columns": columns("GPU"),
+        "unit": "GPU",
+        "acts": False,
     }
 
 

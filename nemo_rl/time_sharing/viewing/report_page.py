@@ -7,22 +7,22 @@ from __future__ import annotations
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>/*TITLE*/</title>
 <style>
- body{font:14px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:24px auto;max-width:1180px;padding:0 16px}
+ body{font:14px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:24px auto;max-width:1560px;padding:0 16px}
  h1{font-size:22px;margin:0 0 4px} h2{font-size:16px;margin:26px 0 6px} .sub{color:#57606a;margin:0 0 14px}
  canvas{width:100%;display:block;border:1px solid #d0d7de;border-radius:4px}
  table{border-collapse:collapse;font-variant-numeric:tabular-nums} td,th{padding:3px 12px 3px 0;text-align:right} td:first-child,th:first-child{text-align:left}
  th{color:#57606a;font-weight:500;border-bottom:1px solid #d0d7de} .chip{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;vertical-align:-1px}
  .legend span{margin-right:16px;white-space:nowrap} .ok{color:#116329} .bad{color:#b31d28} #tip{position:fixed;background:#1b1f24;color:#fff;padding:4px 8px;border-radius:4px;
  font-size:12px;pointer-events:none;display:none;max-width:420px} ul{margin:4px 0;padding-left:18px} .hint{color:#57606a;font-size:12px;margin:4px 0}
- #checks ul{list-style:none;padding-left:0} .wide{overflow-x:auto} .wide td,.wide th{white-space:nowrap} dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;font-size:12px;color:#57606a;margin:8px 0}
+ #checks ul{list-style:none;padding-left:0} .wide{overflow-x:auto} .wide td{white-space:nowrap} .wide th{vertical-align:bottom} .jobs td:nth-child(5){white-space:normal;text-align:left;min-width:90px} button{font:12px system-ui,sans-serif;margin-right:4px} dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;font-size:12px;color:#57606a;margin:8px 0}
  dt{font-weight:600} dd{margin:0} .tick{display:inline-block;width:0;height:0;border:5px solid transparent;border-top-color:#d1242f;border-bottom:0;margin-right:6px;vertical-align:1px}
 </style></head><body>
 <h1 id="title"></h1><p class="sub" id="about"></p><p class="sub" id="sub"></p>
 <div id="now"></div><div id="compared"></div>
-<h2>GPUs over time</h2><p class="legend" id="legend"></p><canvas id="gpus"></canvas>
+<h2 id="over"></h2><p class="legend" id="legend"></p><canvas id="gpus"></canvas>
 <p class="hint">Drag to zoom, double-click to reset; point at a bar or a red mark to read what it is.</p>
 <h2>Generation demand (samples still to be generated)</h2><canvas id="demand"></canvas>
-<h2>GPUs held</h2><canvas id="share"></canvas>
+<h2 id="heldhead"></h2><canvas id="share"></canvas>
 <h2>Hand-overs: from the decision to give GPUs until they are used</h2><canvas id="hand"></canvas>
 <h2>Pipelines</h2><table id="table"></table>
 <div id="why"><h2>Decisions</h2><p class="hint"><input id="find" type="search" placeholder="pipeline or word"> The newest first, in the scheduler's own words.</p><ul id="decisions"></ul></div>
@@ -37,7 +37,7 @@ const tone=i=>i<HSL.length?HSL[i]:[(i*137.5+20)%360,i%2?34:70,i%3?52:66];
 const color=(i,k)=>{const [h,s,l]=tone(i);return k==="generate"?`hsl(${h} ${s}% ${l}%)`:k==="train"?`hsl(${h} ${s}% ${Math.max(l-24,16)}%)`:k==="init"?`hsl(${h} ${s*.3}% 46%)`:k==="fenced"?"#f3c9c9":k==="quarantined"?"#3d1f1f":k==="cooling"?"#f6f0d8":`hsl(${h} ${s}% 87%)`};
 // #from-to shows these seconds, for links.
 const asked=location.hash.match(/^#([0-9.]+)-([0-9.]+)$/);let view=asked?[+asked[1],Math.min(+asked[2],D.end||1)]:[0,D.end||1];
-const pad={l:62,r:26,t:10,b:22};
+const pad={l:74,r:26,t:10,b:22};
 function setup(id,h){const c=$(id),r=window.devicePixelRatio||1,w=c.clientWidth||1100;c.width=w*r;c.height=h*r;c.style.height=h+"px";const g=c.getContext("2d");g.scale(r,r);
  g.clearRect(0,0,w,h);g.font="11px system-ui,sans-serif";return [g,w,h]}
 const X=(t,w)=>pad.l+(t-view[0])/(view[1]-view[0])*(w-pad.l-pad.r);
@@ -50,7 +50,7 @@ function drawGpus(){const row=D.gpus<=4?46:D.gpus<=16?26:D.gpus<=64?12:D.gpus<=2
   if(k==="train"&&row>6){g.save();g.beginPath();g.rect(x,y,ww,hh);g.clip();g.strokeStyle="rgba(255,255,255,.22)";for(let q=x-hh;q<x+ww;q+=7){g.beginPath();g.moveTo(q,y+hh);g.lineTo(q+hh,y);g.stroke()}g.restore()}
   if((k==="fenced"||k==="quarantined"||k==="cooling")&&row>3){g.save();g.beginPath();g.rect(x,y,ww,hh);g.clip();g.strokeStyle=k==="cooling"?"#d9cd97":"#d1242f";for(let q=x-hh;q<x+ww;q+=9){g.beginPath();g.moveTo(q,y);g.lineTo(q+hh,y+hh);g.stroke()}g.restore();continue}
   if(row>10&&ww>46){g.fillStyle=k==="handover"?"#444":"#fff";g.textAlign="left";g.save();g.beginPath();g.rect(x,y,ww-2,hh);g.clip();g.fillText(k==="train"?(ww>g.measureText(D.pipelines[p]+" trains").width+8?D.pipelines[p]+" trains":""):k==="init"?"init":D.pipelines[p],x+4,y+Math.min(row,hh)/2+4);g.restore()}}
- g.fillStyle="#57606a";g.textAlign="right";const every=Math.ceil(14/row);for(let i=0;i<D.gpus;i+=every)g.fillText("GPU "+i,pad.l-6,pad.t+i*row+Math.min(row/2+4,12));
+ g.fillStyle="#57606a";g.textAlign="right";const every=Math.ceil(14/row);for(let i=0;i<D.gpus;i+=every)g.fillText(D.unit+" "+i,pad.l-6,pad.t+i*row+Math.min(row/2+4,12));
  g.fillStyle="#d1242f";for(const [t] of D.faults){const x=X(t,w);if(x>=pad.l&&x<=w-pad.r){g.beginPath();g.moveTo(x-5,0);g.lineTo(x+5,0);g.lineTo(x,pad.t);g.fill()}}
  $("gpus").row=row}
 function drawCurves(id,curves){const [g,w,h]=setup(id,190);axis(g,w,h);let top=0;for(const c of curves)for(const p of c)top=Math.max(top,p[1]);top=nice(top||1);const Y=v=>h-pad.b-v/top*(h-pad.t-pad.b);
@@ -69,15 +69,22 @@ function drawHand(){const [g,w,h]=setup("hand",176),v=D.handovers;if(!v.length){
 function all(){drawGpus();drawCurves("demand",D.demand);drawCurves("share",D.share);drawHand()}
 const pct=x=>(100*x).toFixed(0)+" %";
 const rows=t=>"<div class=wide><table>"+t.map((l,i)=>"<tr>"+l.map(c=>i?`<td>${esc(c)}</td>`:`<th>${esc(c)}</th>`).join("")+"</tr>").join("")+"</table></div>";
+const token=new URLSearchParams(location.search).get("token");
+function jobs(){const acts=D.acts&&D.live&&token;return "<div class='wide jobs'><table><tr>"+[...D.columns,"",""].map(c=>`<th>${esc(c)}</th>`).join("")+"</tr>"
+ +D.standings.map((l,i)=>{const at="jobs/"+encodeURIComponent(l[0]);return "<tr>"+l.map((c,k)=>`<td>${esc(c)}${k===4&&D.why[i]?`<div class=hint>${esc(D.why[i])}</div>`:""}</td>`).join("")
+ +`<td>${D.reports[i]?`<a href="${esc(at)}/files/report.html">report</a> `:""}<a href="${esc(at)}/files/">logs</a></td>`
+ +`<td>${acts&&!D.ended[i]?`<button data-job="${esc(l[0])}" data-what="drain">drain</button><button data-job="${esc(l[0])}" data-what="cancel">cancel</button>`:""}</td></tr>`}).join("")+"</table></div><p class=hint id=said></p>"}
+document.addEventListener("click",async e=>{const {job,what}=e.target.dataset||{};if(!job||!confirm(`${what} ${job}?`))return;
+ const said=await fetch(`jobs/${encodeURIComponent(job)}/${what}`,{method:"POST",headers:{Authorization:`Bearer ${token}`}});$("said").textContent=await said.text()});
 function decide(){const word=$("find").value.toLowerCase(),found=D.decisions.filter(d=>!word||d[2].toLowerCase().includes(word)).slice(-200).reverse();
  $("why").hidden=!D.decisions.length;$("decisions").innerHTML=found.map(d=>`<li><span class="hint">${d[0].toFixed(1)} s, plan ${d[1]}</span> ${esc(d[2])}</li>`).join("")}
 $("find").oninput=decide;
 function texts(){
-$("title").textContent=D.title;$("about").textContent=D.about;
-$("sub").textContent=`${N} pipelines, ${D.gpus} GPUs, ${D.end.toFixed(0)} s. `+(D.busy===null?"":`GPUs busy (a trainer works, or an engine has requests) ${pct(D.busy)}, `)
- +`${D.busy===null?"GPUs ":""}held (by a trainer or an active rank, with work or without) ${pct(D.held)} of the time. `
+$("title").textContent=D.title;$("over").textContent=D.unit+"s over time";$("heldhead").textContent=D.unit+"s held";$("about").textContent=D.about;
+$("sub").textContent=`${N} pipelines, ${D.gpus} ${D.unit}s, ${D.end.toFixed(0)} s. `+(D.busy===null?"":`${D.unit}s busy (a trainer works, or an engine has requests) ${pct(D.busy)}, `)
+ +`${D.busy===null?D.unit+"s ":""}held (by a trainer or an active rank, with work or without) ${pct(D.held)} of the time. `
  +`${D.handovers.length} hand-overs, p50 ${D.handoverP50.toFixed(2)} s, p99 ${D.handoverP99.toFixed(2)} s.`;
-$("now").innerHTML=(D.began?`<p class="hint">began ${new Date(1000*D.began).toLocaleString()}${D.live?"; live":""}</p>`:"")+(D.standings.length?rows([D.columns,...D.standings]):"");
+$("now").innerHTML=(D.began?`<p class="hint">began ${new Date(1000*D.began).toLocaleString()}${D.live?"; live":""}</p>`:"")+(D.standings.length?jobs():"");
 if(D.wayTable.length)$("compared").innerHTML=`<h2>Ways of running these jobs (${D.runs}; below: the first run of time_sharing)</h2>`+rows(D.wayTable)+(D.jobTable.length>1?"<h2>Jobs</h2>"+rows(D.jobTable):"")
  +(D.notes.length?"<ul>"+D.notes.map(n=>`<li>${esc(n)}</li>`).join("")+"</ul>":"")+"<details open><summary class=hint>What the columns mean</summary><dl>"+D.legend.map(([w,m])=>`<dt>${esc(w)}</dt><dd>${esc(m)}</dd>`).join("")+"</dl></details>";
 const phase=(style,text)=>`<span><i class="chip" style="${style}"></i>${text}</span>`;
@@ -86,7 +93,7 @@ const phases=phase("background:hsl(0 0% 58%)","generating")+phase("background:re
  +(["fenced","quarantined","cooling"].filter(k=>D.bars.some(b=>b[5]===k)).map(k=>phase(`background:repeating-linear-gradient(45deg,${color(0,k)} 0 3px,${k==="cooling"?"#d9cd97":"#d1242f"} 3px 4px)`,{fenced:"cut off, its processes being ended",quarantined:"quarantined: could not be freed",cooling:"closed to one pipeline whose rank cools off"}[k])).join(""))
  +(D.faults.length?`<span><i class="tick"></i>fault</span>`:"");
 $("legend").innerHTML=(N<=24?D.pipelines.map((n,i)=>`<span><i class="chip" style="background:${color(i,"generate")}"></i>${esc(n)}</span>`).join(""):`<span>${N} pipelines, one hue each</span>`)+"<br>"+phases;
-$("table").innerHTML=`<tr><th>pipeline</th><th>steps</th><th>GPU-seconds held</th>${D.decisions.length?"<th>entitled to GPUs</th>":""}</tr>`+D.pipelines.slice(0,60).map((n,i)=>`<tr><td><i class="chip" style="background:${color(i,"generate")}"></i>${esc(n)}</td><td>${D.steps[i]}</td><td>${D.gpuSeconds[i].toLocaleString("en")}</td>${D.decisions.length?`<td>${D.entitled[i]}</td>`:""}</tr>`).join("");
+$("table").innerHTML=`<tr><th>pipeline</th><th>steps</th><th>${esc(D.unit)}-seconds held</th>${D.decisions.length?"<th>entitled to ${esc(D.unit)}s</th>":""}</tr>`+D.pipelines.slice(0,60).map((n,i)=>`<tr><td><i class="chip" style="background:${color(i,"generate")}"></i>${esc(n)}</td><td>${D.steps[i]}</td><td>${D.gpuSeconds[i].toLocaleString("en")}</td>${D.decisions.length?`<td>${D.entitled[i]}</td>`:""}</tr>`).join("");
 $("checks").innerHTML=!D.checked?`<p class="hint">The record is checked when the pool is closed.</p>`:D.violations.length?`<p class="bad">${D.violations.length} violation(s), first ones:</p><ul>${D.violations.map(v=>`<li class="bad">${esc(v)}</li>`).join("")}</ul>`
  :`<p class="ok">No violation found.</p><ul>${Object.entries(D.invariants).map(([n,t])=>`<li>${n}. ${t}</li>`).join("")}</ul>`;
 decide()}
@@ -97,7 +104,7 @@ const tell=(e,text)=>{const tip=$("tip");if(!text){tip.style.display="none";retu
 G.onmousemove=e=>{const r=G.getBoundingClientRect(),t=T(e),y=e.clientY-r.top;if(y<pad.t){const near=(view[1]-view[0])/(r.width-pad.l-pad.r)*5;
   return tell(e,D.faults.filter(f=>Math.abs(f[0]-t)<=near).slice(0,5).map(f=>`${f[0].toFixed(2)} s: ${f[1]}`).join("; "))}
  const gpu=Math.floor((y-pad.t)/G.row);let hit=null;for(const b of D.bars)if(b[0]<=gpu&&gpu<=b[1]&&b[2]<=t&&t<=b[3])hit=b;
- tell(e,hit&&`GPU ${gpu}: ${hit[6]}, ${hit[2].toFixed(2)} to ${hit[3].toFixed(2)} s (${(hit[3]-hit[2]).toFixed(2)} s)`)};
+ tell(e,hit&&`${D.unit} ${gpu}: ${hit[6]}, ${hit[2].toFixed(2)} to ${hit[3].toFixed(2)} s (${(hit[3]-hit[2]).toFixed(2)} s)`)};
 G.onmouseleave=()=>{$("tip").style.display="none"};
 onresize=all;texts();all();
 async function again(){try{const said=await fetch("data.json"+location.search);if(said.ok){const whole=view[0]===0&&view[1]>=D.end;D=await said.json();N=D.pipelines.length;

@@ -6,31 +6,37 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
+
+from nemo_rl.utils.progress import format_duration
+from nemo_rl.utils.terminal import printable
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.pool import Standing
 
-
-_WIDTH = 140
+_WIDTH = 160
 
 
 class StandingsTable:
     """Shows standings as they change.
 
     Args:
-        console: Where; standard error by default.
+        unit: What a slot of the pool is, in words.
+        file: Where; standard error by default.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, unit: str = "GPU", file: TextIO | None = None) -> None:
+        shown = file or sys.stderr
         # Where lines can be as long as they like, no column is cut.
-        self._console = console or Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH)
+        self._console = Console(file=shown, width=None if shown.isatty() else _WIDTH)
+        self._unit = unit
         self._live = Live(console=self._console, transient=True) if self._console.is_terminal else None
-        self._said: dict[str, tuple[str, ...]] = {}
+        self._said: dict[str, str] = {}
         self._newest: Sequence[Standing] = ()
 
     def __enter__(self) -> Self:
@@ -44,40 +50,70 @@ class StandingsTable:
         if self._live is not None:
             self._live.stop()
         if self._newest:
-            self._console.print(_table(self._newest))
+            self.print(self._newest)
+
+    def print(self, standings: Sequence[Standing]) -> None:
+        """The table once, and below it why pipelines ended that are not done."""
+        self._console.print(self._table(standings))
+        for standing in standings:
+            if standing.outcome is not None and standing.outcome.kind != "done":
+                self._line(f"{standing.name}: {_ended(standing)}")
 
     def show(self, standings: Sequence[Standing]) -> None:
         """How the pipelines stand now."""
         self._newest = standings
         if self._live is not None:
-            self._live.update(_table(standings))
+            self._live.update(self._table(standings))
             return
         for standing in standings:
-            state = _state(standing)
-            if self._said.get(standing.name) != state:
-                self._said[standing.name] = state
-                self._console.print(f"{standing.name}: {' '.join(state)}", highlight=False, soft_wrap=True)
+            said = _line_of(standing)
+            if self._said.get(standing.name) != said:
+                self._said[standing.name] = said
+                self._line(f"{standing.name}: {said}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(printable(text), highlight=False, soft_wrap=True, markup=False)
+
+    def _table(self, standings: Sequence[Standing]) -> Table:
+        table = Table(box=None, header_style="bold")
+        for column in columns(self._unit):
+            table.add_column(column)
+        for standing in standings:
+            table.add_row(*map(Text, map(printable, cells(standing))))
+        return table
 
 
-def _state(standing: Standing) -> tuple[str, ...]:
+def _ended(standing: Standing) -> str:
+    return f"{standing.state} {standing.why or f'at step {steps_of(standing)}'}"
+
+
+def _line_of(standing: Standing) -> str:
+    """What a log shows; a line that is the same again is not written."""
+    progress = standing.progress
     if standing.outcome is not None:
-        return (standing.outcome.kind, f"steps={standing.outcome.steps}", standing.outcome.reason)
-    if standing.progress is None:
-        return ("starting",)
-    return (f"step {standing.progress.step}/{standing.progress.of}",)
+        return _ended(standing)
+    if progress is None or not progress.of:
+        return standing.state
+    figures = "".join(f" {name}={value:.3f}" for name, value in progress.figures.items())
+    return f"step {progress.step}/{progress.of}{figures}{' draining' if standing.asked == 'drain' else ''}"
 
 
-COLUMNS = (
-    "pipeline",
-    "training GPUs",
-    "generation GPUs",
-    "step",
-    "doing",
-    "waited for GPUs",
-    "share",
-    "slowdown",
-    "seconds",
-)
+def columns(unit: str) -> tuple[str, ...]:
+    """Headings of `cells`."""
+    return (
+        "pipeline",
+        f"training {unit}s",
+        f"generation {unit}s",
+        "step",
+        "doing",
+        "reward",
+        "validation",
+        "left",
+        f"waited for {unit}s",
+        "share",
+        "slowdown",
+        "seconds",
+    )
 
 
 def steps_of(standing: Standing) -> int:
@@ -90,26 +126,22 @@ def steps_of(standing: Standing) -> int:
 def cells(standing: Standing) -> list[str]:
     """One pipeline as text, column by column."""
     progress, outcome, sharing = standing.progress, standing.outcome, standing.sharing
-    doing = outcome.kind if outcome is not None else progress.phase if progress is not None else "starting"
-    step = f"{progress.step}/{progress.of}" if progress is not None else str(outcome.steps) if outcome else ""
+    of = f"/{progress.of}" if progress is not None and progress.of else ""
     waited = outcome.waited_s if outcome is not None else progress.waited_s if progress is not None else 0.0
+    figures = dict(progress.figures) if progress is not None else {}
+    reward = figures.pop("reward", None)
+    left_s = progress.left_s if progress is not None and outcome is None else None
     return [
         standing.name,
         ",".join(map(str, standing.train)),
         ",".join(map(str, standing.infer)),
-        step,
-        doing,
+        f"{steps_of(standing)}{of}" if of or outcome is not None else "",
+        standing.state,
+        "" if reward is None else f"{reward:.3f}",
+        " ".join(f"{name} {value:.3f}" for name, value in figures.items()),
+        "" if left_s is None else format_duration(left_s),
         f"{waited:.1f} s",
         f"{sharing.share:.0%}" if sharing is not None else "",
         f"{sharing.slowdown:.2f}" if sharing is not None else "",
         f"{(standing.ended_at or time.time()) - standing.submitted_at:.0f}",
     ]
-
-
-def _table(standings: Sequence[Standing]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for column in COLUMNS:
-        table.add_column(column)
-    for standing in standings:
-        table.add_row(*cells(standing))
-    return table

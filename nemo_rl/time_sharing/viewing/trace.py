@@ -18,16 +18,22 @@ from nemo_rl.utils.record import Entry
 _SCHEDULER, _GPUS, _QUEUE = 1, 2, 3
 
 
-def write_trace(entries: Iterable[Entry], path: str | Path) -> int:
-    """Writes the trace of a record; returns the number of trace events."""
-    events = list(trace_events(build_timeline(entries)))
+def write_trace(entries: Iterable[Entry], path: str | Path, *, pool: str = "") -> int:
+    """Writes the trace of a record; returns the number of trace events.
+
+    Args:
+        entries: The record.
+        path: The file.
+        pool: Name of the pool.
+    """
+    events = list(trace_events(build_timeline(entries), pool))
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
     return len(events)
 
 
-def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
+def trace_events(timeline: Timeline, pool: str = "") -> Iterator[dict[str, object]]:
     """The trace events, metadata first."""
-    yield from _names(timeline)
+    yield from _names(timeline, f"{pool}: " if pool else "")
     for time, active in timeline.active_gpus:
         yield {"ph": "C", "pid": _SCHEDULER, "name": "active GPUs", "ts": _us(time), "args": {"GPUs": active}}
     for time, text in timeline.marks:
@@ -60,15 +66,15 @@ def _track(pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
     yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, object]]:
-    yield from _name(_SCHEDULER, "scheduler", 0)
+def _names(timeline: Timeline, of: str) -> Iterator[dict[str, object]]:
+    yield from _name(_SCHEDULER, f"{of}scheduler", 0)
     for tid, name in enumerate(("enqueue", "execution", "release", "faults"), start=1):
         yield from _track(_SCHEDULER, tid, name)
-    yield from _name(_GPUS, "GPUs", 1)
+    yield from _name(_GPUS, f"{of}GPUs", 1)
     per_node = timeline.pool.gpus_per_node
     for gpu in range(timeline.pool.size):
         yield from _track(_GPUS, gpu + 1, f"GPU {gpu} (node {gpu // per_node}, local {gpu % per_node})")
-    yield from _name(_QUEUE, "queue", 2)
+    yield from _name(_QUEUE, f"{of}queue", 2)
 
 
 def _gpu_slices(timeline: Timeline) -> Iterator[dict[str, object]]:

@@ -1,0 +1,178 @@
+"""Finds a running Ray cluster, makes sure that it takes this process's token, and joins it.
+
+Ray itself asks a cluster that does not answer, or does not take its token, for minutes and fills the terminal. Here
+both are one error within seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import ray
+from ray._private import worker
+from ray._private.utils import read_ray_address
+from ray._raylet import (  # it is compiled
+    AuthenticationTokenLoader,  # pyrefly: ignore[missing-module-attribute]
+    Config,  # pyrefly: ignore[missing-module-attribute]
+    GcsClient,  # pyrefly: ignore[missing-module-attribute]
+)
+from ray.exceptions import AuthenticationError, RayError
+
+from nemo_rl.config.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOCAL = "local"
+_ANSWER_S = 5.0
+
+
+class RayStartError(UserError, RuntimeError):
+    """Ray could not be started or joined."""
+
+
+def credentials() -> tuple[str, str]:
+    """`RAY_AUTH_MODE` and the token by which others join the cluster that this process is connected to."""
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled").lower()
+    return mode, AuthenticationTokenLoader.instance().get_raw_token() if mode == "token" else ""
+
+
+def join_cluster(address: str, credentials: tuple[str, str] | None = None) -> None:
+    """Joins a running cluster for a few questions; its workers' output and errors are not shown here.
+
+    Args:
+        address: Of the cluster.
+        credentials: See `credentials`; by default what the environment says.
+
+    Raises:
+        RayStartError: It does not answer, or asks for another token.
+    """
+    if credentials is not None:
+        os.environ["RAY_AUTH_MODE"], token = credentials
+        if token:
+            os.environ["RAY_AUTH_TOKEN"] = token
+        _read_credentials_again()
+    probe(address)
+    try:
+        with without_errors_of_others():
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        raise RayStartError(f"{address} cannot be joined: {str(error).partition(chr(10))[0]}") from error
+
+
+def running_cluster() -> str | None:
+    """Address of a cluster that can be joined: the one that RAY_ADDRESS names, or one that runs on this machine."""
+    named = os.environ.get("RAY_ADDRESS")
+    return running_here() if not named else None if named == LOCAL else named
+
+
+def running_here() -> str | None:
+    """Address of the cluster that `ray start` left on this machine, if anybody listens there: a cluster that was killed
+    leaves its address behind.
+    """
+    address = read_ray_address()
+    if not address:
+        return None
+    try:
+        _connect(address)
+    except (OSError, ValueError):
+        logger.info("ray=stale_address address=%s", address)
+        return None
+    return address
+
+
+def probe(address: str) -> None:
+    """Finds out in seconds whether anybody listens at RAY_ADDRESS; Ray itself would ask for minutes.
+
+    Raises:
+        RayStartError: Nobody does.
+    """
+    if ":" not in address:
+        # `auto`, or a name that Ray resolves.
+        return
+    try:
+        _connect(address.rpartition("://")[2])
+    except ValueError as error:
+        raise RayStartError(f"RAY_ADDRESS={address} is no address; expected host:port, auto or local") from error
+    except OSError as error:
+        raise RayStartError(
+            f"RAY_ADDRESS={address} does not answer ({error.strerror or error}); start the cluster, unset RAY_ADDRESS, "
+            "or set it to local"
+        ) from error
+    _authenticate(address.rpartition("://")[2])
+
+
+def _authenticate(address: str) -> None:
+    """Makes sure that the cluster takes this process's token; uses the user's own token where one is asked for.
+
+    Raises:
+        RayStartError: It asks for another one.
+    """
+    if _is_let_in(address):
+        return
+    if not os.environ.get("RAY_AUTH_MODE") and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        _read_credentials_again()
+        if _is_let_in(address):
+            return
+    raise RayStartError(
+        f"the Ray cluster {address} asks for its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to it (or "
+        "RAY_AUTH_TOKEN_PATH to a file with it; `ray get-auth-token` shows that of a user)"
+    )
+
+
+def _is_let_in(address: str) -> bool:
+    try:
+        with _no_lines_of_libraries():
+            GcsClient(address=address).get_all_node_info()
+    except AuthenticationError:
+        return False
+    except RayError as error:
+        raise RayStartError(
+            f"RAY_ADDRESS={address} does not answer as a Ray cluster: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return True
+
+
+def _read_credentials_again() -> None:
+    """Ray has read the environment when it was imported."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _no_lines_of_libraries() -> Iterator[None]:
+    """Inside the block what compiled code writes to standard error is dropped: the error itself is raised."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _nothing(*arguments: object) -> None:
+    """In the place of Ray's thread that prints errors of workers."""
+
+
+@contextmanager
+def without_errors_of_others() -> Iterator[None]:
+    """A cluster that is joined or started in the block does not print paragraphs here about workers that ended: whoever
+    waits for one is told by an exception.
+    """
+    with patch.object(worker, "listen_error_messages", _nothing):
+        yield
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+        pass

@@ -1,0 +1,348 @@
+"""Commands for a pool that is open: submit, status, drain, cancel, explain.
+
+The pool is found by its file (`open_pools`), or by its Ray cluster where RAY_ADDRESS names one. Knows no scheduling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config.dotted import import_dotted
+from nemo_rl.config.errors import ConfigError, UserError
+from nemo_rl.time_sharing.log.log_tail import LogTail
+from nemo_rl.time_sharing.open_pools import OpenPool, the_open_pool
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME
+from nemo_rl.time_sharing.pipelines.job import Job, read_jobs
+from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
+from nemo_rl.time_sharing.pool import About, PoolError, Standing
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
+from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+_ANSWER_S = 60.0
+_POLL_S = 1.0
+_CANCEL_S = 60.0
+_NEWEST = 10
+_CODE_KEYS = {"class", "function", "custom_dataloader", "processor", "dataset_name", "target"}
+"""Keys of a configuration that may name a class or function of the user's."""
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Runs a command; what a user can put right becomes one line, an interrupt exit code 130."""
+    level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return work()
+    except UserError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: every pipeline was ended; their last finished checkpoints are complete\n")
+        return EXIT_INTERRUPTED
+
+
+def submit(chosen: argparse.Namespace) -> int:
+    """Submits files to the open pool; with `--wait`, until they have ended."""
+    env = submitters_env(chosen.env)
+    actor, pool = _join(chosen.pool)
+    files, overrides = files_and_overrides(chosen.files)
+    names = submit_all(actor, read_jobs(files, pool, overrides), env)
+    sys.stdout.write("".join(f"{name}\n" for name in names))
+    return follow(actor, names) if chosen.wait else EXIT_OK
+
+
+def status(chosen: argparse.Namespace) -> int:
+    """Shows every pipeline of the open pool on standard output."""
+    import ray
+
+    actor, _ = _join(chosen.pool)
+    standings: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+    about = _about(actor)
+    if chosen.json:
+        shown = {"pool": about.name, "pipelines": [asdict(each) | {"state": each.state} for each in standings]}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    elif not standings:
+        sys.stdout.write(f"pool {about.name}: no pipelines; submit FILE adds one\n")
+    else:
+        sys.stdout.write(f"pool {about.name}\n")
+        StandingsTable(about.unit, file=sys.stdout).print(standings)
+    return EXIT_OK
+
+
+def drain(chosen: argparse.Namespace) -> int:
+    """Lets pipelines finish their step, save and leave; waits for that until the deadline."""
+    return _end_each(chosen, "drain", chosen.deadline)
+
+
+def cancel(chosen: argparse.Namespace) -> int:
+    """Ends pipelines whatever they do."""
+    return _end_each(chosen, "cancel", _CANCEL_S)
+
+
+def _end_each(chosen: argparse.Namespace, method: str, deadline_s: float) -> int:
+    actor, _ = _join(chosen.pool)
+    for name in chosen.names:
+        sys.stdout.write(f"{name}: {ask(getattr(actor, method).remote(name))}\n")
+        sys.stdout.flush()
+    left = list(chosen.names)
+    deadline = time.monotonic() + deadline_s
+    while True:
+        for standing in _standings(actor, left):
+            if standing.outcome is not None:
+                left.remove(standing.name)
+                sys.stdout.write(f"{standing.name}: {standing.state} {standing.why}".rstrip() + "\n")
+                sys.stdout.flush()
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    for standing in _standings(actor, left):
+        sys.stdout.write(
+            f"{standing.name}: has not ended after {deadline_s:g} s ({standing.state} {standing.why}); it still does "
+            f"when it can; python -m nemo_rl.time_sharing cancel {standing.name} ends it at once\n"
+        )
+    return EXIT_FAILED if left else EXIT_OK
+
+
+def explain(chosen: argparse.Namespace) -> int:
+    """Says for every GPU who has it and why, in the words of the plans that gave them."""
+    log_dir: Path | None = chosen.log_dir
+    if log_dir is None:
+        actor, _ = _join(chosen.pool)
+        about = _about(actor)
+        log_dir = Path(about.log_dir)
+    builder = TimelineBuilder()
+    for entry in LogTail(log_dir / "scheduler.jsonl").new():
+        builder.take(entry)
+    timeline = builder.so_far(None)
+    if not timeline.origin and not timeline.decisions:
+        raise PoolError(f"{log_dir}: there is no scheduler.jsonl with a plan in it; give the folder of a pool's log")
+    for line in explained(timeline, chosen.names, PoolBook.read(log_dir / "pool.json").unit):
+        sys.stdout.write(f"{line}\n")
+    return EXIT_OK
+
+
+def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[str]:
+    """Who has each GPU at the end of a timeline and the newest decisions about it, for these pipelines or for all."""
+    for gpu in range(timeline.pool.slots):
+        now = [o for o in timeline.occupations if gpu in o.gpus and o.end >= timeline.end]
+        now = [o for o in now if not names or o.pipeline in names]
+        if not now:
+            if not names:
+                yield f"{unit} {gpu}: nobody"
+            continue
+        for o in now:
+            yield f"{unit} {gpu}: {o.label} ({o.phase} for {timeline.end - o.start:.1f} s)"
+            for _, plan, text in timeline.decisions:
+                if plan == o.plan and o.pipeline in text:
+                    yield f"    plan {plan}: {text}"
+    for name, gpus in timeline.entitled.items():
+        if not names or name in names:
+            yield f"{name}: entitled to {gpus:.2f} {unit}s by the newest plan"
+    newest = [d for d in timeline.decisions if not names or any(name in d[2] for name in names)][-_NEWEST:]
+    yield "newest decisions:" if newest else "no decisions yet"
+    for when, plan, text in newest:
+        yield f"    {when:.1f} s, plan {plan}: {text}"
+
+
+def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:
+    """What `RLIX_CONTROL_PLANE=rlix` makes of the scripts under `examples`: the run is submitted to the open pool, and
+    followed to its end.
+    """
+    parser = argparse.ArgumentParser(description="Runs on a shared pool.")
+    parser.add_argument("--config", type=Path, default=default_config, help="YAML file")
+    chosen, overrides = parser.parse_known_args(list(arguments))
+
+    def work() -> int:
+        actor, pool = _join(None)
+        return follow(actor, submit_all(actor, read_jobs([chosen.config], pool, overrides), submitters_env()))
+
+    return guarded(work)
+
+
+# -- what the launcher uses too ---------------------------------------------------------------------------------------
+
+
+def files_and_overrides(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Overrides that follow a list of files belong to the list, as far as the command line's parser knows."""
+    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
+    return [Path(argument) for argument in arguments if argument not in overrides], overrides
+
+
+def submitters_env(named: Sequence[str] = ()) -> dict[str, str]:
+    """Variables that a job takes along from where it is submitted: PYTHONPATH with the working directory, and those
+    that are named, as NAME or NAME=VALUE.
+
+    Raises:
+        PoolError: A variable is named that is not set.
+    """
+    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    env = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))}
+    for text in named:
+        name, given, value = text.partition("=")
+        if not given and name not in os.environ:
+            raise PoolError(f"--env {name}: is not set here; set it, or give --env {name}=VALUE")
+        env[name] = value if given else os.environ[name]
+    return env
+
+
+def submit_all(actor: ActorHandle[object], jobs: Sequence[Job], env: Mapping[str, str]) -> list[str]:
+    """Submits jobs whose code can be imported; their names.
+
+    Raises:
+        ConfigError: A file names code that cannot be imported.
+        PoolError: The pool refuses one.
+    """
+    check_code(jobs)
+    return [ask(actor.submit.remote(replace(job, env=env))) for job in jobs]
+
+
+def check_code(jobs: Sequence[Job]) -> None:
+    """Imports the classes and functions that the files name, from where the jobs will: a job would fail minutes later.
+
+    Raises:
+        ConfigError: One cannot be imported.
+    """
+    problems: list[str] = []
+    with _importing_from_here():
+        for job in jobs:
+            for key, path in _named_code(job.config.model_dump(mode="python", by_alias=True)):
+                try:
+                    import_dotted(path, f"{job.name}: {key}")
+                except ConfigError as error:
+                    problems += error.problems
+                except Exception as error:
+                    raise ConfigError([f"{job.name}: {key}: {path!r} cannot be imported: {error!r}"]) from error
+    if problems:
+        where = "put its folder on PYTHONPATH, or submit from there"
+        raise ConfigError([f"{problem}; {where}" for problem in problems])
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(here)
+
+
+def _named_code(node: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and paths of a user's own code in a configuration."""
+    from nemo_rl.data.datasets.registry import SOURCES
+
+    if isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _named_code(value, f"{key}.{index}")
+    if isinstance(node, dict):
+        for name, value in node.items():
+            at = f"{key}.{name}".lstrip(".")
+            if name in _CODE_KEYS and isinstance(value, str) and _DOTTED.fullmatch(value) and value not in SOURCES:
+                yield at, value
+            yield from _named_code(value, at)
+
+
+def watch(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
+    """Shows the pipelines until all of them have ended; how they stand then."""
+    about = _about(actor)
+    with StandingsTable(about.unit) as table:
+        while True:
+            ours = _standings(actor, names)
+            table.show(ours)
+            if all(standing.outcome is not None for standing in ours):
+                return ours
+            time.sleep(_POLL_S)
+
+
+def follow(actor: ActorHandle[object], names: Sequence[str]) -> int:
+    """Shows pipelines until they have ended; an interrupt cancels them."""
+    import ray
+
+    try:
+        standings = watch(actor, names)
+    except KeyboardInterrupt:
+        for name in names:
+            ray.get(actor.cancel.remote(name), timeout=_ANSWER_S)
+        raise
+    return EXIT_OK if all(s.outcome is not None and s.outcome.kind == "done" for s in standings) else EXIT_FAILED
+
+
+def _about(actor: ActorHandle[object]) -> About:
+    about: About = ask(actor.about.remote())
+    return about
+
+
+def _standings(actor: ActorHandle[object], names: Sequence[str]) -> list[Standing]:
+    import ray
+
+    everybody: list[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+    return [standing for standing in everybody if standing.name in names]
+
+
+def ask(answer: ObjectRef[object]) -> Any:
+    """The pool's answer; its refusal is the user's to read, without the trace of the actor."""
+    import ray
+
+    try:
+        return ray.get(answer, timeout=_ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise PoolError(str(error.cause)) from error
+        raise
+
+
+def _join(name: str | None) -> tuple[ActorHandle[object], Pool]:
+    """The pool on the Ray cluster that RAY_ADDRESS names; else this user's open pool on this machine; else that of the
+    Ray cluster that runs here.
+
+    Args:
+        name: Which one, where several are open.
+
+    Raises:
+        PoolError: No cluster answers, or no pool is open on it.
+    """
+    import ray
+
+    from nemo_rl.distributed.ray_joining import LOCAL, join_cluster, running_cluster
+
+    named = os.environ.get("RAY_ADDRESS")
+    found: OpenPool | None = None
+    if named in (None, "", LOCAL) or name is not None:
+        found = the_open_pool(name, lambda line: sys.stderr.write(f"{line}\n"))
+    address = found.address if found is not None else running_cluster()
+    if address is None:
+        raise PoolError(
+            "no pool of yours is open on this machine and RAY_ADDRESS names none; open a pool with "
+            "python -m nemo_rl.time_sharing serve --gpus N"
+        )
+    join_cluster(address, None if found is None else (found.auth_mode, found.token))
+    try:
+        actor = ray.get_actor(POOL_NAME, namespace="nemo_rl_time_sharing")
+    except ValueError as error:
+        raise PoolError(
+            f"no pool is open on the Ray cluster {address}; open one with python -m nemo_rl.time_sharing serve --gpus N"
+        ) from error
+    pool, _ = ray.get(actor.shape.remote(), timeout=_ANSWER_S)
+    return actor, pool

@@ -1,0 +1,173 @@
+"""Where this user's open pools are: one file per pool, written by the process that keeps the pool open.
+
+A file holds the pool's Ray address and token, so the directory and the files are readable by their owner alone, and
+anything else is refused. A file whose process is gone is stale: it is removed when it is found, and reported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl.config.errors import UserError
+
+_OPEN_ONE = "open a pool with python -m nemo_rl.time_sharing serve --gpus N"
+
+
+class NoOpenPool(UserError, RuntimeError):
+    """No open pool of this user can be used."""
+
+
+def versions() -> str:
+    """What a process must share with a pool to talk to it."""
+    return f"nemo-rl {version('nemo-rl')}, ray {version('ray')}, Python {platform.python_version()}"
+
+
+@dataclass(frozen=True)
+class OpenPool:
+    """How a pool is reached.
+
+    Attributes:
+        name: For people, and for `--pool`.
+        address: Of its Ray cluster.
+        auth_mode: Of that cluster, as in `RAY_AUTH_MODE`.
+        token: Of that cluster; empty where it asks for none.
+        page: Address of its web page, with the page's token.
+        log_dir: Where its scheduler writes.
+        host: The machine of the process that keeps it open.
+        pid: That process.
+        started: When that process started, seconds since the epoch: its number may be another's later.
+        versions: See `versions`.
+    """
+
+    name: str
+    address: str
+    auth_mode: str
+    token: str = field(repr=False)
+    page: str = field(repr=False)
+    log_dir: str
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    started: float = field(default_factory=lambda: psutil.Process().create_time())
+    versions: str = field(default_factory=versions)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its process runs, as far as can be seen from here: that of another machine is believed to."""
+        if self.host != socket.gethostname():
+            return True
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+
+
+_FILE = TypeAdapter(OpenPool)
+
+
+def directory() -> Path:
+    """Where the files are: `nemo_rl_<uid>` in the temporary directory.
+
+    Raises:
+        NoOpenPool: Others can read or write there.
+    """
+    path = Path(tempfile.gettempdir()) / f"nemo_rl_{os.getuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise NoOpenPool(
+            f"{path}: must be a directory that belongs to you and that nobody else can enter (mode 0700), since it "
+            "holds the tokens of your pools; remove it, or set TMPDIR to another place"
+        )
+    return path
+
+
+@contextmanager
+def announced(pool: OpenPool) -> Iterator[None]:
+    """Inside the block the pool can be found."""
+    path = directory() / f"pool_{pool.pid}.json"
+    beside = path.with_suffix(".new")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(_FILE.dump_json(pool))
+    os.replace(beside, path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def open_pools(say: Callable[[str], object]) -> list[OpenPool]:
+    """This user's open pools, by name; stale files are removed, and said.
+
+    Raises:
+        NoOpenPool: A file cannot be trusted or read.
+    """
+    found = []
+    for path in sorted(directory().glob("pool_*.json")):
+        try:
+            pool = _read(path)
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if pool.is_open:
+            found.append(pool)
+        else:
+            path.unlink(missing_ok=True)
+            say(f"the pool {pool.name} ended without being closed: its process {pool.pid} is gone; log: {pool.log_dir}")
+    return sorted(found, key=lambda pool: (pool.name, pool.pid))
+
+
+def _read(path: Path) -> OpenPool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise NoOpenPool(f"{path}: cannot be read ({error.strerror}); remove it") from error
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            raise NoOpenPool(f"{path}: must belong to you and be readable by you alone (mode 0600); remove it")
+        try:
+            return _FILE.validate_json(file.read())
+        except ValidationError as error:
+            raise NoOpenPool(f"{path}: is not the address of a pool; remove it ({error.errors()[0]['msg']})") from error
+
+
+def the_open_pool(name: str | None, say: Callable[[str], object]) -> OpenPool | None:
+    """The pool that a command means; None where no pool is open.
+
+    Args:
+        name: Its name or the number of its process; may be None where only one is open.
+        say: See `open_pools`.
+
+    Raises:
+        NoOpenPool: None has that name, several are open, or it runs other versions.
+    """
+    everything = open_pools(say)
+    chosen = [pool for pool in everything if name is None or name in (pool.name, str(pool.pid))]
+    named = ", ".join(f"{pool.name} (process {pool.pid})" for pool in everything)
+    if name is not None and not chosen:
+        raise NoOpenPool(f"--pool {name}: there is no such pool; open: {named or 'none'}; {_OPEN_ONE}")
+    if len(chosen) > 1:
+        raise NoOpenPool(f"several pools are open: {named}; choose one with --pool NAME")
+    if not chosen:
+        return None
+    (pool,) = chosen
+    if pool.versions != versions():
+        raise NoOpenPool(
+            f"the pool {pool.name} runs {pool.versions}, this command {versions()}; use the environment that opened it"
+        )
+    return pool

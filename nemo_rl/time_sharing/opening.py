@@ -1,0 +1,175 @@
+"""Opens and closes a pool on the Ray cluster that this process is connected to.
+
+Invariant: a pool that is closed leaves no process, no reservation and no open log.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.time_sharing.agents.actors import CONTROL_NAMESPACE, SCHEDULER_NAME, start_scheduler, stop_scheduler
+from nemo_rl.time_sharing.agents.ray_reaper import end_agents
+from nemo_rl.time_sharing.pipelines.grpo import POOL_NAME, PoolHandles
+from nemo_rl.time_sharing.pipelines.pool_book import Outcome
+from nemo_rl.time_sharing.pipelines.residents import slot_bytes
+from nemo_rl.time_sharing.pool import ACTOR_THREADS, PoolActor, Standing
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.protocol.types import Limits
+
+logger = logging.getLogger(__name__)
+
+LIVE_LIMITS = Limits(
+    heartbeat_s=2.0,
+    lease_s=60.0,
+    isolation_s=300.0,
+    wake_s=900.0,
+    drain_s=180.0,
+    sleep_s=180.0,
+    sync_s=300.0,
+    grant_s=60.0,
+    min_hold_s=5.0,
+)
+"""Bounds for live engines: a first wake builds one."""
+_ANSWER_S = 30.0
+_START_S = 300.0
+
+
+def open_pool(
+    pool: Pool,
+    accelerator: Any,
+    log_dir: Path,
+    limits: Limits = LIVE_LIMITS,
+    pool_class: type[PoolActor] = PoolActor,
+    name: str = "",
+) -> Any:
+    """Reserves the slots, starts the scheduler and the pool's actor; the actor's handle. Ray must be initialised.
+
+    Args:
+        pool: The shape.
+        accelerator: Kind of slot.
+        log_dir: Existing directory for the scheduler's log and the agents' records.
+        limits: The scheduler's.
+        pool_class: Starts the pipelines.
+        name: For people; by default that of its log's folder.
+
+    Raises:
+        ResourceInsufficientError: The Ray cluster does not have the slots.
+        SchedulerInUse: A pool is open on this Ray cluster already.
+    """
+    import ray
+
+    from nemo_rl.time_sharing.pipelines.shared_cluster import reserve_pool
+
+    scheduler = start_scheduler(log_dir, pool, limits)
+    try:
+        groups = reserve_pool(pool, accelerator)
+    except BaseException:
+        stop_scheduler(scheduler)
+        raise
+    try:
+        memory = _slot_bytes(pool) if accelerator.is_cuda else None
+    except BaseException:
+        _remove_reservation()
+        stop_scheduler(scheduler)
+        raise
+    handles = PoolHandles(
+        scheduler, pool, accelerator.kind, tuple(groups), limits, str(log_dir), memory, name or log_dir.name
+    )
+    actor: Any = (
+        ray.remote(pool_class)
+        .options(
+            name=POOL_NAME,
+            namespace=CONTROL_NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=ACTOR_THREADS,
+            max_restarts=-1,
+            # What is asked of it is asked again of the next one.
+            max_task_retries=-1,
+        )
+        .remote(handles)
+    )
+    ray.get(actor.shape.remote(), timeout=_START_S)
+    return actor
+
+
+def _slot_bytes(pool: Pool) -> int | None:
+    """Device memory of each slot, the same on every node; None where a slot is a whole GPU."""
+    from nemo_rl.distributed.accelerators import least_device_bytes
+
+    return slot_bytes(least_device_bytes(), pool.slots_per_gpu) if pool.slots_per_gpu > 1 else None
+
+
+def close_pool(actor: Any) -> None:
+    """Ends the pool: its pipelines, the scheduler and the reservation, each whatever became of the others."""
+    import ray
+
+    with ExitStack() as parts:
+        parts.callback(_remove_reservation)
+        parts.callback(_end_scheduler)
+        parts.callback(end_agents)
+        parts.callback(ray.kill, actor, no_restart=True)
+        try:
+            handles: PoolHandles = ray.get(actor.handles.remote(), timeout=_ANSWER_S)
+            for standing in ray.get(actor.standings.remote(), timeout=_ANSWER_S):
+                if standing.outcome is None:
+                    ray.get(actor.cancel.remote(standing.name), timeout=_ANSWER_S)
+            wait_for_pipelines(actor, timeout_s=handles.limits.reap_s)
+            _wait_until_reaped(handles)
+        except ray.exceptions.RayError as error:
+            logger.error("pool=%s close=not_answered reason=%s", POOL_NAME, str(error).partition("\n")[0])
+
+
+def _wait_until_reaped(handles: PoolHandles) -> None:
+    """Waits until the scheduler has written that the processes of all pipelines are gone: a log that is closed before
+    leaves GPUs with those who were cut off.
+    """
+    import ray
+
+    deadline = time.monotonic() + handles.limits.reap_s
+    while time.monotonic() < deadline:
+        if not ray.get(handles.scheduler.describe.remote(), timeout=_ANSWER_S)["pipelines"]:
+            return
+        time.sleep(0.1)
+    logger.error("pool=%s close=not_reaped after_s=%g", POOL_NAME, handles.limits.reap_s)
+
+
+def _end_scheduler() -> None:
+    import ray
+
+    try:
+        scheduler = ray.get_actor(SCHEDULER_NAME, namespace=CONTROL_NAMESPACE)
+    except ValueError:
+        return
+    try:
+        stop_scheduler(scheduler)
+    except ray.exceptions.RayError as error:
+        logger.error("scheduler=ended reason=%s", str(error).partition("\n")[0])
+
+
+def _remove_reservation() -> None:
+    from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+    from nemo_rl.time_sharing.pipelines.shared_cluster import RESERVATION
+
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(RESERVATION) and entry["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(entry["name"]))
+
+
+def wait_for_pipelines(actor: Any, *, timeout_s: float, poll_s: float = 0.5) -> Mapping[str, Outcome]:
+    """Waits until every pipeline has ended, or `timeout_s` has passed; the outcomes so far."""
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        standings: Sequence[Standing] = ray.get(actor.standings.remote(), timeout=_ANSWER_S)
+        outcomes = {standing.name: standing.outcome for standing in standings if standing.outcome is not None}
+        if len(outcomes) == len(standings) or time.monotonic() > deadline:
+            return outcomes
+        time.sleep(poll_s)

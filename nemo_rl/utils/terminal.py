@@ -1,0 +1,29 @@
+"""Text of others on a terminal: what a model or a user's code wrote must not steer it."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_KEPT = "\n\t"
+_TURNS_DIRECTION = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and those that turn the direction of reading, spelt out; line ends and tabs
+    stay.
+
+    >>> printable("red: \\x1b[31m")
+    'red: \\\\x1b[31m'
+    """
+    return "".join(character if _is_harmless(character) else _spelt(character) for character in text)
+
+
+def _is_harmless(character: str) -> bool:
+    # Cc: control characters. Cs: halves of characters, which no terminal can be sent.
+    return character in _KEPT or (
+        unicodedata.category(character) not in ("Cc", "Cs") and character not in _TURNS_DIRECTION
+    )
+
+
+def _spelt(character: str) -> str:
+    return character.encode("unicode_escape").decode()
