@@ -49,6 +49,8 @@ class _Pipeline:
     prompts: dict[str, int] = field(default_factory=dict)
     """The step in which each was trained."""
     begins_again: bool = False
+    earlier: set[str] = field(default_factory=set)
+    """Groups that were open when the run before ended: lost with it, or dropped by the next one."""
     trained_in_step: Counter[int] = field(default_factory=Counter)
     loaded: dict[int, int] = field(default_factory=dict)
     syncs: dict[str, rec.SyncStarted] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class PromptChecks:
             return
         for name, pipeline in self._pipelines.items():
             if not pipeline.gone:
-                for group in pipeline.groups:
+                for group in pipeline.groups.keys() - pipeline.earlier:
                     self._bad(2, f"prompt group {group} of {name} was admitted and never trained or dropped")
 
     def _bad(self, invariant: int, message: str) -> None:
@@ -130,7 +132,7 @@ class PromptChecks:
         """A pipeline that was submitted again numbers its groups as before: from its checkpoint on, or from 0."""
         if event.source.endswith("/driver") and not event.resumed:
             pipeline = self._of(entry)
-            pipeline.groups.clear()
+            pipeline.earlier = set(pipeline.groups)
             pipeline.ended.clear()
             pipeline.begins_again = True
 
@@ -143,7 +145,9 @@ class PromptChecks:
 
     def _admitted(self, entry: Entry, event: rec.GroupAdmitted) -> None:
         pipeline = self._of(entry)
-        if event.group_id in pipeline.groups or event.group_id in pipeline.ended:
+        is_open = event.group_id in pipeline.groups and event.group_id not in pipeline.earlier
+        pipeline.earlier.discard(event.group_id)
+        if is_open or event.group_id in pipeline.ended:
             self._bad(2, f"prompt group {event.group_id} is admitted twice")
         pipeline.groups[event.group_id] = _Group(event.prompt_id, event.samples)
 
