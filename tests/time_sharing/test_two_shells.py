@@ -137,7 +137,8 @@ def test_every_command_of_the_page_works_in_two_shells_of_a_clean_machine(shell:
         what = "The commands as a test types them, on two CPU slots: a.yaml trains, b.yaml is a command."
         head = f"# Sharing GPUs: a transcript\n\n{what}\n\n"
         text = "\n".join(shell.transcript).replace(str(shell.folder), "~").replace(str(ROOT), "nemo_rl")
-        Path(kept).write_text(f"{head}```\n{re.sub(r'token=\S+', 'token=...', text)}```\n")
+        shown = re.sub(r"token=\S+", "token=...", text)
+        Path(kept).write_text(f"{head}```\n{shown}```\n")
 
 
 def _use_pool(shell: Shell) -> None:
