@@ -200,8 +200,9 @@ class RecordWriter:
             self._next += 1
             due = time.monotonic() - self._last_flush >= self._flush_interval_s or len(self._waiting) >= _BUFFER_BYTES
             if due and not self._lost:
-                # A part that failed here would fail in the middle of its work.
-                with suppress(RecordUnwritable):
+                # A part that failed here would fail in the middle of its work, unless each event has to be on the disk
+                # before what follows from it, as in the scheduler's log.
+                with suppress(*((RecordUnwritable,) if self._flush_interval_s else ())):
                     self._hand_over()
 
     def _hand_over(self) -> None:
