@@ -152,7 +152,8 @@ class RecordWriter:
     `archive_bytes`, from which size on `flush` moves lines to the compressed archive beside the file, as `close` then
     does with the rest (None keeps all in the file). `emit` costs a few microseconds and may be called from several
     threads. It fails for no disk: lines that cannot be written wait for the next `flush`, which raises
-    RecordUnwritable. Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is
+    RecordUnwritable (with `strict`, `emit` raises it too).
+    Raises RecordError when the file exists and `resume` is false, RecordTooNew when a resumed file is
     of a newer schema.
     """
 
@@ -165,7 +166,9 @@ class RecordWriter:
         flush_interval_s: float = 1.0,
         resume: bool = False,
         archive_bytes: int | None = None,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
         self.path = Path(path)
         self.source, self._clock, self._flush_interval_s = source, clock, flush_interval_s
         self._lock, self._archive_bytes = threading.Lock(), archive_bytes
@@ -199,10 +202,10 @@ class RecordWriter:
             self._waiting += encode_entry(Entry(self._next, clock(), source, event))
             self._next += 1
             due = time.monotonic() - self._last_flush >= self._flush_interval_s or len(self._waiting) >= _BUFFER_BYTES
-            if due and not self._lost:
-                # A part that failed here would fail in the middle of its work, unless each event has to be on the disk
-                # before what follows from it, as in the scheduler's log.
-                with suppress(*((RecordUnwritable,) if self._flush_interval_s else ())):
+            if due and (self._strict or not self._lost):
+                # A part that failed here would fail in the middle of its work; a scheduler has to, since what is not in
+                # its log has not happened.
+                with suppress(*(() if self._strict else (RecordUnwritable,))):
                     self._hand_over()
 
     def _hand_over(self) -> None:

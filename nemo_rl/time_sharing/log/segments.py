@@ -184,7 +184,7 @@ class SegmentedLog:
         return writer
 
     def _open(self, path: Path) -> RecordWriter:
-        writer = RecordWriter(path, source="scheduler", clock=self._clock, resume=True)
+        writer = RecordWriter(path, source="scheduler", clock=self._clock, resume=True, strict=True)
         log_end.sign(writer, self._boot)
         return writer
 
