@@ -1,4 +1,4 @@
-"""The KubeRay manifest: its cluster by the operator's fields, its pods by the Kubernetes API's own models, every key of
+"""The KubeRay manifests: a cluster by the operator's fields, its pods by the Kubernetes API's own models, every key of
 both known.
 """
 
@@ -14,7 +14,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from kubernetes import client
 
-MANIFEST = Path(__file__).parents[2] / "infra" / "kuberay" / "raycluster.yaml"
+from nemo_rl.config import load_master_config
+
+ROOT = Path(__file__).parents[2]
 PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
 GROUP = {"rayStartParams": PARAMETERS, "template": {"type": "object"}}
 # The fields of ray.io/v1 RayCluster that a manifest of ours may use, as the operator's API reference has them.
@@ -63,19 +65,51 @@ RAY_CLUSTER = {
     },
 }
 
+# The same of ray.io/v1 RayJob.
+RAY_JOB = RAY_CLUSTER | {
+    "properties": RAY_CLUSTER["properties"]
+    | {
+        "kind": {"const": "RayJob"},
+        "spec": {
+            "type": "object",
+            "required": ["entrypoint", "rayClusterSpec"],
+            "additionalProperties": False,
+            "properties": {
+                "rayClusterSpec": RAY_CLUSTER["properties"]["spec"],
+                "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+            }
+            | {name: {"type": "string"} for name in ("entrypoint", "runtimeEnvYAML", "jobId")}
+            | {name: {"type": "boolean"} for name in ("shutdownAfterJobFinishes", "suspend")}
+            | {
+                name: {"type": "integer", "minimum": 0}
+                for name in ("activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished")
+            },
+        },
+    },
+}
 
-@pytest.fixture
-def manifest() -> dict[str, Any]:
-    return yaml.safe_load(MANIFEST.read_text())
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "infra" / "kuberay" / name).read_text())
+
+
+@pytest.fixture(params=["raycluster.yaml", "rayjob.yaml"])
+def manifest(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return read(request.param)
+
+
+def cluster(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["spec"] if manifest["kind"] == "RayCluster" else manifest["spec"]["rayClusterSpec"]
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
     """What is wrong with a manifest, each with its place."""
+    kind = RAY_CLUSTER if manifest["kind"] == "RayCluster" else RAY_JOB
     found = [
         f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
-        for error in Draft202012Validator(RAY_CLUSTER).iter_errors(manifest)
+        for error in Draft202012Validator(kind).iter_errors(manifest)
     ]
-    spec = manifest["spec"]
+    spec = cluster(manifest)
     for group in [spec["headGroupSpec"], *spec.get("workerGroupSpecs", [])]:
         found += unknown_keys(group["template"], "V1PodTemplateSpec", "template")
     return found
@@ -118,7 +152,7 @@ def test_the_manifest_is_one_the_operator_and_kubernetes_take(manifest: dict[str
 
 
 def test_gpus_asked_for_are_gpus_offered(manifest: dict[str, Any]) -> None:
-    for group in manifest["spec"]["workerGroupSpecs"]:
+    for group in cluster(manifest)["workerGroupSpecs"]:
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == group["rayStartParams"]["num-gpus"]
 
@@ -130,8 +164,33 @@ def test_gpus_asked_for_are_gpus_offered(manifest: dict[str, Any]) -> None:
         ('"image"', '"img"', "unknown key of V1Container"),
         ('"mountPath"', '"path"', "unknown key of V1VolumeMount"),
         ('"num-gpus": "8"', '"num-gpus": 8', "8 is not of type 'string'"),
+        ('"replicas": 2', '"replicas": "2"', "'2' is not of type 'integer'"),
     ],
 )
 def test_a_wrong_manifest_is_noticed(manifest: dict[str, Any], old: str, new: str, message: str) -> None:
     wrong = json.loads(json.dumps(manifest).replace(old, new))
     assert any(message in line for line in problems(wrong)), problems(wrong)
+
+
+@pytest.mark.parametrize("key", ["entryPoint", "ttlSecondsAfterFinish", "runtimeEnv"])
+def test_a_key_that_no_ray_job_has_is_noticed(key: str) -> None:
+    wrong = read("rayjob.yaml")
+    wrong["spec"][key] = "x"
+    assert any(f"'{key}' was unexpected" in line for line in problems(wrong))
+
+
+def test_the_job_runs_on_the_cluster_that_the_manifest_makes() -> None:
+    job, same = read("rayjob.yaml"), read("raycluster.yaml")
+    assert cluster(job) == cluster(same)
+    python, script, *overrides = job["spec"]["entrypoint"].split()
+    home = re.search(r"^WORKDIR (\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    assert python == "python" and home is not None
+    assert (ROOT / Path(script).relative_to(home[1])).is_file()
+    config = load_master_config(str(ROOT / "examples" / "configs" / "grpo_math_1B.yaml"), overrides)
+    (workers,) = cluster(job)["workerGroupSpecs"]
+    assert config.cluster.num_nodes == workers["replicas"]
+    assert config.cluster.gpus_per_node == int(workers["rayStartParams"]["num-gpus"])
+    (container,) = workers["template"]["spec"]["containers"]
+    mounts = tuple(f"{mount['mountPath']}/" for mount in container["volumeMounts"])
+    assert config.checkpointing.checkpoint_dir.startswith(mounts) and config.logger.log_dir.startswith(mounts)
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["HF_HOME"].startswith(mounts)
