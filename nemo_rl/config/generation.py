@@ -244,5 +244,6 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = Field(VllmConfig(), description="Options of the vLLM engine.")
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of the engine, passed as they are; what has a key of its own is set there.",
+        description="Further arguments of vLLM's engine, passed as they are; what has a key of its own is "
+        "set there, and what it does not know is refused.",
     )

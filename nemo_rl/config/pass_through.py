@@ -6,7 +6,11 @@ Invariant: nothing is set in two places, and what is refused under its own key i
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.errors import Problem, did_you_mean
@@ -88,72 +92,138 @@ def megatron_overrides_are_safe(config: RootConfig) -> Iterator[Problem]:
             )
 
 
-# Arguments of vLLM's engine that are a key of this package under another name.
+# Arguments of vLLM's engine that are a key of this package under another name; {policy} is where the model's keys are.
 _ENGINE_OTHERS = {
-    "model": "policy.model_name",
-    "tokenizer": "policy.tokenizer.name",
-    "trust_remote_code": "policy.trust_remote_code",
-    "dtype": "policy.generation.vllm_cfg.precision",
+    "model": "{policy}.model_name",
+    "model_weights": "{policy}.model_name",
+    "tokenizer": "{tokenizer}.name",
+    "trust_remote_code": "{policy}.trust_remote_code",
+    "dtype": "{generation}.vllm_cfg.precision",
     "hf_overrides": "policy.hf_config_overrides",
-    "disable_log_stats": "policy.generation.vllm_cfg.enable_vllm_metrics_logger",
-    "seed": "grpo.seed",
+    "disable_log_stats": "{generation}.vllm_cfg.enable_vllm_metrics_logger",
+    "seed": "{seed}",
+    "lora_dtype": "policy.precision",
 }
-# Arguments that would make an engine sample from another model, or another distribution, than is trained; and what
-# refits and the router hold in hand.
+_OTHER_MODEL = "engines would load another model than is trained; {policy}.model_name says which"
+_OTHER_DISTRIBUTION = (
+    "tokens would be drawn from another distribution than their log-probabilities are of; use {generation}.bad_words, "
+    "top_k or top_p"
+)
+_ONE_ENGINE_EACH = "every accelerator has an engine of its own, and requests are dealt among them; leave it out"
+_STALE_KV = "KV that another store keeps would outlive the weights that it is of; leave it out"
+_EXPERTS_MOVE = "refits write each expert where it was at the start; leave it out"
+_LORA = "adapters reach engines by refits; policy.dtensor_cfg.lora_cfg says which"
+# Beginnings of arguments that would make an engine sample from another model, or another distribution, than is
+# trained; and of those that belong to refits and the router.
 _ENGINE_REFUSED = {
     **dict.fromkeys(
         ("revision", "code_revision", "tokenizer_revision", "hf_config_path", "rope_scaling", "rope_theta"),
-        "engines would load another model than is trained; policy.model_name and policy.hf_config_overrides say which",
+        _OTHER_MODEL,
+    ),
+    **dict.fromkeys(("model_class_overrides", "runner", "convert", "diffusion_config", "pooler_config"), _OTHER_MODEL),
+    **dict.fromkeys(("logits_processor", "watermark_config", "reasoning_config"), _OTHER_DISTRIBUTION),
+    **dict.fromkeys(
+        ("quantization", "load_in_4bit", "load_in_8bit", "allow_deprecated_quantization"),
+        "quantised engines cannot take the weights that are trained",
     ),
     **dict.fromkeys(
-        ("logits_processors", "logits_processor_pattern"),
-        "tokens would be drawn from another distribution than their log-probabilities are of; use "
-        "policy.generation.bad_words, top_k or top_p",
-    ),
-    **dict.fromkeys(
-        ("quantization", "load_in_4bit", "load_in_8bit"), "quantised engines cannot take the weights that are trained"
-    ),
-    **dict.fromkeys(
-        ("worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config", "override_generation_config"),
+        (
+            *("worker_cls", "worker_extension_cls", "enable_sleep_mode", "sleep_preserve_parameter_names"),
+            *("enable_cumem_allocator", "weight_transfer_config", "generation_config", "override_generation_config"),
+        ),
         "it is set for refits and sampling; leave it out",
     ),
     **dict.fromkeys(
-        ("data_parallel_size", "data_parallel_rank", "data_parallel_backend", "nnodes", "node_rank"),
-        "every accelerator has an engine of its own, and requests are dealt among them; leave it out",
+        (
+            *("data_parallel_", "nnodes", "node_rank", "master_addr", "master_port", "device_ids"),
+            *("prefill_context_parallel_size", "_api_process_"),
+        ),
+        _ONE_ENGINE_EACH,
     ),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_", "ec_transfer_config"), _STALE_KV),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_"), _EXPERTS_MOVE),
+    **dict.fromkeys(
+        (
+            *("enable_lora", "max_loras", "max_lora_", "max_cpu_loras", "default_mm_loras", "fully_sharded_loras"),
+            *("lora_target_modules", "specialize_active_lora", "enable_mixed_moe_lora", "enable_moe_shared_loras"),
+            "enable_tower_connector_lora",
+        ),
+        _LORA,
+    ),
+}
+# Options of vLLM's command line, which its engine does not know by these names.
+_ENGINE_ALIASES = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
+    "max_seq_len": "max_model_len",
+    "max_sequence_length": "max_model_len",
+    "gpu_memory": "gpu_memory_utilization",
+    "eager": "enforce_eager",
 }
 
 
 def engine_arguments_are_safe(config: MasterConfig | EvalMasterConfig) -> Iterator[Problem]:
     if isinstance(config, EvalMasterConfig):
-        generation, prefix = config.generation, "generation"
-        own: Mapping[str, object] = {}
+        generation, model, tokenizer = config.generation, config.generation, config.tokenizer
+        names = {"generation": "generation", "policy": "generation", "tokenizer": "tokenizer", "seed": "eval.seed"}
+        overrides: Mapping[str, object] = {}
     else:
-        generation, prefix, policy = config.policy.generation, "policy.generation", config.policy
-        own = {
-            "model": policy.model_name,
-            "tokenizer": policy.tokenizer.name,
-            "trust_remote_code": policy.trust_remote_code,
-            "dtype": generation.vllm_cfg.precision,
-            "hf_overrides": policy.hf_config_overrides,
-        }
-    for name, value in generation.vllm_kwargs.items():
-        key = f"{prefix}.vllm_kwargs.{name}"
-        if name in own and value == own[name]:
+        generation, model, tokenizer = config.policy.generation, config.policy, config.policy.tokenizer
+        names = {"generation": "policy.generation", "policy": "policy", "tokenizer": "policy.tokenizer"}
+        names["seed"], overrides = "grpo.seed", config.policy.hf_config_overrides
+    own = {
+        "model": model.model_name,
+        "tokenizer": tokenizer.name,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": generation.vllm_cfg.precision,
+        "hf_overrides": overrides,
+        "disable_log_stats": not generation.vllm_cfg.enable_vllm_metrics_logger,
+        "generation_config": "vllm",
+    }
+    prefix, known = names["generation"], engine_arguments()
+    for spelled, value in generation.vllm_kwargs.items():
+        key = f"{prefix}.vllm_kwargs.{spelled}"
+        name = spelled.strip("-").replace("-", "_").lower()
+        name = _ENGINE_ALIASES.get(name, name)
+        if spelled in own and value == own[spelled]:
             continue
+        why = next((why for begin, why in _ENGINE_REFUSED.items() if name.startswith(begin)), None)
         if name in _ENGINE_OTHERS:
-            yield f"{key}: {value!r}: this is {_ENGINE_OTHERS[name]}; set it there"
-        elif name in _ENGINE_REFUSED:
-            yield f"{key}: {value!r}: {_ENGINE_REFUSED[name]}"
+            yield f"{key}: {value!r}: this is {_ENGINE_OTHERS[name].format(**names)}; set it there"
         elif name in VllmConfig.model_fields:
-            yield from _as_its_own_key(key, value, generation.vllm_cfg, name, f"{prefix}.vllm_cfg.{name}")
+            yield from _as_its_own_key(key, value, generation.vllm_cfg, name, f"{prefix}.vllm_cfg.{name}", spelled)
         elif name in GenerationConfig.model_fields:
-            yield from _as_its_own_key(key, value, generation, name, f"{prefix}.{name}")
+            yield from _as_its_own_key(key, value, generation, name, f"{prefix}.{name}", spelled)
+        elif why is not None:
+            if value not in (None, False) or name in ("generation_config", "revision"):
+                yield f"{key}: {value!r}: {why.format(**names)}"
+        elif known and spelled not in known:
+            meant = name if name in known else spelled
+            yield f"{key}: {value!r}: vLLM's engine has no such argument.{did_you_mean(meant, known)}"
 
 
-def _as_its_own_key(key: str, value: object, section: Any, name: str, own: str) -> Iterator[Problem]:
+@functools.cache
+def engine_arguments() -> frozenset[str]:
+    """Names of the arguments of the installed vLLM's engine, read without importing it, which takes many seconds;
+    empty where it is not installed.
+    """
+    found = importlib.util.find_spec("vllm")
+    folders = found.submodule_search_locations if found is not None else None
+    names: set[str] = set()
+    for folder in folders or ():
+        file = Path(folder) / "engine" / "arg_utils.py"
+        for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
+            if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
+                fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+                names |= {target.id for target in fields if isinstance(target, ast.Name)}
+    return frozenset(names)
+
+
+def _as_its_own_key(key: str, value: object, section: Any, name: str, own: str, spelled: str) -> Iterator[Problem]:
     mark = annotation_of(type(section).model_fields[name], NotYet)
-    if value == getattr(section, name):
+    if value == getattr(section, name) and spelled == name:
         return
     if mark is not None and (not mark.values or value in mark.values):
         yield not_built(key, value, mark.why, mark.instead or "leave it out")
@@ -177,6 +247,94 @@ def optimizer_arguments_are_safe(config: RootConfig) -> Iterator[str]:
             yield f"{key}: {value!r}: training minimises the loss, and keeps no graph of its steps; leave it out"
         elif name == "params":
             yield f"{key}: the parameters are the model's; leave it out"
+
+
+def scheduler_arguments_are_safe(config: RootConfig) -> Iterator[str]:
+    for index, entry in enumerate(config.policy.scheduler or ()):
+        for name, value in entry.kwargs.items():
+            key = f"policy.scheduler.{index}.kwargs.{name}"
+            if name == "optimizer":
+                yield f"{key}: the optimizer is policy.optimizer; leave it out"
+            elif name == "last_epoch":
+                yield f"{key}: {value!r}: a schedule begins with the run, and a resumed run goes on in it; leave it out"
+
+
+# Arguments of transformers' rendering that are a key of this package, or that say how its result is used.
+_RENDERING_OTHERS = {
+    "chat_template": "{tokenizer}.chat_template",
+    "tools": "the column tools of the rows",
+    "add_generation_prompt": "data.add_generation_prompt",
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "the tokenizer's files"),
+}
+_RENDERING_OWN = """
+    conversation messages documents continue_final_message tokenize padding truncation max_length return_tensors
+    return_dict return_assistant_tokens_mask tokenizer_kwargs add_special_tokens processor_kwargs
+""".split()  # noqa: SIM905 -- as above
+
+
+def template_arguments_are_safe(config: RootConfig | EvalMasterConfig) -> Iterator[str]:
+    """Whether a template reads its other variables is seen when it is loaded."""
+    if isinstance(config, EvalMasterConfig):
+        tokenizer, prefix = config.tokenizer, "tokenizer"
+    else:
+        tokenizer, prefix = config.policy.tokenizer, "policy.tokenizer"
+    for name, value in (tokenizer.chat_template_kwargs or {}).items():
+        key = f"{prefix}.chat_template_kwargs.{name}"
+        if name in _RENDERING_OTHERS:
+            yield f"{key}: {value!r}: this is set by {_RENDERING_OTHERS[name].format(tokenizer=prefix)}"
+        elif name in _RENDERING_OWN:
+            yield f"{key}: {value!r}: it is no variable of a template, and set wherever one is rendered; leave it out"
+
+
+# Variables that say which rank a process is, where it runs and whom it meets.
+_PLACEMENT = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "RAY_ADDRESS", "RAY_JOB_ID", "VLLM_RPC_BASE_PATH"),
+    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DP_RANK", "VLLM_DP_SIZE", "VLLM_DP_MASTER_PORT"),
+)
+
+
+def variables_are_safe(config: RootConfig | EvalMasterConfig) -> Iterator[str]:
+    if isinstance(config, EvalMasterConfig):
+        sections = {"generation.vllm_cfg": config.generation.vllm_cfg.env_vars}
+    else:
+        sections = {
+            "policy.generation.vllm_cfg": config.policy.generation.vllm_cfg.env_vars,
+            "policy.dtensor_cfg": config.policy.dtensor_cfg.env_vars,
+            "policy.megatron_cfg": config.policy.megatron_cfg.env_vars,
+        }
+    for section, variables in sections.items():
+        for name in _PLACEMENT:
+            if name in (variables or {}):
+                yield (
+                    f"{section}.env_vars.{name}: {(variables or {})[name]!r}: it is set for each process by where "
+                    "cluster.* puts it; leave it out"
+                )
+
+
+# Arguments of trackers that are a key of this package, or what a run needs of them.
+_TRACKERS = {
+    "wandb": {
+        "dir": "logger.log_dir",
+        "config": "the run's configuration, which is logged whole",
+        "reinit": "the run, which opens one tracker",
+        "settings": "the run; WANDB_* variables set what it leaves open",
+        "run_name": "logger.wandb.name",
+    },
+    "swanlab": {
+        "log_dir": "logger.log_dir",
+        "logdir": "logger.log_dir",
+        "config": "the run's configuration, which is logged whole",
+        "experiment_name": "logger.swanlab.name",
+    },
+}
+
+
+def tracker_arguments_are_safe(config: RootConfig) -> Iterator[str]:
+    for tracker, others in _TRACKERS.items():
+        given = getattr(config.logger, tracker).model_extra or {}
+        for name in given.keys() & others.keys():
+            yield f"logger.{tracker}.{name}: {given[name]!r}: this is set by {others[name]}"
 
 
 def model_overrides_are_safe(config: RootConfig) -> Iterator[Problem]:
@@ -205,5 +363,13 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 PASS_THROUGH_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     megatron_overrides_are_safe,
     optimizer_arguments_are_safe,
+    scheduler_arguments_are_safe,
     model_overrides_are_safe,
+    template_arguments_are_safe,
+    variables_are_safe,
+    tracker_arguments_are_safe,
+)
+EVAL_PASS_THROUGH_RULES: tuple[Callable[[EvalMasterConfig], Iterator[Problem]], ...] = (
+    template_arguments_are_safe,
+    variables_are_safe,
 )

@@ -33,7 +33,7 @@ class TokenizerConfig(Section):
         "that file; anything else: the template.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Extra arguments of every chat template call, e.g. enable_thinking."
+        None, description="Variables for the chat template, e.g. enable_thinking; one that it does not read is refused."
     )
     use_fastokens: bool = Field(False, description="Tokenize with the fastokens package.")
     audio: Annotated[dict[str, Any] | None, NotYet("vision-language and audio models")] = Field(

@@ -16,7 +16,7 @@ from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.generation_rules import GENERATION_RULES
 from nemo_rl.config.master import CompleteConfig, MasterConfig, RootConfig, SFTMasterConfig
-from nemo_rl.config.pass_through import PASS_THROUGH_RULES, engine_arguments_are_safe
+from nemo_rl.config.pass_through import EVAL_PASS_THROUGH_RULES, PASS_THROUGH_RULES, engine_arguments_are_safe
 from nemo_rl.config.placement import (
     ParallelSizesError,
     data_parallel_size,
@@ -49,7 +49,7 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
     if isinstance(config, (MasterConfig, EvalMasterConfig)):
         problems += engine_arguments_are_safe(config)
     if isinstance(config, EvalMasterConfig):
-        problems += [line for rule in EVAL_RULES for line in rule(config)]
+        problems += [line for rule in (*EVAL_RULES, *EVAL_PASS_THROUGH_RULES) for line in rule(config)]
     return problems
 
 

@@ -6,12 +6,14 @@ Decides what `policy.tokenizer.*` means; the rest is Hugging Face's. Invariant: 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config import TokenizerConfig
+from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.interfaces import DataError, load_text
 
 if TYPE_CHECKING:
@@ -59,8 +61,36 @@ def get_tokenizer(
     if template is not None:
         tokenizer.chat_template = template
     if config.chat_template_kwargs:
+        _check_template_reads(tokenizer, config.chat_template_kwargs)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **config.chat_template_kwargs)
     return tokenizer
+
+
+def _check_template_reads(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, object]) -> None:
+    """Whether the chat template has a use for its arguments.
+
+    Raises:
+        DataError: it never reads one of them.
+    """
+    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+
+    templates = tokenizer.chat_template
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    read: set[str] = set()
+    for template in templates.values() if isinstance(templates, dict) else [templates or ""]:
+        try:
+            # A block marker of transformers' own, which has no variables.
+            parsed = environment.parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template))
+        except TemplateSyntaxError:
+            return
+        # A template may give a variable its default, which makes it a declared one.
+        read |= meta.find_undeclared_variables(parsed) | {one.name for one in parsed.find_all(nodes.Name)}
+    for name in given:
+        if name not in read:
+            raise DataError(
+                f"policy.tokenizer.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} reads no "
+                f"such variable, so that it would change nothing.{did_you_mean(name, read)} Leave it out"
+            )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import yaml
 
-from nemo_rl.config import LoggerConfig
+from nemo_rl.config import ConfigError, LoggerConfig
 from nemo_rl.lazy import names_of
 from nemo_rl.utils import log_backends
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable, first_line
@@ -277,6 +277,8 @@ class ReachableTracker:
             self._tracker = make()
         except (TrackerUnreachable, OSError) as error:
             self._switch_off(error)
+        except TypeError as error:
+            raise ConfigError([f"logger.{name}: {name} does not take these arguments: {error}"]) from error
 
     def log_metrics(
         self,

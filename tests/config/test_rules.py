@@ -471,8 +471,40 @@ PASSED_THROUGH = [
             ("logits_processors=[a.B]", "another distribution"),
             ("quantization=fp8", "quantised engines"),
             ("data_parallel_size=2", "every accelerator has an engine of its own"),
+            ("data_parallel_size_local=2", "every accelerator has an engine of its own"),
+            ("max-model-len=8", "this is policy.generation.vllm_cfg.max_model_len"),
+            ("--load-format=auto", "this is policy.generation.vllm_cfg.load_format"),
+            ("tp=2", "this is policy.generation.vllm_cfg.tensor_parallel_size"),
+            ("enable_prefix_caching=true", "this is policy.generation.vllm_cfg.enable_prefix_caching"),
+            ("seed=3", "this is grpo.seed"),
+            ("enable_lora=true", "policy.dtensor_cfg.lora_cfg"),
+            ("max_lora_rank=8", "policy.dtensor_cfg.lora_cfg"),
+            ("model_weights=other", "this is policy.model_name"),
+            ("watermark_config={a: 1}", "another distribution"),
+            ("override_generation_config={top_k: 3}", "set for refits and sampling"),
+            ("kv_transfer_config={kv_role: kv_both}", "would outlive the weights"),
+            ("enable_eplb=true", "refits write each expert"),
+            ("max_num_seq=8", "vLLM's engine has no such argument. Did you mean 'max_num_seqs'?"),
+            ("enable-chunked-prefill=true", "Did you mean 'enable_chunked_prefill'?"),
         )
     ),
+    *(
+        ([f"++policy.{override}"], message)
+        for override, message in (
+            ("tokenizer.chat_template_kwargs.chat_template=x", "this is set by policy.tokenizer.chat_template"),
+            ("tokenizer.chat_template_kwargs.add_generation_prompt=true", "set by data.add_generation_prompt"),
+            ("tokenizer.chat_template_kwargs.tools=[]", "the column tools of the rows"),
+            ("tokenizer.chat_template_kwargs.truncation=true", "no variable of a template"),
+            ("generation.vllm_cfg.env_vars.CUDA_VISIBLE_DEVICES='1'", "set for each process"),
+            ("dtensor_cfg.env_vars.MASTER_PORT='1'", "set for each process"),
+            ("megatron_cfg.env_vars.RANK='0'", "set for each process"),
+        )
+    ),
+    (["policy.scheduler={name: a.B, kwargs: {last_epoch: 3}}"], "a resumed run goes on in it"),
+    (["policy.scheduler={name: a.B, kwargs: {optimizer: x}}"], "the optimizer is policy.optimizer"),
+    (["+logger.wandb.dir=/tmp"], "this is set by logger.log_dir"),
+    (["+logger.wandb.config={a: 1}"], "logged whole"),
+    (["+logger.swanlab.experiment_name=x"], "this is set by logger.swanlab.name"),
     *(
         ([f"++policy.{override}"], message)
         for override, message in (

@@ -162,6 +162,11 @@ def test_tokenizer_settings(tokenizer: Any, tmp_path: Path) -> None:
     assert get_tokenizer({"name": str(tmp_path / "tok"), "chat_template": None}).pad_token is not None
     assert rendered() == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert rendered(chat_template_kwargs={"enable_thinking": False}).endswith("assistant\n<no>")
+    for wrong in ({"enable_thinkin": False}, {"reasoning_effort": "low"}, {"enable_thinking": False, "x": 1}):
+        with pytest.raises(DataError, match=f"chat_template_kwargs.{list(wrong)[-1]}: the chat template .* reads no"):
+            rendered(chat_template_kwargs=wrong)
+    defaulted = "{% if depth is not defined %}{% set depth = 1 %}{% endif %}{{ depth }}"
+    assert rendered(chat_template=defaulted, chat_template_kwargs={"depth": 3}) == "3"
     assert rendered(chat_template=None) == "x"
     assert rendered(chat_template=str(tmp_path / "mine.jinja")) == "FILEx"
     assert rendered(chat_template="literal {{ messages[0]['content'] }}") == "literal x"

@@ -40,6 +40,15 @@ def test_the_ranks_of_an_engine_are_processes_of_its_node(
     assert one_process == (not cuda and started in (None, "uni"))
 
 
+def test_options_within_an_argument_are_added_to_what_is_set_for_it() -> None:
+    keys = ["policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"]
+    config = "{compilation_config: {backend: eager, pass_config: {fuse_norm_quant: true}}}"
+    policy = load_master_config(CONFIG, [*keys, f"policy.generation.vllm_kwargs={config}"]).policy
+    spec = engine_spec(policy, cuda=True, seed=0, sleeps=True, refits=True, cpu_slot_memory_gb=1.0, threads=1)
+    passes = {"fuse_allreduce_rms": False, "fuse_norm_quant": True}
+    assert spec.engine_kwargs["compilation_config"] == {"backend": "eager", "pass_config": passes}
+
+
 @pytest.mark.parametrize("engines", [1, 3])
 def test_engines_of_a_device_share_its_memory_and_its_turns(engines: int) -> None:
     vllm = "policy.generation.vllm_cfg"

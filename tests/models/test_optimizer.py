@@ -11,7 +11,13 @@ from transformers import Qwen2Config
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_rl.models.policy.model_config import UnsupportedModelError, model_config
-from nemo_rl.models.policy.optimizer import OptimizerConfigError, advance_scheduler, build_optimizer, build_scheduler
+from nemo_rl.models.policy.optimizer import (
+    OptimizerConfigError,
+    advance_scheduler,
+    build_optimizer,
+    build_scheduler,
+    check_names,
+)
 
 
 def _parameters() -> list[torch.nn.Parameter]:
@@ -124,3 +130,18 @@ def test_an_override_of_a_key_that_the_model_does_not_have_is_refused(tmp_path: 
             model_config(cfg)
     cfg = PolicyConfig(model_name=str(tmp_path), hf_config_overrides={"max_position_embeddings": 8})
     assert model_config(cfg).max_position_embeddings == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("LinearLR", {"total_iters": "50"}),
+        ("ReduceLROnPlateau", {"patience": 3}),
+        ("CosineAnnealingLR", {"T_max": 10, "eta_min": "0.1"}),
+        ("StepLR", {"step_size": 1, "gamma": [0.1]}),
+    ],
+)
+def test_a_schedule_that_cannot_take_a_step_is_named_before_the_run(name: str, kwargs: dict[str, Any]) -> None:
+    entry = SchedulerConfig(name=f"torch.optim.lr_scheduler.{name}", kwargs=kwargs)
+    with pytest.raises(OptimizerConfigError, match=rf"policy\.scheduler\.0: .*{name}.* cannot"):
+        check_names(OptimizerConfig(), [entry])

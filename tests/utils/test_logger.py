@@ -11,7 +11,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_rl.config import LoggerConfig
+from nemo_rl.config import ConfigError, LoggerConfig
 from nemo_rl.utils.log_backends import BackendMissing
 from nemo_rl.utils.logger import Logger, flatten_dict, get_next_experiment_dir, print_message_log_samples
 from nemo_rl.utils.metrics_file import MetricsLost, NoMetrics, read_metrics
@@ -90,6 +90,12 @@ def test_tensorboard_gets_scalars_histograms_and_figures(tmp_path: Path) -> None
     text = table.tensor_proto.string_val[0].decode()
     assert text == "| sample | reward |\n| --- | --- |\n| 1&#124;2<br>&lt;3> | 0.5 |"
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"grpo": {"seed": 42}}
+
+
+def test_arguments_that_a_tracker_does_not_take_are_named(tmp_path: Path) -> None:
+    wrong = LoggerConfig(log_dir=str(tmp_path), tensorboard_enabled=True, tensorboard={"logdir": "x"})
+    with pytest.raises(ConfigError, match=r"logger.tensorboard: .*logdir"):
+        Logger(wrong)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])

@@ -7,6 +7,7 @@ Invariant: a name or argument that does not fit is an error that names the key.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +39,19 @@ def check_names(optimizer: OptimizerConfig | None, scheduler: list[SchedulerConf
         # Some optimizers are made for GPUs alone.
         logger.info("optimizer=not_checked name=%s reason=%s", optimizer.name, error)
         return
-    build_scheduler(scheduler, built)
+    if build_scheduler(scheduler, built) is None:
+        return
+    # Some arguments of a wrong kind are first read by a step.
+    for index, entry in enumerate(scheduler or ()):
+        if entry.name is not None:
+            optimizer_of_one = build_optimizer(optimizer, [torch.nn.Parameter(torch.zeros(1))])
+            one = _build_one(entry.name, entry.kwargs, optimizer_of_one, index)
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    one.step()
+            except (TypeError, ValueError) as error:
+                call = _call(entry.name, entry.kwargs)
+                raise OptimizerConfigError(f"policy.scheduler.{index}: {call} cannot take a step: {error}") from error
 
 
 def build_optimizer(cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.config import ClusterConfig, ConfigError, GenerationConfig, PolicyConfig
 from nemo_rl.config.generation import VllmConfig
+from nemo_rl.config.layers import merge_mappings
 from nemo_rl.config.profiling import ENGINES, Profile
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, cores_per_slot
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -142,7 +143,7 @@ def engine_spec(
         # end.
         kwargs["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     return EngineSpec(
-        kwargs | dict(generation.vllm_kwargs),
+        merge_mappings(kwargs, generation.vllm_kwargs),
         _environment(policy, cuda=cuda, threads=threads),
         cuda,
         vllm.sleep_level,
