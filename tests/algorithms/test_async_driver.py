@@ -475,13 +475,13 @@ def test_an_end_before_the_last_step_says_why(
     ends = {
         "stop_at_validation_metric=accuracy has reached grpo.stop_at_validation_threshold=0.5": [held_out, *stop],
         "grpo.max_num_epochs=1 passes over the prompts are done": ["grpo.max_num_steps=50"],
-        "a signal asked for it": ["grpo.max_num_steps=3"],
+        "it was asked to end; the same command goes on": ["grpo.max_num_steps=3"],
         "": ["grpo.max_num_steps=2"],
     }
     for number, (why, overrides) in enumerate(ends.items()):
         caplog.clear()
         world = World(tmp_path / str(number), *overrides, loader=Loader(batches=4))
-        if "signal" in why:
+        if "asked to end" in why:
             world.run.timeout.end_after_step()
         grpo_train(world.run)
         said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ended after step")]

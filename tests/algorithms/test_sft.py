@@ -20,6 +20,7 @@ from nemo_rl.config.errors import UserError
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed import ray_runtime
 from nemo_rl.utils.checkpoint import INFO_FILE
+from nemo_rl.utils.checkpoint_files import write_manifest
 from nemo_rl.utils.convert import from_hugging_face
 from nemo_rl.utils.metrics_file import read_metrics
 
@@ -127,6 +128,7 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(
     info = json.loads(written.read_text())
     assert info["data_contents"].keys() == {"data.train", "data.validation"}
     written.write_text(json.dumps({**info, "data_contents": {"data.train": "40 rows, digest of others"}}))
+    write_manifest(written.parent)
     with pytest.raises(ResumeError, match=r"data: data.train: 40 rows, digest of others -> 40 rows, digest [0-9a-f]+"):
         setup(configured(parts, tiny_model))
 

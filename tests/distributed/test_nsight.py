@@ -63,6 +63,8 @@ class Cluster:
     """Two slots of one node, and what is asked of a cluster to start actors there."""
 
     max_colocated_worker_groups = 1
+    slot_bytes = None
+    worker_env: dict[str, str] = {}
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

@@ -81,12 +81,14 @@ def load_mooncake() -> None:
         raise MooncakeUnavailableError(
             f"data_plane.backend=mooncake_cpu: {what} is missing: {error}; {_HINT}"
         ) from error
+    # TransferQueue looks for Mooncake once, when it is imported, which may have been before the libraries were loaded.
+    client = sys.modules.get("transfer_queue.storage.clients.mooncake_client")
+    if client is not None and not client.MOONCAKE_STORE_IMPORTED:
+        importlib.reload(client)
 
 
 def load_native_libraries() -> None:
-    """Loads what Mooncake needs, where it lies unpacked. Must come before `transfer_queue` is imported, which looks for
-    Mooncake once and never again.
-    """
+    """Loads the shared libraries that Mooncake needs, where they lie unpacked."""
     # Read when the engine's library is loaded, and it tells of every step of its start.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     for name in _NATIVE:
