@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ray.runtime_env import RuntimeEnv
@@ -64,7 +64,7 @@ class Cluster:
 
     max_colocated_worker_groups = 1
     slot_bytes = None
-    worker_env: dict[str, str] = {}
+    worker_env: ClassVar[dict[str, str]] = {}
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
