@@ -195,7 +195,7 @@ def _tools(row: Row) -> list[dict[str, object]] | None:
     return json.loads(row["tools"]) if row.get("tools") else None
 
 
-_PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
+PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "default": math_hf_data_processor,
     "math_data_processor": math_data_processor,
     "math_hf_data_processor": math_hf_data_processor,
@@ -213,13 +213,13 @@ def register_processor(processor_name: str, processor_function: TaskDataProcessF
     Raises:
         DataError: another function has that name already.
     """
-    known = _PROCESSORS.get(processor_name)
+    known = PROCESSORS.get(processor_name)
     if known is not None and known is not processor_function:
         raise DataError(
             f"there is a processor {processor_name!r} already: "
             f"{known.__module__}.{getattr(known, '__qualname__', known)}"
         )
-    _PROCESSORS[processor_name] = processor_function
+    PROCESSORS[processor_name] = processor_function
 
 
 def get_processor(name: str) -> TaskDataProcessFnCallable:
@@ -236,13 +236,13 @@ def get_processor(name: str) -> TaskDataProcessFnCallable:
         return found
     if name in UNBUILT_PROCESSORS:
         raise DataError(f"data.*.processor {name!r} is not built yet: {UNBUILT_PROCESSORS[name]}")
-    if name not in _PROCESSORS:
-        known = ", ".join(sorted(_PROCESSORS))
+    if name not in PROCESSORS:
+        known = ", ".join(sorted(PROCESSORS))
         raise DataError(
-            f"data.*.processor: there is no processor {name!r}.{did_you_mean(name, _PROCESSORS)} Known: "
+            f"data.*.processor: there is no processor {name!r}.{did_you_mean(name, PROCESSORS)} Known: "
             f"{known}; one of your own is named by its dotted path"
         )
-    return _PROCESSORS[name]
+    return PROCESSORS[name]
 
 
 def _user(content: str) -> list[Message]:

@@ -24,7 +24,7 @@ from nemo_rl.environments.interfaces import UnknownEnvironment, ray_actor
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CLASSES: dict[str, str] = {
+CLASSES: dict[str, str] = {
     "math": "nemo_rl.environments.math_environment.MathEnvironment",
     "math_default": "nemo_rl.environments.math_environment.MathEnvironment",
     "dapo": "nemo_rl.environments.math_environment.MathEnvironment",
@@ -34,7 +34,7 @@ _CLASSES: dict[str, str] = {
     "sliding_puzzle": "nemo_rl.environments.sliding_puzzle_environment.SlidingPuzzleEnvironment",
     "code_jaccard": "nemo_rl.environments.code_environment.CodeJaccardEnvironment",
 }
-_NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
+NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
 _READ_HERE = ("class", "step_timeout_s")
@@ -52,10 +52,10 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
     Raises:
         UnknownEnvironment: another class has that name already.
     """
-    known = _CLASSES.get(env_name)
+    known = CLASSES.get(env_name)
     if known is not None and known != actor_class_fqn:
         raise UnknownEnvironment(f"there is an environment {env_name!r} already: {known}")
-    _CLASSES[env_name] = actor_class_fqn
+    CLASSES[env_name] = actor_class_fqn
 
 
 def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
@@ -65,12 +65,12 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
         UnknownEnvironment: no class has that name.
         ConfigError: the class cannot be imported, or has no `step`.
     """
-    path = config.env_class if config is not None and config.env_class is not None else _CLASSES.get(name)
+    path = config.env_class if config is not None and config.env_class is not None else CLASSES.get(name)
     if path is None:
         hint = (
             "is not built yet"
-            if name in _NOT_BUILT
-            else f"is no environment.{did_you_mean(name, _CLASSES)} A new one needs env.{name}.class"
+            if name in NOT_BUILT
+            else f"is no environment.{did_you_mean(name, CLASSES)} A new one needs env.{name}.class"
         )
         raise UnknownEnvironment(f"data.*.env_name: {name!r} {hint}")
     found = import_dotted(path, f"env.{name}.class")
@@ -115,7 +115,7 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
 def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:
     if isinstance(given, EnvConfig):
         return given
-    sections = {**EnvConfig.model_fields, **_CLASSES}
+    sections = {**EnvConfig.model_fields, **CLASSES}
     alone = not any(key in sections or isinstance(value, (Mapping, EnvironmentConfig)) for key, value in given.items())
     return EnvConfig.read({name: dict(given)} if alone else given)
 
@@ -123,7 +123,7 @@ def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:
 def section_of(name: str, env_configs: EnvConfig) -> EnvironmentConfig | None:
     """The mapping of an environment; a built-in one that is not written down has its defaults."""
     section = env_configs.of(name)
-    if section is not None or name not in _CLASSES:
+    if section is not None or name not in CLASSES:
         return section
     return type(env_configs).model_validate({name: {}}).of(name)
 

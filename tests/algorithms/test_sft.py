@@ -19,6 +19,7 @@ from nemo_rl.config import SFTMasterConfig
 from nemo_rl.config.errors import UserError
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.distributed import ray_runtime
+from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.checkpoint import INFO_FILE
 from nemo_rl.utils.checkpoint_files import write_manifest
 from nemo_rl.utils.convert import from_hugging_face
@@ -89,6 +90,7 @@ def test_loss_falls_and_a_resumed_run_ends_with_the_same_weights(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = trained(configured(whole, tiny_model))
     metrics = read_metrics(Path(run.config.logger.log_dir))
+    assert undocumented(metrics.series) == []
     validation = metrics.series["validation/val_loss"]
     assert list(validation) == [0, 3, 6], "before the first step, then every val_period"
     assert validation[6] < validation[3] < validation[0]

@@ -25,6 +25,7 @@ import ray
 
 from nemo_rl.algorithms.commands import grpo as run_grpo
 from nemo_rl.algorithms.commands import sft as run_sft
+from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import read_metrics
 from tests.test_documentation import ROOT, blocks
 
@@ -217,7 +218,8 @@ def test_a_run_of_ones_own_is_interrupted_saved_and_goes_on(hour: Hour, typed: T
     assert "  from here on checkpointing.save_on_signal: True -> False\n" in said
     assert re.search(r"^logs: logs/mine/exp_\d+$", said, re.MULTILINE)
     assert last_line(said).startswith("report: logs/mine/exp_")
-    assert list(read_metrics(hour.folder / "logs" / "mine").series["train/loss"]) == [1, 2, 3, 4, 5]
+    series = read_metrics(hour.folder / "logs" / "mine").series
+    assert list(series["train/loss"]) == [1, 2, 3, 4, 5] and undocumented(series) == []
     code, said = typed(command, *small)
     assert code == 0 and "already at step 5 of 5; nothing to do: results/mine/step_5" in last_line(said)
 

@@ -12,6 +12,7 @@ import pytest
 import ray
 import yaml
 
+from nemo_rl.reference.metrics import undocumented
 from nemo_rl.utils.metrics_file import RunMetrics, read_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,6 +97,7 @@ def metrics(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains_three_steps(metrics: dict[str, RunMetrics], recipe: str) -> None:
+    assert undocumented(metrics[recipe].series) == []
     steps, losses = metrics[recipe].scalars("train/loss")
     _, norms = metrics[recipe].scalars("train/grad_norm")
     assert steps == [1, 2, 3]

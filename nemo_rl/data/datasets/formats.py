@@ -78,7 +78,7 @@ def _part(value: object, what: str, role: str) -> list[Message]:
 
 
 def dapo(row: Row) -> list[Message]:
-    """DAPO's problem, as text or as messages, and the verified answer in `reward_model`."""
+    """DAPO's problem in `prompt`, as text or as messages, and the verified answer in `reward_model`."""
     reward = from_json(cell(row, "reward_model"), "column 'reward_model'")
     if not isinstance(reward, Mapping) or "ground_truth" not in reward:
         raise refusal("column 'reward_model'", reward, "an object such as {'ground_truth': '7'}")
@@ -86,7 +86,9 @@ def dapo(row: Row) -> list[Message]:
 
 
 def helpsteer(row: Row) -> list[Message]:
-    """HelpSteer3's conversation and the response that was preferred; a negative score prefers the first."""
+    """HelpSteer3's conversation in `context`, and of `response1` and `response2` the preferred one; a negative
+    `overall_preference` prefers the first.
+    """
     score = cell(row, "overall_preference")
     try:
         number = float(score)

@@ -199,7 +199,7 @@ class _Slips:
 
 
 class ArithmeticDataset(RawDataset):
-    """`dataset_name: arithmetic`; split `train`, or `validation` for the held-out problems of the same parameters.
+    """Sums such as `7+5=`; split `train`, or `validation` for the held-out problems of the same parameters.
 
     With `slips`, that fraction of the training answers is wrong by a digit too many; held-out answers are always right.
     """
@@ -253,7 +253,7 @@ class ProblemReference:
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """`dataset_name: reasoning_gym` with `task` and `task_config`.
+    """Problems of a task of reasoning-gym, each judged by its own verifier.
 
     Raises:
         DataError: reasoning-gym is not installed, the task or a setting does not exist, or there are too few distinct

@@ -34,7 +34,8 @@ _WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PlacedRow]:
-    """Open Assistant's message trees: one conversation per path from a root to its last assistant message.
+    """Open Assistant's message trees (`message_id`, `parent_id`, `role`, `text`): one conversation per path from a root
+    to its last assistant message.
 
     Raises:
         DataError: a row lacks a column, or answers a message that is not there.
@@ -66,13 +67,13 @@ def _paths(root: PlacedRow, children: dict[object, list[PlacedRow]]) -> Iterator
 
 
 def gsm8k(row: Row) -> list[Message]:
-    """GSM8K (https://arxiv.org/abs/2110.14168): each solution ends with `#### answer`."""
+    """GSM8K (https://arxiv.org/abs/2110.14168): `question`, and a solution in `answer` that ends with `#### 7`."""
     question, answer = question_and_answer(row, "question", "answer")
     return [question, {**answer, "content": expected_answer(answer["content"])}]
 
 
 def squad(row: Row) -> list[Message]:
-    """SQuAD (https://arxiv.org/abs/1606.05250): the first of the spans that annotators marked is the answer."""
+    """SQuAD (https://arxiv.org/abs/1606.05250): `context` and `question`; the first of `answers` is the answer."""
     answers = cell(row, "answers")
     spans = answers.get("text") if isinstance(answers, dict) else None
     if not isinstance(spans, list) or not spans:
@@ -83,20 +84,22 @@ def squad(row: Row) -> list[Message]:
 
 
 def numina(row: Row) -> list[Message] | None:
-    """NuminaMath-1.5: proofs and problems without a checkable answer are marked by words, and left out."""
+    """NuminaMath-1.5: `problem` and `answer`; proofs and problems without a checkable answer are marked by words, and
+    left out.
+    """
     if cell(row, "answer") in (None, "", "proof", "notfound"):
         return None
     return question_and_answer(row, "problem", "answer")
 
 
 def arrow_text(row: Row) -> list[Message]:
-    """Text without roles, all of it trained."""
+    """`text` without roles, all of it trained."""
     return [{"role": "assistant", "content": filled_text(cell(row, "text"), "column 'text'")}]
 
 
 def boxed_solution(row: Row) -> list[Message] | None:
-    """MATH (https://arxiv.org/abs/2103.03874): each solution ends with its answer in `\\boxed{}`; others are left
-    out.
+    """MATH (https://arxiv.org/abs/2103.03874): `problem`, and a `solution` that ends with its answer in `\\boxed{}`;
+    others are left out.
     """
     question, answer = question_and_answer(row, "problem", "solution")
     boxed = last_boxed(answer["content"])
@@ -104,8 +107,8 @@ def boxed_solution(row: Row) -> list[Message] | None:
 
 
 def gpqa(row: Row) -> dict[str, Any]:
-    """GPQA (https://arxiv.org/abs/2311.12022): the right answer stands first in the table, so that every question's
-    choices are shuffled, by the question itself.
+    """GPQA (https://arxiv.org/abs/2311.12022): `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`, shuffled
+    by the question itself.
     """
     choices = [filled_text(cell(row, column), f"column {column!r}").strip() for column in ("Correct Answer", *_WRONG)]
     right, question = choices[0], filled_text(cell(row, "Question"), "column 'Question'")
@@ -114,7 +117,9 @@ def gpqa(row: Row) -> dict[str, Any]:
 
 
 def mmlu(row: Row) -> dict[str, Any]:
-    """MMLU (https://arxiv.org/abs/2009.03300): four choices, and the index of the right one."""
+    """MMLU (https://arxiv.org/abs/2009.03300): `question`, four `choices`, and in `answer` the index of the right
+    one.
+    """
     question, choices, answer = _question_with_choices(row, "choices")
     if not answer.isdecimal():
         raise refusal("column 'answer'", answer, "the index of the right choice, such as 2")
@@ -122,7 +127,9 @@ def mmlu(row: Row) -> dict[str, Any]:
 
 
 def mmlu_pro(row: Row) -> dict[str, Any]:
-    """MMLU-Pro (https://arxiv.org/abs/2406.01574): up to ten choices, and the letter of the right one."""
+    """MMLU-Pro (https://arxiv.org/abs/2406.01574): `question`, up to ten `options`, and in `answer` the letter of the
+    right one.
+    """
     question, choices, answer = _question_with_choices(row, "options")
     right = string.ascii_uppercase.find(answer)
     if len(answer) != 1 or right < 0:

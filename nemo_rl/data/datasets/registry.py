@@ -30,7 +30,7 @@ from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import get_processor, trains_whole, used_messages
 
 Conversation = list[Message] | None
-_GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
+GENERATED: dict[str, Callable[[DatasetConfig, str, str], RawDataset]] = {
     "arithmetic": ArithmeticDataset,
     "reasoning_gym": ReasoningGymDataset,
     "sliding_puzzle": SlidingPuzzleDataset,
@@ -65,6 +65,7 @@ class Source:
 
 
 def _conversations(row: Row) -> Conversation:
+    """`messages`, as OpenAI has them."""
     return as_messages(cell(row, "messages"), "column 'messages'")
 
 
@@ -243,12 +244,12 @@ def _load(config: DatasetConfig, key: str, task_name: str) -> RawDataset:
     name = config.dataset_name
     if "." in name and name not in SOURCES:
         return _users_class(config, key)
-    if name in _GENERATED:
-        return _GENERATED[name](config, task_name, key)
+    if name in GENERATED:
+        return GENERATED[name](config, task_name, key)
     if name in UNBUILT_DATASETS:
         raise DataError(f"{key}.dataset_name: {name!r} is not built yet: {UNBUILT_DATASETS[name]}")
     if name not in SOURCES and name not in ALIASES:
-        known = [*SOURCES, *ALIASES, *_GENERATED]
+        known = [*SOURCES, *ALIASES, *GENERATED]
         raise DataError(
             f"{key}.dataset_name: there is no dataset {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}; "
             "for your own rows use ResponseDataset with data_path, or the dotted path of a class"

@@ -79,7 +79,7 @@ def instructions(board: Board) -> str:
 
 
 class SlidingPuzzleDataset(GeneratedDataset):
-    """`dataset_name: sliding_puzzle` with `task_config: {size, shuffle_moves}`.
+    """Sliding puzzles; `task_config` has `size` and `shuffle_moves`.
 
     Raises:
         DataError: a setting is wrong, or there are too few distinct puzzles.
