@@ -35,7 +35,7 @@ _TRAINED = ("weight", "train", "trainable", "loss", "loss_mask")
 _YES = (1, True, "1", "1.0", "true")
 _NO = (0, False, "0", "0.0", "false")
 # Keys that say something which the text of a conversation must show.
-_SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "name")
+_SHOWN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "name", "refusal")
 _MARKED_ANSWER = re.compile(r"(?:^|\n|\s)####[ \t]*([^\n]+?)\s*$")
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _MESSAGES_AS_PYTHON = re.compile(r"^\[\s*\{\s*'(role|content|from|value)'")
@@ -56,7 +56,17 @@ def _no_number(_: str) -> None:
     """NaN and Infinity of JSON: no value."""
 
 
-_DECODER = json.JSONDecoder(parse_int=Written, parse_float=Written, parse_constant=_no_number)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return made
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=Written, parse_float=Written, parse_constant=_no_number
+)
 
 
 def decode_json(text: str) -> Any:

@@ -127,6 +127,31 @@ def test_exactly_what_the_assistant_says_is_trained(
         assert using.decode(tokens[1:]).strip() in text
 
 
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"generation_marks"}))
+@pytest.mark.parametrize("opens", [False, True])
+def test_tokenizers_that_mark_spaces_are_cut_and_masked_right(name: str, opens: bool, spaced: Any) -> None:
+    using, messages = with_template(spaced, TEMPLATES[name]), turns(3)
+    messages[2]["content"] = "answer 0, a café."
+    log = formatted(messages, using, opens=opens)
+    check_whole(log, messages, using)
+    for number, text in enumerate(trained(log, using)):
+        assert text.count(f"answer {number}") == 1 and "What is" not in text and "brief" not in text, (name, text)
+        if opens:
+            said = r"0, a café" if number == 0 else number
+            assert re.fullmatch(rf"{BEFORE}answer {said}\.\s*{STOP}?\s*(<eos>)?\s*", text), (name, text)
+
+
+def test_a_tokenizer_without_offsets_cannot_read_marks_and_says_so(spaced: Any) -> None:
+    using = with_template(spaced, TEMPLATES["generation_marks"])
+    if using.is_fast:
+        assert [text.strip() for text in trained(formatted(turns(2), using), using)] == [
+            f"answer {number}.<|im_end|>" for number in range(2)
+        ]
+    else:
+        with pytest.raises(DataError, match="which only a fast tokenizer can find"):
+            formatted(turns(2), using)
+
+
 # Those whose end of turn is a token at the end of a conversation alone, or no token at all.
 UNENDED = {"glm", "harmony"}
 

@@ -7,6 +7,7 @@ refusal says.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from nemo_rl.config import DataConfig, EvalMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
 from nemo_rl.data.conversations import as_messages
 from nemo_rl.data.datasets import load_response_dataset
+from nemo_rl.data.datasets.files import read_rows
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.data.setup import load_datasets
@@ -149,6 +151,18 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.csv", "input;output\n1;2\n", "columns must be separated by ','"),
     ("a.csv", "input,input\n1,2\n", "the column 'input' is there 2 times"),
     ("a.parquet", "input,output\n", r"a.parquet cannot be read as parquet"),
+    ("a.csv", 'input,output\n"a" b,2\n', r"line 2 \(from 1\): .* quotes within a quoted cell are doubled"),
+    ("a.csv", 'input,output\n"a,1\nb,2\n', r"line 3 \(from 1\): unexpected end of data"),
+    ("a.csv", "input,output\n1,2\n".encode("utf-16-le"), "the file is UTF-16"),
+    ("a.jsonl", '{"input": "1"}'.encode("utf-32"), "the file is UTF-32"),
+    ("a.jsonl", gzip.compress(b"{}"), "the file is packed; unpack it with `gunzip`"),
+    ("a.jsonl.gz", gzip.compress(b"{}"), "is none of .jsonl, .* unpack it first"),
+    (
+        "a.jsonl",
+        '{"input": "1", "output": "2", "output": "3"}\n',
+        r"line 1 \(from 1\): the key 'output' is there twice",
+    ),
+    ("a.jsonl", '{"input": "1", "output": "2",}\n', r"line 1 \(from 1\): "),
 ]
 
 
@@ -171,6 +185,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"input": "q", "output": "7", "images": ["a.png"]}, "column 'images' holds media"),
     ({"input": "q", "output": "7", "tools": "add"}, "column 'tools' holds the text 'add'; expected a list"),
     ({"input": "q", "output": "7", "chat_template_kwargs": {"a": 1}}, "set policy.tokenizer.chat_template_kwargs"),
+    ({"input": "q", "output": "7", "functions": [{"name": "add"}]}, "column 'functions' is OpenAI's older form"),
+    ({"messages": [user("q"), assistant(None, refusal="No.")]}, "message 2: its content holds nothing"),
     ({"prompt": "q", "completion": "7", "label": False}, "marks the completion as unwanted"),
     ({"messages": [user("q"), assistant("7"), user("and?")]}, r"at its end, .* has 3 \(user, assistant, user\)"),
     ({"messages": [{"role": "system", "content": "s"}, assistant("7")]}, r"has 2 \(system, assistant\)"),
@@ -237,6 +253,7 @@ CARRIED: list[tuple[str, dict[str, Any]]] = [
     ("tool_calls", {"messages": [user("q"), assistant(None, tool_calls=[{"id": "1"}]), user("r"), assistant("7")]}),
     ("reasoning_content", {"messages": [user("q"), assistant("a", reasoning_content="so"), user("r"), assistant("7")]}),
     ("name", {"messages": [user("q", name="Ann"), assistant("7")]}),
+    ("refusal", {"messages": [user("q"), assistant("a", refusal="Declined"), user("r"), assistant("7")]}),
     ("tools", {"input": "q", "output": "7", "tools": [{"name": "add"}]}),
 ]
 
@@ -254,7 +271,7 @@ def test_what_messages_carry_is_shown_by_the_template_or_refused(
     )
     monkeypatch.setattr(tokenizer, "chat_template", source + tokenizer.chat_template)
     text = "".join(message["content"] for message in load_datasets(tokenizer, config).train[1]["message_log"])
-    assert next(word for word in ("'id': '1'", "so", "Ann", '"add"') if word in text)
+    assert next(word for word in ("'id': '1'", "so", "Ann", "Declined", '"add"') if word in text)
 
 
 @pytest.mark.parametrize(("key", "no", "yes"), [("weight", 0, 1), ("train", False, True), ("loss_mask", 0.0, 1.0)])
@@ -419,6 +436,19 @@ def test_a_byte_order_mark_and_line_ends_are_no_text(name: str, content: str, tm
 def test_roles_have_one_name_whatever_a_format_calls_them(written: str, role: str) -> None:
     [message] = as_messages([{"from": written, "value": "x"}], "column 'conversations'")
     assert message == {"role": role, "content": "x"}
+
+
+def test_floats_of_parquet_keep_their_digits_wherever_they_are(tmp_path: Path) -> None:
+    half, single = pa.float16(), pa.float32()
+    reward = pa.struct([("ground_truth", single), ("style", pa.string())])
+    columns = {"a": [1.1], "b": [[0.2]], "c": [{"ground_truth": 7.3, "style": "x"}], "d": [2.5], "e": [3.0]}
+    kinds = [single, pa.list_(single), reward, half, single]
+    pq.write_table(pa.table(columns, pa.schema(list(zip("abcde", kinds, strict=True)))), tmp_path / "a.parquet")
+    ((_, row),) = read_rows(str(tmp_path / "a.parquet"))
+    assert row == {"a": "1.1", "b": ["0.2"], "c": {"ground_truth": "7.3", "style": "x"}, "d": "2.5", "e": "3"}
+    pq.write_table(pa.table([["q"], ["1"], ["2"]], ["input", "output", "output"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="b.parquet .* the column 'output' is there 2 times"):
+        list(read_rows(str(tmp_path / "b.parquet")))
 
 
 def test_arrow_files_are_read_as_streams_and_as_files(tmp_path: Path) -> None:

@@ -53,6 +53,15 @@ def test_every_id_that_the_files_list_ends_a_response(
     assert all(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" in found.line() for token in ids)
 
 
+def test_stop_ids_of_tokenizers_that_mark_spaces_are_found_and_named(spaced: Any, tmp_path: Path) -> None:
+    turn = spaced.convert_tokens_to_ids("<|im_end|>")
+    found = stop_tokens(spaced, model(tmp_path, {"eos_token_id": turn}), vocabulary=len(spaced))
+    assert found.ids == (spaced.eos_token_id, turn) and found.texts == ("<eos>", "<|im_end|>")
+    assert check_vocabulary(spaced, Qwen3Config(vocab_size=len(spaced)), "m") is None
+    with pytest.raises(DataError, match="tokens beyond the 9 rows"):
+        check_vocabulary(spaced, Qwen3Config(vocab_size=9), "m")
+
+
 def test_ids_of_the_configuration_are_taken_as_written(tokenizer: Any, tmp_path: Path) -> None:
     name = model(tmp_path, {"eos_token_id": [EOS, TURN]})
     mine = stop_tokens(tokenizer, name, setting=[TURN], vocabulary=300)

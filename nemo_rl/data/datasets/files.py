@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.conversations import Row, decode_json, shown, without_filling
+from nemo_rl.data.conversations import Row, Written, decode_json, shown, without_filling
 from nemo_rl.data.interfaces import DataError
 
 if TYPE_CHECKING:
@@ -32,6 +32,15 @@ _SPLIT_WORDS = {
 }
 _NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")
 _ROWS_AT_ONCE = 1000
+# First bytes of files that are no UTF-8 text.
+_OTHER_TEXT = {
+    b"\xff\xfe\0\0": "the file is UTF-32, and must be UTF-8; convert it with `iconv -f UTF-32 -t UTF-8`",
+    b"\xff\xfe": "the file is UTF-16, and must be UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"\xfe\xff": "the file is UTF-16, and must be UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"\x1f\x8b": "the file is packed; unpack it with `gunzip`",
+    b"\x28\xb5\x2f\xfd": "the file is packed; unpack it with `unzstd`",
+    b"PK\x03\x04": "the file is packed; unpack it with `unzip`",
+}
 
 
 def read_rows(
@@ -81,9 +90,18 @@ def _looks_like_a_path(location: str) -> bool:
 def _from_file(path: Path, key: str) -> Iterator[PlacedRow]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"{key}: {path} is none of {', '.join(_READERS)}")
+        packed = "; unpack it first" if path.suffix.lower() in (".gz", ".zst", ".zip", ".bz2", ".xz") else ""
+        raise DataError(f"{key}: {path} is none of {', '.join(_READERS)}{packed}")
     if path.stat().st_size == 0:
         raise DataError(f"{key}: {path} is empty")
+    if reader in (_json_lines, _separated):
+        with path.open("rb") as file:
+            begin = file.read(4)
+        found = next((kind for mark, kind in _OTHER_TEXT.items() if begin.startswith(mark)), None)
+        if found is None and b"\0" in begin:
+            found = _OTHER_TEXT[b"\xff\xfe"]
+        if found is not None:
+            raise DataError(f"{key}: {path}, {found}")
     return _guarded(path, reader, key)
 
 
@@ -106,8 +124,6 @@ def _bad_line(path: Path) -> str:
     """The first line of a file that is not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                return "the file is UTF-16, and must be UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`"
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -164,7 +180,8 @@ def _separated(path: Path) -> Iterator[Row]:
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file, delimiter=delimiter)
+            # Strict: text behind a closing quote would lose the quote.
+            rows = csv.reader(file, delimiter=delimiter, strict=True)
             names = next(rows, [])
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
@@ -181,7 +198,7 @@ def _separated(path: Path) -> Iterator[Row]:
                     )
                 yield dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise _Unreadable(str(error)) from error
+        raise _Unreadable(f"line {rows.line_num} (from 1): {error}; quotes within a quoted cell are doubled") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -213,16 +230,45 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 
 def _rows_of(tables: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[Row]:
+    for table in tables:
+        names = table.schema.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise _Unreadable(f"the column {twice!r} is there {names.count(twice)} times")
+        short = {field.name: field.type for field in table.schema if _has_short_floats(field.type)}
+        for row in table.to_pylist():
+            yield {
+                column: without_filling(_as_spelled(value, short[column]) if column in short else value)
+                for column, value in row.items()
+            }
+
+
+def _parts_of(kind: pa.DataType) -> list[pa.Field]:
+    return [kind.field(index) for index in range(kind.num_fields)]
+
+
+def _has_short_floats(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    for table in tables:
-        spelled = table
-        for index, field in enumerate(table.schema):
-            if pa.types.is_float32(field.type):
-                # As Python floats they would end in digits that nobody wrote.
-                spelled = spelled.set_column(index, field.name, spelled.column(index).cast(pa.string()))
-        for row in spelled.to_pylist():
-            yield {column: without_filling(value) for column, value in row.items()}
+    short = pa.types.is_float16(kind) or pa.types.is_float32(kind)
+    return short or any(_has_short_floats(part.type) for part in _parts_of(kind))
+
+
+def _as_spelled(value: Any, kind: pa.DataType) -> Any:
+    """A value whose floats of less than 64 bits are text: as Python's they would end in digits that nobody wrote."""
+    import numpy as np
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        number = (np.float16 if pa.types.is_float16(kind) else np.float32)(value)
+        return Written(str(number).removesuffix(".0")) if np.isfinite(number) else None
+    if isinstance(value, dict):
+        return {part.name: _as_spelled(value.get(part.name), part.type) for part in _parts_of(kind)}
+    if isinstance(value, list) and kind.num_fields == 1:
+        return [_as_spelled(one, kind.field(0).type) for one in value]
+    return value
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

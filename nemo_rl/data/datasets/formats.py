@@ -111,9 +111,10 @@ def _preference(row: Row) -> list[Message]:
 def _alpaca(row: Row) -> list[Message]:
     answer = next(name for name in ("output", "response") if name in row)
     question = filled_text(cell(row, "instruction"), "column 'instruction'")
-    more = next((row[name] for name in ("input", "context") if not is_empty(row.get(name))), "")
-    if more:
-        question += "\n\n" + as_text(more, "column 'input'")
+    name = next((name for name in ("input", "context") if not is_empty(row.get(name))), None)
+    more = as_text(row[name], f"column {name!r}") if name is not None else ""
+    if more.strip():
+        question += "\n\n" + more
     return [
         *_earlier(row.get("history")),
         *question_and_answer({"instruction": question, answer: row[answer]}, "instruction", answer),
@@ -212,6 +213,11 @@ def completed(row: Row, messages: list[Message], config: DatasetConfig) -> dict[
             raise refusal(f"column {column!r}", tools, "a list of tools, such as [{'type': 'function', ...}]")
         if read:
             made["tools"] = json.dumps(read)
+    if config.tool_key != "functions" and not is_empty(row.get("functions")):
+        raise RowError(
+            "column 'functions' is OpenAI's older form of tools, which no chat template reads; write it as 'tools', a "
+            "list of {'type': 'function', 'function': ...}"
+        )
     for name in MEDIA:
         if not is_empty(row.get(name)):
             raise RowError(f"column {name!r} holds media, and only text can be read; leave the column or such rows")
