@@ -28,6 +28,7 @@ def grpo(arguments: Sequence[str], *, default_config: Path) -> int:
         what="Trains a policy with GRPO",
         example="grpo.max_num_steps=5",
         run_to_end=grpo_to_end,
+        run_with_page=grpo_to_end,
     )
 
 
@@ -38,14 +39,14 @@ def _ray_ahead(cluster: ClusterConfig) -> AbstractContextManager[None]:
     return starting_ahead(device=cluster.device, cpu_slots=cluster.cpu_slots)
 
 
-def grpo_to_end(config: MasterConfig) -> int:
-    """Runs a checked configuration; the exit code."""
+def grpo_to_end(config: MasterConfig, page_port: int | None = None) -> int:
+    """Runs a checked configuration; the exit code. `page_port`: see `launch.run_to_end`."""
     with _ray_ahead(config.cluster):
         with importing():
             from nemo_rl.algorithms.grpo.assembly import close, setup
             from nemo_rl.algorithms.grpo.loop import drive
 
-        return launch.run_to_end(config, setup, drive, close)
+        return launch.run_to_end(config, setup, drive, close, page_port)
 
 
 def sft(arguments: Sequence[str], *, default_config: Path) -> int:
@@ -57,17 +58,18 @@ def sft(arguments: Sequence[str], *, default_config: Path) -> int:
         what="Fine-tunes a policy on conversations",
         example="sft.max_num_steps=5",
         run_to_end=sft_to_end,
+        run_with_page=sft_to_end,
     )
 
 
-def sft_to_end(config: SFTMasterConfig) -> int:
-    """Runs a checked configuration; the exit code."""
+def sft_to_end(config: SFTMasterConfig, page_port: int | None = None) -> int:
+    """Runs a checked configuration; the exit code. `page_port`: see `launch.run_to_end`."""
     with _ray_ahead(config.cluster):
         with importing():
             from nemo_rl.algorithms.sft.assembly import close, setup
             from nemo_rl.algorithms.sft.driver import sft_train
 
-        return launch.run_to_end(config, setup, sft_train, close)
+        return launch.run_to_end(config, setup, sft_train, close, page_port)
 
 
 def evaluate(arguments: Sequence[str], *, default_config: Path) -> int:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.run_checkpoint import RunState
     from nemo_rl.utils.checkpoint import CheckpointManager
     from nemo_rl.utils.logger import Logger
+    from nemo_rl.utils.run_page import RunPage
     from nemo_rl.utils.timer import TimeoutChecker
 
 logger = logging.getLogger("nemo_rl")
@@ -67,6 +68,7 @@ def main(
     what: str,
     example: str,
     run_to_end: Callable[[Config], int],
+    run_with_page: Callable[[Config, int | None], int] | None = None,
 ) -> int:
     """Reads the command line and the configuration, and runs.
 
@@ -77,6 +79,7 @@ def main(
         what: The run in words, for `--help`.
         example: An override, for `--help`.
         run_to_end: Runs a checked configuration.
+        run_with_page: The same with a live page at a port, for `--page`; None where there is no page.
 
     Returns:
         The process's exit code: 0 done, 1 the run failed, 2 the configuration is wrong, 130 interrupted.
@@ -84,6 +87,9 @@ def main(
     collect_rarely()
     parser = argparse.ArgumentParser(description=f"{what}; further arguments are overrides such as {example}.")
     parser.add_argument("--config", type=Path, default=default_config, help=f"YAML file; default {default_config.name}")
+    if run_with_page is not None:
+        parser.add_argument("--page", action="store_true", help="serve a live page of the run on this machine")
+        parser.add_argument("--page-port", type=int, metavar="PORT", help="of the page; a free one by default")
     options, overrides = parser.parse_known_args(list(arguments))
     level = os.environ.get("NRL_LOG_LEVEL", "WARNING").upper()
     hub.calm()
@@ -96,6 +102,8 @@ def main(
     # Read when the hub's libraries are imported, which is from here on.
     if isinstance(config, RootConfig) and (line := hub.use_cache_if_unreachable(config.policy.model_name)) is not None:
         sys.stderr.write(f"{line}\n")
+    if run_with_page is not None and (options.page or options.page_port is not None):
+        return run_with_page(config, options.page_port or 0)
     return run_to_end(config)
 
 
@@ -104,16 +112,34 @@ def run_to_end(
     setup: Callable[[TrainingConfig, StartPhases], Run],
     drive: Callable[[Run], None],
     close: Callable[[Run], None],
+    page_port: int | None = None,
 ) -> int:
-    """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code."""
+    """Sets a checked configuration up, drives the run, ends it and writes its report; the exit code. With `page_port`
+    a live page is served there meanwhile; 0 takes a free port.
+    """
     from nemo_rl.utils.directory_lock import DirectoryInUse
 
-    try:
-        with directories_of_its_own(config):
-            return _run_to_end(config, setup, drive, close)
-    except DirectoryInUse as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return EXIT_FAILED
+    with ExitStack() as held:
+        try:
+            held.enter_context(directories_of_its_own(config))
+            page = held.enter_context(_live_page(config, page_port))
+        except (DirectoryInUse, UserError) as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            return EXIT_FAILED
+        return _run_to_end(config, setup, drive, close, page)
+
+
+@contextmanager
+def _live_page(config: RootConfig, port: int | None) -> Iterator[RunPage | None]:
+    if port is None:
+        yield None
+        return
+    # What serves it is imported by runs that are shown.
+    from nemo_rl.utils.run_page import run_page
+
+    with run_page(Path(config.logger.log_dir), port) as (page, url):
+        sys.stderr.write(f"page: {url}\n")
+        yield page
 
 
 @contextmanager
@@ -141,6 +167,7 @@ def _run_to_end(
     setup: Callable[[TrainingConfig, StartPhases], Run],
     drive: Callable[[Run], None],
     close: Callable[[Run], None],
+    page: RunPage | None,
 ) -> int:
     from nemo_rl.algorithms.resume import NothingToDo
     from nemo_rl.utils.report import LiveReport
@@ -154,6 +181,8 @@ def _run_to_end(
             interrupts.listen()
             if config.checkpointing.enabled and config.checkpointing.save_on_signal:
                 interrupts.save_first(run.timeout.end_after_step)
+            if page is not None:
+                page.follow(run.progress, Path(config.logger.log_dir))
             with _monitor(config, run), LiveReport(Path(config.logger.log_dir)), run.progress:
                 drive(run)
             _show_trackers(run)
@@ -171,6 +200,8 @@ def _run_to_end(
             code = EXIT_FAILED
         finally:
             interrupts.ending()
+            if page is not None:
+                page.ended = "ending"
             if run is not None:
                 code = _closed(run, close, code)
         if run is not None:

@@ -158,6 +158,11 @@ class RunProgress:
             self.console.print(self._render())
 
     @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self._step
+
+    @property
     def current_phase(self) -> str:
         """What the run is doing now."""
         return self._phase

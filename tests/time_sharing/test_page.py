@@ -26,7 +26,8 @@ from nemo_rl.time_sharing.pipelines.grpo import Progress
 from nemo_rl.time_sharing.pipelines.pool_book import Outcome
 from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
-from nemo_rl.time_sharing.viewing.page_server import PageError, PageServer, PoolView
+from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
+from nemo_rl.utils.web_page import PageError
 from tests.time_sharing.bench import Bench
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -7,7 +7,6 @@ is shown without the token, and nobody acts without it; the port is free again a
 from __future__ import annotations
 
 import html
-import ipaddress
 import json
 import logging
 import secrets
@@ -17,14 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
 
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from nemo_rl.config.errors import UserError
@@ -38,9 +33,10 @@ from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE
 from nemo_rl.time_sharing.viewing.standings_table import cells, columns, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
-from nemo_rl.utils.http_server import PROMETHEUS_TEXT, BackgroundServer, bearer, shows_token
+from nemo_rl.utils.http_server import PROMETHEUS_TEXT, bearer, shows_token
 from nemo_rl.utils.record import RecordError
 from nemo_rl.utils.record_events import StepFinished
+from nemo_rl.utils.web_page import NEEDS_TOKEN, file_of, guarded_app, of_this_machine, serve_page
 
 if TYPE_CHECKING:
     from nemo_rl.time_sharing.pool import Standing
@@ -50,26 +46,10 @@ logger = logging.getLogger(__name__)
 _FRESH_S = 1.0
 _MOST_BARS = 20_000
 _COOKIE = "nrl_pool_token"
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-_REPORT_POLICY = "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
-img-src data:; font-src data:"
-"""A report shows what a model wrote: it gets an origin of its own."""
-_NEEDS_TOKEN = "this needs the page's token: open the address that the pool has printed\n"
 _ACTIONS = ("drain", "cancel")
-_MOST_FILES = 1000
 
 Act = Callable[[str, str], str]
 """Takes `drain` or `cancel` and a job's name; says what happens."""
-
-
-class PageError(UserError, RuntimeError):
-    """The page cannot be served as asked."""
 
 
 class PoolView:
@@ -184,29 +164,15 @@ class PageServer:
         token: str | None = None,
         act: Act | None = None,
     ) -> None:
-        to_look = token is not None or not _of_this_machine(host)
+        to_look = token is not None or not of_this_machine(host)
         token = token or secrets.token_urlsafe(16)
-        try:
-            app = page_app(view, token, to_look=to_look, act=act)
-            self._server = BackgroundServer(app, host=host, port=port, name="pool-page")
-        except OSError as error:
-            raise PageError(f"--port {port}: {host} cannot be listened on ({error.strerror or error})") from error
-        shown = f"[{host}]" if ":" in host else host
-        query = f"?token={quote(token)}" if to_look or act is not None else ""
-        self.url = f"http://{shown}:{self._server.port}/{query}"
+        app = page_app(view, token, to_look=to_look, act=act)
+        of_use = token if to_look or act is not None else None
+        self._server, self.url = serve_page(app, of_use, host=host, port=port, name="pool-page")
 
     def close(self) -> None:
         """Stops serving. Safe to call twice."""
         self._server.close()
-
-
-def _of_this_machine(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> Starlette:
@@ -222,10 +188,7 @@ def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> S
     def page(request: Request) -> Response:
         data = json.dumps(view.data() | {"acts": act is not None}, separators=(",", ":")).replace("</", "<\\/")
         text = PAGE.replace("/*TITLE*/", html.escape(f"{view.name}: pool")).replace("/*DATA*/null", data)
-        answer = HTMLResponse(text)
-        if to_look and shows_token(token, [request.query_params.get("token", "")]):
-            answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
-        return answer
+        return HTMLResponse(text)
 
     def data(request: Request) -> Response:
         return JSONResponse(view.data() | {"acts": act is not None})
@@ -238,63 +201,28 @@ def page_app(view: PoolView, token: str, *, to_look: bool, act: Act | None) -> S
         folder = view.folder_of(name)
         if folder is None:
             return PlainTextResponse(f"{name}: has not said yet where its logs are\n", 404)
-        # Links lead out of the folder only by a name that a visitor must not choose.
-        wanted = (folder / path).resolve()
-        if not wanted.is_relative_to(folder.resolve()):
-            return PlainTextResponse("outside the folder of the job\n", 404)
-        if wanted.is_dir():
-            return PlainTextResponse("".join(f"{line}\n" for line in _listed(wanted)))
-        if not wanted.is_file():
-            return PlainTextResponse(f"{path}: there is no such file\n", 404)
-        is_report = wanted.name == "report.html"
-        return FileResponse(
-            wanted,
-            media_type="text/html" if is_report else "text/plain; charset=utf-8",
-            headers={"Content-Security-Policy": _REPORT_POLICY} if is_report else None,
-        )
+        return file_of(folder, path)
 
     def acted(request: Request) -> Response:
         name, what = request.path_params["name"], request.path_params["what"]
         if act is None or what not in _ACTIONS:
             return PlainTextResponse("see /\n", 404)
         if not shows_token(token, [bearer(request)]):
-            return PlainTextResponse(_NEEDS_TOKEN, 403)
+            return PlainTextResponse(NEEDS_TOKEN, 403)
         try:
             return PlainTextResponse(f"{name}: {act(what, name)}\n")
         except UserError as error:
             return PlainTextResponse(f"{error}\n", 409)
 
-    def elsewhere(request: Request) -> Response:
-        return PlainTextResponse("see /, /data.json and /metrics\n", 404)
-
-    async def guarded(request: Request, answer: RequestResponseEndpoint) -> Response:
-        try:
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        except ValueError:
-            return PlainTextResponse("the Host header is not an address\n", 400)
-        shown = [request.query_params.get("token", ""), bearer(request), request.cookies.get(_COOKIE, "")]
-        # A foreign page that has its name resolved to this machine is not this machine's user.
-        if not (shows_token(token, shown) if to_look else _of_this_machine(host)):
-            return PlainTextResponse(_NEEDS_TOKEN, 403, _HEADERS)
-        answered = await answer(request)
-        for name, value in _HEADERS.items():
-            answered.headers.setdefault(name, value)
-        return answered
-
-    return Starlette(
-        routes=[
+    return guarded_app(
+        [
             Route("/", page),
             Route("/data.json", data),
             Route("/metrics", metrics),
             Route("/jobs/{name}/files/{path:path}", files),
             Route("/jobs/{name}/{what}", acted, methods=["POST"]),
-            Route("/{path:path}", elsewhere),
         ],
-        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guarded), Middleware(GZipMiddleware, compresslevel=1)],
+        token,
+        to_look=to_look,
+        cookie=_COOKIE,
     )
-
-
-def _listed(folder: Path) -> list[str]:
-    """Files below a folder, without what links lead to."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return sorted(str(path.relative_to(folder)) for path in found)[:_MOST_FILES]

@@ -1,0 +1,166 @@
+"""The live page of one run (`--page`): what it does now, its report, its newest samples and the end of its logs.
+
+Served on this machine alone and with a token. Shows files that the run writes and what its progress knows; changes
+nothing. Invariant: the address file is readable by its owner alone, and gone when the run has ended.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from nemo_rl.utils.progress import RunProgress, format_duration
+from nemo_rl.utils.report import write_page
+from nemo_rl.utils.terminal import printable
+from nemo_rl.utils.web_page import file_of, guarded_app, serve_page
+
+ADDRESS_FILE = "page.json"
+_COOKIE = "nrl_run_token"
+_TAIL_BYTES, _TAIL_LINES, _SAMPLES = 16 << 10, 40, 4
+
+
+class RunPage:
+    """What there is to show of a run.
+
+    Attributes:
+        log_dir: Where it writes; what is above it until the run has its own directory.
+        ended: Shown in place of what the run does, once it ends.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.ended = ""
+        self._progress: RunProgress | None = None
+
+    def follow(self, progress: RunProgress, log_dir: Path) -> None:
+        """The run is set up."""
+        self._progress, self.log_dir = progress, log_dir
+
+    def data(self) -> dict[str, Any]:
+        """What the page draws."""
+        progress = self._progress
+        if progress is None:
+            return {
+                "title": self.log_dir.name,
+                "state": self.ended or "starting",
+                "line": "",
+                "samples": [],
+                "logs": {},
+            }
+        figures = "".join(f", {name} {value:.3f}" for name, value in progress.newest_figures().items())
+        left = progress.seconds_left()
+        ahead = f", {format_duration(left)} left" if left and not self.ended else ""
+        return {
+            "title": f"{progress.title}: {self.log_dir.name}",
+            "state": self.ended or progress.current_phase,
+            "line": f"step {progress.step} of {progress.total_steps}{figures}{ahead}",
+            "samples": self._samples(),
+            "logs": self._logs(),
+            "report": (self.log_dir / "report.html").is_file() or write_page(self.log_dir) is not None,
+        }
+
+    def _samples(self) -> list[dict[str, Any]]:
+        """The first samples of the newest file of training samples."""
+        files = sorted((self.log_dir / "samples").glob("*_data_step*.jsonl"), key=lambda path: path.stat().st_mtime)
+        if not files:
+            return []
+        rows = []
+        with files[-1].open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                content = row.get("content")
+                text = "\n".join(map(str, content)) if isinstance(content, list) else str(content)
+                rows.append({"from": files[-1].name, "reward": row.get("rewards"), "text": printable(text)})
+                if len(rows) == _SAMPLES:
+                    break
+        return rows
+
+    def _logs(self) -> dict[str, str]:
+        """The end of the log that was written last."""
+        files = [path for path in (self.log_dir / "actors").glob("*") if path.is_file() and path.stat().st_size]
+        newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+        if newest is None:
+            return {}
+        with newest.open("rb") as file:
+            file.seek(max(0, newest.stat().st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").splitlines()
+        return {f"actors/{newest.name}": "\n".join(map(printable, lines[-_TAIL_LINES:]))}
+
+
+@contextmanager
+def run_page(log_dir: Path, port: int) -> Iterator[tuple[RunPage, str]]:
+    """Serves the page for the length of the block; yields it with its address.
+
+    Args:
+        log_dir: `logger.log_dir`, which gets the address file.
+        port: Where to listen on this machine; 0 takes a free port.
+
+    Raises:
+        PageError: The port cannot be listened on.
+    """
+    page = RunPage(log_dir)
+    token = secrets.token_urlsafe(16)
+    server, url = serve_page(_app(page, token), token, host="127.0.0.1", port=port, name="run-page")
+    address = log_dir / ADDRESS_FILE
+    try:
+        address.unlink(missing_ok=True)
+        with open(os.open(address, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump({"url": url, "pid": os.getpid()}, file)
+        yield page, url
+    finally:
+        address.unlink(missing_ok=True)
+        server.close()
+
+
+def _app(page: RunPage, token: str) -> Any:
+    def root(request: Request) -> Response:
+        return HTMLResponse(_PAGE.replace("__TITLE__", html.escape(str(page.data()["title"]))))
+
+    def data(request: Request) -> Response:
+        return JSONResponse(page.data())
+
+    def files(request: Request) -> Response:
+        return file_of(page.log_dir, request.path_params["path"])
+
+    routes = [Route("/", root), Route("/data.json", data), Route("/files/{path:path}", files)]
+    return guarded_app(routes, token, to_look=True, cookie=_COOKIE)
+
+
+# What a model wrote is set as text, never as markup.
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>__TITLE__</title><style>
+ body{font:14px/1.45 system-ui,sans-serif;color:#1b1f24;margin:24px auto;max-width:1360px;padding:0 16px}
+ h1{font-size:22px;margin:0} h2{font-size:16px;margin:22px 0 6px} .sub{color:#57606a;margin:4px 0}
+ pre{background:#f6f8fa;border:1px solid #d0d7de;border-radius:4px;padding:8px;white-space:pre-wrap;margin:6px 0;
+ overflow-wrap:anywhere} iframe{width:100%;height:1500px;border:1px solid #d0d7de;border-radius:4px}
+</style></head><body><h1 id="title">__TITLE__</h1><p class="sub"><b id="state"></b> <span id="line"></span></p>
+<p class="sub"><a href="files/">all files</a> <a href="files/config.yaml">config.yaml</a></p>
+<h2>Newest samples</h2><div id="samples"></div><h2 id="logname">Logs</h2><pre id="log"></pre>
+<h2>Report</h2><div id="report">none before the first step</div><script>
+const $=id=>document.getElementById(id);
+async function again(){try{
+ const D=await (await fetch("data.json"+location.search)).json();
+ for(const name of ["title","state","line"])$(name).textContent=D[name];document.title=D.title;
+ $("samples").replaceChildren(...D.samples.map(s=>{const pre=document.createElement("pre");
+  pre.textContent=`${s.from}, reward ${s.reward}\\n${s.text}`;return pre}));
+ for(const [name,text] of Object.entries(D.logs)){$("logname").textContent="End of "+name;$("log").textContent=text}
+ if(D.report&&!$("report").firstElementChild){const frame=document.createElement("iframe");
+  frame.src="files/report.html"+location.search;$("report").replaceChildren(frame)}
+}catch(lost){$("state").textContent="the run does not answer; this is how it was when it last did"}
+setTimeout(again,2000)}
+again();
+</script></body></html>
+"""
