@@ -50,7 +50,7 @@ def static_split(scenario: Scenario) -> Scenario:
     of its first job.
     """
     pool = scenario.gpu_pool
-    even = pool.size // len(scenario.jobs)
+    even = pool.slots // len(scenario.jobs)
     lanes: list[tuple[int, int]] = []
     load: list[float] = []
     jobs: list[Job] = []
@@ -59,7 +59,7 @@ def static_split(scenario: Scenario) -> Scenario:
         width = max(even, len(job.train), job.tp)
         width = -(-width // job.tp) * job.tp
         start = -(-first_free // job.tp) * job.tp
-        if start + width <= pool.size:
+        if start + width <= pool.slots:
             lanes.append((start, width))
             load.append(0.0)
             lane, first_free = len(lanes) - 1, start + width
@@ -128,7 +128,7 @@ def way(scenario: Scenario, name: str) -> tuple[Scenario, PlanRule]:
 
 def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
     """All ways, ours first; `PLACED` only where a job that names its GPUs could lie elsewhere."""
-    fixed = any(not job.placed and len(job.infer) < scenario.gpu_pool.size for job in scenario.jobs)
+    fixed = any(not job.placed and len(job.infer) < scenario.gpu_pool.slots for job in scenario.jobs)
     return (OURS, PLACED, *WAYS[1:]) if fixed and len(scenario.jobs) > 1 else WAYS
 
 

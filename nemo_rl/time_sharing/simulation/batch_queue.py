@@ -30,7 +30,7 @@ class BatchQueue:
 
     def __init__(self, pool: Pool, limits: dict[str, float]) -> None:
         self._pool, self._limits = pool, limits
-        self._free = set(range(pool.size))
+        self._free = set(range(pool.slots))
         self._waiting: list[Job] = []
         self._running: dict[str, _Running] = {}
 
@@ -73,7 +73,7 @@ class BatchQueue:
             gpus = self._fit(head, free)
             if gpus is not None:
                 return max(running.ends_by, now), frozenset(gpus)
-        raise ValueError(f"job {head.name!r} does not fit an empty pool of {self._pool.size} GPUs")
+        raise ValueError(f"job {head.name!r} does not fit an empty pool of {self._pool.slots} GPUs")
 
     def _fit(self, job: Job, free: set[int]) -> tuple[int, ...] | None:
         """GPUs for all ranks of a job, the fullest nodes first so that few are broken into; None if there are too
@@ -81,7 +81,7 @@ class BatchQueue:
         """
         node = self._pool.gpus_per_node
         per_node: dict[int, list[range]] = {}
-        for begin in range(0, self._pool.size, max(node, job.tp)):
+        for begin in range(0, self._pool.slots, max(node, job.tp)):
             starts = range(begin, begin + max(node, job.tp) - job.tp + 1, job.tp)
             blocks = [range(start, start + job.tp) for start in starts]
             fitting = [block for block in blocks if free.issuperset(block)]

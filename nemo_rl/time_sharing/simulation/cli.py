@@ -104,7 +104,7 @@ def simulate(chosen: argparse.Namespace) -> int:
         if recording is not None:
             recording.close()
     print(
-        f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.size} GPUs, {chosen.runs} run(s) "
+        f"{scenario.name}: {len(scenario.jobs)} jobs, {scenario.gpu_pool.slots} GPUs, {chosen.runs} run(s) "
         f"from seed {chosen.seed}\n"
     )
     _print_said(said)

@@ -130,7 +130,7 @@ def fit(entries: Iterable[Entry]) -> Fitted:
     first = min(job.at for job in fitted.values())
     given = {
         "name": "a run's own times",
-        "pool": {"nodes": pool.nodes, "gpus_per_node": pool.gpus_per_node},
+        "pool": {"nodes": pool.nodes, "gpus_per_node": pool.gpus_per_node, "slots_per_gpu": pool.slots_per_gpu},
         "jobs": [_section(name, job, job.at - first) for name, job in fitted.items()],
         "costs": _costs_section(costs),
         "limits": {name: float(value) for name, value in pool.limits.items()},

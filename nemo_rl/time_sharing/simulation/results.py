@@ -86,7 +86,7 @@ class AloneTimes:
             run = world.jobs[job.name]
             seconds = max(run.finished_at or world.loop.now, 1e-9)
             handovers, preemptions = _handovers(world.entries)
-            busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.size)
+            busy = (run.train_gpu_s + run.generate_gpu_s) / (seconds * self._scenario.gpu_pool.slots)
             fates = {job.name: run.fate} if run.fate else {}
             slowdown = {} if fates else {job.name: 1.0}
             self.known[key] = Outcome(
@@ -132,7 +132,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
     fates = {name: fate for run in runs.values() for name, fate in run.fates.items()}
     comparable = [job for job in scenario.jobs if job.name not in fates and not alone_times.run(job, seed).unfinished]
     slowdown = {job.name: seconds[job.name] / alone_times.of(job, seed) for job in comparable}
-    pool, total = scenario.gpu_pool.size, max(ends.values())
+    pool, total = scenario.gpu_pool.slots, max(ends.values())
     busy = {name: run.gpu_busy * run.total_s * pool for name, run in runs.items()}
     service = [busy[job.name] / job.weight / max(seconds[job.name], 1e-9) for job in scenario.jobs]
     return Outcome(
@@ -226,7 +226,7 @@ def summarise(world: World, scenario: Scenario, seed: int, alone_times: AloneTim
         for name, run in world.jobs.items()
     ]
     handovers, preemptions = _handovers(world.entries)
-    share = busy / max(total * scenario.gpu_pool.size, 1e-9)
+    share = busy / max(total * scenario.gpu_pool.slots, 1e-9)
     spread = _spread(service)
     faults = _faults(world)
     return Outcome(

@@ -45,6 +45,13 @@ class PoolSection(_Section):
 
     nodes: Int = _key(1, "How many nodes.", ge=1, le=100_000)
     gpus_per_node: Int = _key(8, "GPUs of each node.", ge=1, le=1024)
+    slots_per_gpu: Int = _key(
+        1,
+        "Jobs that may use a GPU at once, one of them training. Mappings name slots where it is above 1: slot s lies "
+        "on GPU s // slots_per_gpu. That neighbours slow each other is not simulated.",
+        ge=1,
+        le=64,
+    )
 
 
 class Tokens(_Section):
@@ -282,7 +289,7 @@ class Scenario(_Section):
 
     @property
     def gpu_pool(self) -> Pool:
-        return Pool(self.pool.nodes, self.pool.gpus_per_node)
+        return Pool(self.pool.nodes, self.pool.gpus_per_node, self.pool.slots_per_gpu)
 
     @property
     def scheduler_limits(self) -> Limits:
@@ -328,7 +335,7 @@ def _unroll_fleets(given: dict[Any, Any]) -> tuple[dict[Any, Any], list[str], li
         return given, places, []
     if not fleets or not isinstance(jobs, (list, tuple)):
         return given, places, []
-    size = pool.nodes * pool.gpus_per_node
+    size = pool.nodes * pool.gpus_per_node * pool.slots_per_gpu
     problems: list[str] = []
     made: list[object] = list(jobs)
     for name, fleet in fleets.items():

@@ -115,7 +115,7 @@ class World:
         if self._queue is None:
             if job.job.placed:
                 there = [j.job for j in self.jobs.values() if j.first_seen is not None and j.finished_at is None]
-                job.job = job.job.moved([Mapped(j.train, j.infer) for j in there], self.scenario.gpu_pool.size)
+                job.job = job.job.moved([Mapped(j.train, j.infer) for j in there], self.scenario.gpu_pool.slots)
             job.arrive()
         else:
             self._queue.submit(job.job)

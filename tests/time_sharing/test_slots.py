@@ -1,0 +1,86 @@
+"""GPUs that several jobs use at once: how slots are numbered, who gets which, and that trainers take turns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.time_sharing.history.check import check
+from nemo_rl.time_sharing.log import events as ev
+from nemo_rl.time_sharing.pipelines.residents import SlotTooSmall, slot_bytes
+from nemo_rl.time_sharing.planning.placement import Mapped, column_for
+from nemo_rl.time_sharing.protocol.topology import Pool
+from nemo_rl.time_sharing.simulation.scenario import parse_scenario
+from nemo_rl.time_sharing.simulation.world import World
+from nemo_rl.utils.record import MemoryRecord
+
+_GIB = 1 << 30
+
+
+@given(nodes=st.integers(1, 3), per_node=st.integers(1, 8), slots=st.integers(1, 4))
+def test_every_slot_lies_on_one_gpu_and_has_a_name_of_its_own(nodes: int, per_node: int, slots: int) -> None:
+    pool = Pool(nodes, per_node, slots)
+    assert len({pool.name_of(unit) for unit in range(pool.size)}) == pool.size
+    everywhere = pool.slots_on(range(pool.gpus), None)
+    assert everywhere == list(range(pool.slots))
+    columns = [pool.slots_on(range(pool.gpus), column) for column in range(slots)]
+    assert sorted(slot for column in columns for slot in column) == everywhere
+    for column in columns:
+        assert [pool.gpu_of(slot) for slot in column] == list(range(pool.gpus)), "ranks of a job are on different GPUs"
+    turns = pool.turns_of(everywhere)
+    assert turns == ([] if slots == 1 else list(range(pool.slots, pool.size)))
+    assert [pool.gpu_of(turn) for turn in turns] == ([] if slots == 1 else list(range(pool.gpus)))
+
+
+def test_a_job_comes_to_the_slot_on_which_the_fewest_are() -> None:
+    there: list[Mapped] = []
+    chosen = []
+    for _ in range(5):
+        column = column_for((0, 1), 2, there)
+        there.append(Mapped((0,), (0, 1), column))
+        chosen.append(column)
+    assert chosen == [0, 1, 0, 1, 0]
+    assert column_for((0, 1), 2, [Mapped((0,), (0, 1), None)]) == 0, "who has the whole GPU counts on every slot"
+    assert column_for((2, 3), 2, there) == 0, "jobs on other GPUs do not count"
+
+
+def test_slots_too_small_for_an_engine_are_refused_with_the_most_that_fit() -> None:
+    assert slot_bytes(80 * _GIB, 1) is None
+    assert slot_bytes(80 * _GIB, 2) == int(80 * _GIB * 0.88 / 2)
+    with pytest.raises(SlotTooSmall, match=r"--slots-per-gpu 40: .* ask for at most 17"):
+        slot_bytes(80 * _GIB, 40)
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10_000), slots=st.integers(2, 3), jobs=st.integers(2, 4))
+def test_jobs_of_one_gpu_generate_together_and_train_one_at_a_time(seed: int, slots: int, jobs: int) -> None:
+    gpus = 2
+    pool = Pool(1, gpus, slots)
+    scenario = parse_scenario(
+        {
+            "pool": {"gpus_per_node": gpus, "slots_per_gpu": slots},
+            "jobs": [
+                {
+                    "name": f"job{number}",
+                    "train": pool.slots_on((number % gpus,), number % slots),
+                    "infer": pool.slots_on(range(gpus), number % slots),
+                    "steps": 3,
+                    "train_s": 5.0,
+                }
+                for number in range(jobs)
+            ],
+            "faults": {"agent_crashes": 20.0, "scheduler_crashes": 20.0, "until_s": 200.0},
+        }
+    )
+    records: list[MemoryRecord] = []
+    world = World(scenario, seed, lambda clock: records.append(MemoryRecord(clock=clock)) or records[0])
+    world.run()
+    assert all(job.finished_at is not None for job in world.jobs.values())
+    assert check(records[0].entries) == []
+    trained = [
+        entry.event for entry in world.entries if isinstance(entry.event, ev.Granted) and "train" in str(entry.event)
+    ]
+    assert trained and all(set(pool.turns_of(grant.gpus)) <= set(grant.gpus) for grant in trained), (
+        "who trains on a slot holds its GPU's turn, which the checker grants to one at a time"
+    )
