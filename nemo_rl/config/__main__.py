@@ -17,7 +17,7 @@ import yaml
 from nemo_rl.config.check import Verdict, check_file, lines_about, recipe_files, summary
 from nemo_rl.config.errors import ConfigError, did_you_mean
 from nemo_rl.config.layers import source_of
-from nemo_rl.config.load import kind_of_file, load_layers, load_master_config
+from nemo_rl.config.load import kind_of_file, load_layers, load_master_config, load_partly
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, find_key, free_mapping, keys_of, names_in, reference_page, shown
 
@@ -71,10 +71,19 @@ def _check(chosen: argparse.Namespace) -> int:
     return int(max((recipe.verdict for recipe in checked), default=Verdict.RUNS))
 
 
-def _show(chosen: argparse.Namespace) -> None:
+def _show(chosen: argparse.Namespace) -> int:
     files, overrides = _sorted_out(chosen.items, at_most=1)
-    config = load_master_config(files[0], overrides, kind_of_file(files[0]))
-    print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=160), end="")
+    kind = kind_of_file(files[0], [])
+    mistake: ConfigError | None = None
+    try:
+        values = load_master_config(files[0], overrides, kind).to_dict()
+    except ConfigError as error:
+        values, mistake = load_partly(files[0], overrides, kind), error
+    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=160), end="")
+    if mistake is None:
+        return 0
+    print(f"{mistake}\nShown is what could be read; a run would refuse it.", file=sys.stderr)
+    return 2
 
 
 def _diff(chosen: argparse.Namespace) -> None:

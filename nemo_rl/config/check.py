@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem
 from nemo_rl.config.evaluation import EvalMasterConfig
-from nemo_rl.config.layers import merge, read_layers
+from nemo_rl.config.layers import merge, read_layers, with_sources
 from nemo_rl.config.load import kind_of_file
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
 from nemo_rl.config.validate import examine
@@ -81,13 +81,14 @@ def recipe_files(paths: Iterable[Path]) -> list[Path]:
 def check_file(file: Path) -> Checked:
     """Reads a recipe with its parents and checks it, with every variable of the environment taken as set."""
     try:
-        merged = merge(read_layers(file))
+        layers = read_layers(file)
+        merged = merge(layers)
         kind: type[MasterConfig | SFTMasterConfig | EvalMasterConfig] = kind_of_file(file)
         unset = sorted({name for name in _variables(merged) if name not in os.environ})
         examined = examine(_with_variables(merged, unset), kind)
     except ConfigError as error:
         return Checked(file, list(error.problems))
-    return Checked(file, examined.problems, examined.notes, unset)
+    return Checked(file, with_sources(examined.problems, layers, str(file)), examined.notes, unset)
 
 
 def lines_about(checked: Checked) -> Iterator[str]:

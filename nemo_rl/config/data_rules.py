@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from nemo_rl.config.algorithms import GRPOConfig
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.env import EnvConfig, UserEnvironmentConfig
+from nemo_rl.config.env import EnvConfig, EnvironmentConfig, UserEnvironmentConfig
 from nemo_rl.config.errors import Problem, did_you_mean
+from nemo_rl.config.evaluation import EvalMasterConfig
 from nemo_rl.config.foreign import GYM, VLM
 from nemo_rl.config.master import MasterConfig, RootConfig, SFTMasterConfig
 from nemo_rl.config.metric_names import MetricName
@@ -78,22 +80,38 @@ def environments_exist(config: MasterConfig) -> Iterator[Problem]:
         used.add(entry.env_name)
         part = _UNBUILT_ENVIRONMENTS.get(entry.env_name)
         own = config.env.of(entry.env_name)
-        if part is not None and (own is None or own.env_class is None):
-            yield not_built(f"{key}.env_name", entry.env_name, part, "name another, or give it a class of your own")
+        if part is not None and (own is None or not own.is_users):
+            yield not_built(
+                f"{key}.env_name", entry.env_name, part, "name another, or give it a class or function of your own"
+            )
         elif entry.env_name not in names:
             yield (
                 f"{key}.env_name: there is no environment "
                 f"{entry.env_name!r}.{did_you_mean(entry.env_name, names)} A new one needs "
-                f"env.{entry.env_name}.class"
+                f"env.{entry.env_name}.class or .function"
             )
     for name, section in (config.env.model_extra or {}).items():
         known = name in used or name in _UNBUILT_ENVIRONMENTS
-        if isinstance(section, UserEnvironmentConfig) and section.env_class is None and not known:
+        if isinstance(section, UserEnvironmentConfig) and not section.is_users and not known:
             built_in = [other for other in names if other not in (config.env.model_extra or {})]
             yield (
                 f"env.{name}: unknown environment, and nothing uses it.{did_you_mean(name, built_in)} A "
-                f"new one needs env.{name}.class"
+                f"new one needs env.{name}.class or .function"
             )
+
+
+def functions_stand_alone(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+    for name in environment_names(config.env):
+        section = config.env.of(name)
+        if section is None or section.function is None:
+            continue
+        if section.env_class is not None:
+            yield f"env.{name}.class and env.{name}.function exclude each other; leave one out"
+        for key, field in type(section).model_fields.items():
+            if key not in EnvironmentConfig.model_fields and getattr(section, key) != field.default:
+                yield (
+                    f"env.{name}.{key} is of the built-in environment, which env.{name}.function replaces; leave it out"
+                )
 
 
 def datasets_exist(config: RootConfig) -> Iterator[Problem]:
@@ -110,6 +128,11 @@ def environment_names(env: EnvConfig) -> list[str]:
     """Names that `data.*.env_name` may hold: the built-in environments and those the configuration adds."""
     built_in = [name for name in EnvConfig.model_fields if not name.startswith("should_")]
     return [*built_in, *(env.model_extra or {})]
+
+
+def environments_in_use(config: MasterConfig) -> list[str]:
+    """Names of the environments that entries of data name."""
+    return list(dict.fromkeys(entry.env_name for _, entry in _entries(config)))
 
 
 def _entries(config: RootConfig) -> Iterator[tuple[str, DatasetConfig]]:
@@ -133,6 +156,7 @@ DATA_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     training_has_a_dataset,
     datasets_exist,
     environments_exist,
+    functions_stand_alone,
 )
 SFT_DATA_RULES: tuple[Callable[[SFTMasterConfig], Iterator[Problem]], ...] = (
     sft_validation_has_data,
@@ -205,7 +229,35 @@ def a_run_ends_by_a_metric(config: MasterConfig) -> Iterator[Problem]:
         return
     if grpo.val_period <= 0:
         yield f"{name}: grpo.val_period is {grpo.val_period}, so that nothing is validated before the run's end"
+    elif (first := _first_validation(grpo)) > grpo.max_num_steps:
+        yield (
+            f"{name}: the first validation would be after step {first} (grpo.val_period {grpo.val_period}, "
+            f"grpo.val_start_at {grpo.val_start_at}), and the run ends after grpo.max_num_steps {grpo.max_num_steps}"
+        )
+    highest, threshold = _highest(config, metric.name), grpo.stop_at_validation_threshold
+    if highest is not None and threshold is not None and threshold > highest:
+        yield (
+            f"grpo.stop_at_validation_threshold: {threshold:g} can never be reached: {metric.name} is at most "
+            f"{highest:g}"
+        )
     yield from _unknown_of_validation(config, name, metric.name, "")
+
+
+def _first_validation(grpo: GRPOConfig) -> int:
+    """The first step after which a validation is due, of a run that validates periodically."""
+    return -(-max(grpo.val_start_at, 1) // grpo.val_period) * grpo.val_period
+
+
+def _highest(config: MasterConfig, metric: str) -> float | None:
+    """What a metric of validation is at most; None where that depends on a user's environment, or on turns."""
+    names = {entry.env_name for entry in _validated(config)}
+    own = [section for name in names if (section := config.env.of(name)) is not None and section.is_users]
+    head, _, part = metric.partition("/")
+    if metric == "pass_k" or (head == "reward" and not own) or (part == "accuracy" and head in _MEASURED):
+        return 1.0
+    if head not in ("accuracy", "mean_accuracy") or own or not names <= set(_HIGHEST_REWARD):
+        return None
+    return max(_HIGHEST_REWARD[name] for name in names)
 
 
 def _unknown_of_validation(config: RootConfig, what: str, short: str, prefix: str) -> Iterator[Problem]:
@@ -232,16 +284,23 @@ def _unknown_of_validation(config: RootConfig, what: str, short: str, prefix: st
 _MATH = ("accuracy", "verify_timeouts")
 _MEASURED = dict.fromkeys(("math", "math_default", "dapo", "math_multi_reward"), _MATH)
 _PARTS = {"math_multi_reward": ("correctness", "integer", "format")}
+# The highest reward of environments whose episodes are one turn.
+_HIGHEST_REWARD = dict.fromkeys((*_MEASURED, "reasoning_gym", "code_jaccard"), 1.0) | {"math_multi_reward": 3.0}
+
+
+def _validated(config: MasterConfig) -> list[DatasetConfig]:
+    """The entries of data that a validation asks."""
+    held_out = [entry for entry in config.data.train if entry.split_validation_size > 0]
+    return [*held_out, *(config.data.validation or [])]
 
 
 def _of_tasks_and_environments(config: MasterConfig) -> list[str]:
     """Names under which validation data and their environments are measured; `*` at the end stands for any."""
-    entries = [entry for entry in config.data.train if entry.split_validation_size > 0]
-    entries += config.data.validation or []
+    entries = _validated(config)
     names: list[str] = []
     for name in dict.fromkeys(entry.env_name for entry in entries):
         own = config.env.of(name)
-        if name in EnvConfig.model_fields and (own is None or own.env_class is None):
+        if name in EnvConfig.model_fields and (own is None or not own.is_users):
             names += [f"{name}/{measured}" for measured in _MEASURED.get(name, ())]
             names += [f"reward/{part}" for part in _PARTS.get(name, ())]
         else:

@@ -19,9 +19,19 @@ class EnvironmentConfig(Section):
     env_class: str | None = Field(
         None, alias="class", description="Dotted path of the environment's class; null: the built-in of this name."
     )
+    function: str | None = Field(
+        None,
+        description="Dotted path of a function that rewards one response, instead of a class; further keys are its "
+        "keyword arguments.",
+    )
     step_timeout_s: float = Field(
         600.0, gt=0, description="Seconds that one call of the environment may take before the step fails."
     )
+
+    @property
+    def is_users(self) -> bool:
+        """Whether a user's class or function stands behind the name."""
+        return self.env_class is not None or self.function is not None
 
 
 class UserEnvironmentConfig(EnvironmentConfig):

@@ -76,6 +76,7 @@ class ConfigError(UserError, ValueError):
 
     Attributes:
         problems: one line per mistake.
+        given: the same, with what a part that is not built says of itself.
         not_built: those of them that name a part which is not built; the others are mistakes of the configuration.
         source: the file, where there is one.
     """
@@ -89,10 +90,10 @@ class ConfigError(UserError, ValueError):
         self.problems = [str(problem) for problem in problems]
         self.not_built = [problem for problem in problems if isinstance(problem, NotBuilt)]
         self.source = source
-        self._given = tuple(problems)
+        self.given = tuple(problems)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._given, self.source)
+        return type(self), (self.given, self.source)
 
 
 class OverridesError(ConfigError):

@@ -103,11 +103,12 @@ def k_answers_are_drawn(config: EvalMasterConfig) -> Iterator[str]:
 
 
 def several_answers_may_differ(config: EvalMasterConfig) -> Iterator[str]:
-    if config.generation.temperature == 0 and config.eval.num_tests_per_prompt > 1:
+    generation = config.generation
+    greedy = [name for name, value in (("temperature", 0), ("top_k", 1)) if generation[name] == value]
+    if greedy and config.eval.num_tests_per_prompt > 1:
         yield (
-            f"eval.num_tests_per_prompt is {config.eval.num_tests_per_prompt}, but generation.temperature 0 "
-            "gives the same answer every time; "
-            "raise the temperature or draw one answer"
+            f"eval.num_tests_per_prompt is {config.eval.num_tests_per_prompt}, but generation.{greedy[0]} "
+            f"{generation[greedy[0]]:g} gives the same answer every time; raise it or draw one answer"
         )
 
 

@@ -126,6 +126,12 @@ def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[
             "learn from; sample with a temperature above 0 (val_temperature may be 0)"
         )
         return
+    if generation.top_k == 1:
+        yield (
+            "policy.generation.top_k is 1: every sample of a group would be the same greedy one, with nothing to learn "
+            "from; leave it null, or take a larger one (val_top_k may be 1)"
+        )
+        return
     plain = {"temperature": 1, "top_p": 1, "top_k": None}
     changed = [f"{name} {generation[name]}" for name, value in plain.items() if generation[name] != value]
     if generation.vllm_cfg.logprobs_mode == "raw_logprobs" and changed:
@@ -133,6 +139,33 @@ def log_probabilities_are_of_what_was_sampled(config: MasterConfig) -> Iterator[
             "policy.generation.vllm_cfg.logprobs_mode is raw_logprobs, of before temperature and filters, but "
             f"policy.generation samples with {', '.join(changed)} and training scores what was sampled; set it to "
             "processed_logprobs"
+        )
+
+
+def validation_samples_may_differ(config: MasterConfig) -> Iterator[str]:
+    drawn, generation = config.grpo.val_num_generations_per_prompt, config.policy.generation
+    greedy = [
+        f"policy.generation.{name} is {value}"
+        for name, value, is_greedy in (
+            ("val_temperature", f"{generation.val_temperature:g}", generation.val_temperature == 0),
+            ("val_top_k", generation.val_top_k, generation.val_top_k == 1),
+        )
+        if is_greedy
+    ]
+    if drawn > 1 and greedy:
+        yield (
+            f"grpo.val_num_generations_per_prompt is {drawn}, but {greedy[0]}: all samples of a validation prompt "
+            "would be the same greedy one; draw one, or sample"
+        )
+
+
+def responses_fit_into_engines(config: MasterConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if generation.backend == "vllm" and generation.max_new_tokens > generation.vllm_cfg.max_model_len:
+        yield (
+            f"policy.generation.max_new_tokens is {generation.max_new_tokens}, above "
+            f"policy.generation.vllm_cfg.max_model_len {generation.vllm_cfg.max_model_len}, the longest sequence of an "
+            "engine, prompt included; lower one or raise the other"
         )
 
 
@@ -146,4 +179,6 @@ GENERATION_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     engines_of_an_accelerator_are_possible,
     weights_reach_engines_that_share,
     log_probabilities_are_of_what_was_sampled,
+    validation_samples_may_differ,
+    responses_fit_into_engines,
 )

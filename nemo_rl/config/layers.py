@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 from omegaconf._utils import get_yaml_loader
 
-from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.errors import ConfigError, NotBuilt, Problem
 
 PARENTS = "defaults"
 REPLACE = "_override_"
@@ -70,13 +70,17 @@ def read_yaml(text: str) -> object:
     return yaml.load(text, Loader=_Loader)
 
 
-def read_layers(path: str | Path) -> list[Layer]:
+def read_layers(path: str | Path, mistakes: list[ConfigError] | None = None) -> list[Layer]:
     """The file at `path` with everything it inherits through `defaults`, weakest first.
 
+    Args:
+        path: the file.
+        mistakes: is given the errors of files, which are then left out; None raises the first.
+
     Raises:
-        ConfigError: a file is missing, is not YAML, has no mapping at its root, or inherits itself.
+        ConfigError: a file is missing, is not YAML, gives a key twice, has no mapping at its root, or inherits itself.
     """
-    return _read(Path(path), ())
+    return _read(Path(path), (), mistakes)
 
 
 def merge(layers: Sequence[Layer]) -> dict[str, object]:
@@ -111,6 +115,25 @@ def source_of(layers: Sequence[Layer], key: Sequence[str]) -> str | None:
     return next((layer.source for layer in reversed(layers) if _speaks_of(layer.values, key)), None)
 
 
+_DOTTED_KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)+")
+
+
+def with_sources(problems: Sequence[Problem], layers: Sequence[Layer], own: str | None) -> list[Problem]:
+    """The problems, each with the sources of the keys that it names, other than the file `own`."""
+    return [_with_sources(problem, layers, own) for problem in problems]
+
+
+def _with_sources(problem: Problem, layers: Sequence[Layer], own: str | None) -> Problem:
+    line = str(problem)
+    keys = dict.fromkeys([line.partition(":")[0], *_DOTTED_KEY.findall(line)])
+    sources = {key: source_of(layers, key.split(".")) for key in keys}
+    named = [f"{key} from {source}" for key, source in sources.items() if source not in (None, own)]
+    if not named:
+        return problem
+    line = f"{line} ({', '.join(named)})"
+    return replace(problem, line=line) if isinstance(problem, NotBuilt) else line
+
+
 def _speaks_of(values: object, key: Sequence[str]) -> bool:
     if not isinstance(values, Mapping):
         return True
@@ -118,11 +141,23 @@ def _speaks_of(values: object, key: Sequence[str]) -> bool:
         return True
     if values.get(REPLACE) is True:
         return True
+    if key[0].isdigit() and key[0] not in values:
+        # A single entry may be written without its list.
+        return _speaks_of(values, key[1:])
     return key[0] in values and values[key[0]] != MANDATORY and _speaks_of(values[key[0]], key[1:])
 
 
-def _read(path: Path, readers: tuple[Path, ...]) -> list[Layer]:
-    path = path.expanduser()
+def _read(path: Path, readers: tuple[Path, ...], mistakes: list[ConfigError] | None) -> list[Layer]:
+    try:
+        return _read_one(path.expanduser(), readers, mistakes)
+    except ConfigError as error:
+        if mistakes is None:
+            raise
+        mistakes.append(error)
+        return []
+
+
+def _read_one(path: Path, readers: tuple[Path, ...], mistakes: list[ConfigError] | None) -> list[Layer]:
     if path.resolve() in readers:
         chain = " -> ".join(str(step) for step in (*readers, path.resolve()))
         raise ConfigError([f"{PARENTS}: the files inherit each other in a circle: {chain}"])
@@ -132,8 +167,15 @@ def _read(path: Path, readers: tuple[Path, ...]) -> list[Layer]:
     for parent in [parents] if isinstance(parents, str) else parents or []:
         if not isinstance(parent, str):
             raise ConfigError([f"{PARENTS}: {parent!r} is not the path of a file"], source=str(path))
-        layers += _read(path.parent / parent, (*readers, path.resolve()))
+        layers += _read(path.parent / parent, (*readers, path.resolve()), mistakes)
     return [*layers, Layer(str(path), values)]
+
+
+def _unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    twice = re.fullmatch(r"found duplicate key (.*)", getattr(error, "problem", None) or "")
+    if isinstance(error, yaml.MarkedYAMLError) and twice and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: the key {twice[1]} is given twice in this mapping; leave one out"
+    return f"not readable as YAML: {' '.join(str(error).split())}"
 
 
 def _read_mapping(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
@@ -145,7 +187,7 @@ def _read_mapping(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         root = read_yaml(text)
         values: Any = {} if root is None else root
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"not readable as YAML: {' '.join(str(error).split())}"], source=str(path)) from error
+        raise ConfigError([_unreadable(error)], source=str(path)) from error
     if not isinstance(values, dict):
         raise ConfigError([f"the root must be a mapping, not a {type(values).__name__}"], source=str(path))
     return {str(key): value for key, value in values.items()}

@@ -6,31 +6,37 @@ configuration. Knows the order of the stages, and nothing of what they do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl.config.defaults import register_omegaconf_resolvers
-from nemo_rl.config.errors import OverridesError
+from nemo_rl.config.defaults import register_omegaconf_resolvers, resolve, with_defaults
+from nemo_rl.config.dotted import ABSENT, at
+from nemo_rl.config.errors import ConfigError, OverridesError
 from nemo_rl.config.evaluation import EvalMasterConfig
-from nemo_rl.config.layers import Layer, merge, read_layers
+from nemo_rl.config.foreign import adapt
+from nemo_rl.config.layers import Layer, merge, read_layers, with_sources
 from nemo_rl.config.master import CompleteConfig, MasterConfig, SFTMasterConfig
 from nemo_rl.config.overrides import Action, Override, apply, names_beside, parse_hydra_overrides, parse_override
 from nemo_rl.config.schema import is_known, is_null_when_deleted, names_in
 from nemo_rl.config.validate import validate
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=CompleteConfig)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The merged mapping before defaults, and the layers it came from, weakest first."""
+    """The merged mapping before defaults, the layers it came from, weakest first, and notes on overrides."""
 
     values: dict[str, Any]
     layers: list[Layer]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -67,14 +73,38 @@ def load_master_config(
         ConfigError: with one line per mistake.
         OverridesError: an override cannot be parsed or applied.
     """
-    return validate(load_layers(path, overrides, kind).values, kind, source=None if path is None else str(path))
+    source = None if path is None else str(path)
+    loaded = load_layers(path, overrides, kind)
+    for note in loaded.notes:
+        logger.warning("the command line: %s", note)
+    try:
+        return validate(loaded.values, kind, source)
+    except ConfigError as error:
+        raise ConfigError(with_sources(error.given, loaded.layers, source), source) from error
 
 
-def load_layers(path: str | Path | None, overrides: Sequence[str], kind: type[CompleteConfig]) -> Loaded:
-    """Files and overrides merged, with every override as a layer of its own."""
-    layers = [] if path is None else read_layers(path)
+def load_layers(
+    path: str | Path | None,
+    overrides: Sequence[str],
+    kind: type[CompleteConfig],
+    mistakes: list[ConfigError] | None = None,
+) -> Loaded:
+    """Files and overrides merged, with every override as a layer of its own.
+
+    Args:
+        path: a YAML file, or None.
+        overrides: what the command line says.
+        kind: the configuration's class.
+        mistakes: is given the errors of files and overrides, which are then left out; None raises them.
+
+    Raises:
+        ConfigError, OverridesError: as `load_master_config`.
+    """
+    layers = [] if path is None else read_layers(path, mistakes)
     values = merge(layers)
     problems: list[str] = []
+    given: list[Override] = []
+    notes: list[str] = []
     for text in overrides:
         try:
             override = parse_override(text)
@@ -82,15 +112,49 @@ def load_layers(path: str | Path | None, overrides: Sequence[str], kind: type[Co
         except OverridesError as error:
             problems += error.problems
             continue
+        notes += [note for earlier in given if (note := _hidden(earlier, override))]
+        given.append(override)
         layers.append(Layer(f"override {text!r}", _nested(override.key, override.value)))
     if problems:
-        raise OverridesError(problems)
-    return Loaded(values, layers)
+        error = OverridesError(problems)
+        if mistakes is None:
+            raise error
+        mistakes.append(error)
+    return Loaded(values, layers, notes)
 
 
-def kind_of_file(path: str | Path | None) -> type[MasterConfig | SFTMasterConfig | EvalMasterConfig]:
-    """SFT when the merged file has a section `sft`, evaluation when it has `eval`, GRPO otherwise."""
-    sections: dict[str, Any] = {} if path is None else merge(read_layers(path))
+def load_partly(path: str | Path | None, overrides: Sequence[str], kind: type[CompleteConfig]) -> dict[str, object]:
+    """What can be read of a configuration with mistakes, with the defaults filled in; unchecked."""
+    given = load_layers(path, overrides, kind, []).values
+    filled = with_defaults(adapt(given, kind).values, kind)
+    try:
+        return resolve(filled)
+    except ConfigError:
+        return filled
+
+
+def _hidden(earlier: Override, later: Override) -> str | None:
+    """What is said of two overrides, the later of which leaves nothing of the earlier."""
+    inside = earlier.key[len(later.key) :]
+    if earlier.key[: len(later.key)] != later.key or earlier.action is Action.DELETE:
+        return None
+    value = at(later.value, inside)
+    gone = later.action is Action.DELETE or (value is not ABSENT and value != earlier.value)
+    return (
+        f"{earlier.dotted} is set twice: {earlier.text!r} has no effect, {later.text!r} wins"
+        if gone and not isinstance(value, Mapping)
+        else None
+    )
+
+
+def kind_of_file(
+    path: str | Path | None, mistakes: list[ConfigError] | None = None
+) -> type[MasterConfig | SFTMasterConfig | EvalMasterConfig]:
+    """SFT when the merged file has a section `sft`, evaluation when it has `eval`, GRPO otherwise.
+
+    For the arguments see `read_layers`.
+    """
+    sections: dict[str, Any] = {} if path is None else merge(read_layers(path, mistakes))
     return SFTMasterConfig if "sft" in sections else EvalMasterConfig if "eval" in sections else MasterConfig
 
 

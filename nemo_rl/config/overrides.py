@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -125,8 +125,11 @@ def apply(
             [f"{override.text!r}: {override.dotted} is there already; write {override.dotted}=... to change it"]
         )
     if override.action in (Action.SET, Action.DELETE) and not there and not is_known(override.key):
-        hint = did_you_mean(override.key[-1], siblings(override.key))
-        advice = f" Write +{override.dotted}=... to add it." if override.action is Action.SET else ""
+        elsewhere = [".".join(key) for key in _keys_named(changed, override.key[-1])]
+        hint = f" There is {' and '.join(elsewhere[:3])}." if elsewhere else ""
+        hint = hint or did_you_mean(override.key[-1], siblings(override.key))
+        adds = override.action is Action.SET and not elsewhere
+        advice = f" Write +{override.dotted}=... to add it." if adds else ""
         raise OverridesError([f"{override.text!r}: there is no key {override.dotted}.{hint}{advice}"])
     if override.action is Action.DELETE:
         _delete(changed, override, there)
@@ -154,6 +157,14 @@ def names_beside(values: Mapping[str, object], key: Key) -> list[str]:
     for part in key[:-1]:
         node = node.get(part) if isinstance(node, Mapping) else None
     return [str(name) for name in node] if isinstance(node, Mapping) else []
+
+
+def _keys_named(node: object, name: str, prefix: Key = ()) -> Iterator[Key]:
+    """Every key below `node` whose last part is `name`."""
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        if key == name:
+            yield (*prefix, name)
+        yield from _keys_named(value, name, (*prefix, str(key)))
 
 
 def _step(node: object, part: str) -> object:

@@ -183,6 +183,7 @@ def engine_arguments_are_safe(config: MasterConfig | EvalMasterConfig) -> Iterat
         "generation_config": "vllm",
     }
     prefix, known = names["generation"], engine_arguments()
+    yield from _no_numbers(f"{prefix}.vllm_kwargs", generation.vllm_kwargs)
     for spelled, value in generation.vllm_kwargs.items():
         key = f"{prefix}.vllm_kwargs.{spelled}"
         name = spelled.strip("-").replace("-", "_").lower()
@@ -241,12 +242,18 @@ def optimizer_arguments_are_safe(config: RootConfig) -> Iterator[str]:
         key = f"policy.optimizer.kwargs.{name}"
         if name in _SWITCHES and not (value is None or isinstance(value, bool)):
             yield f"{key}: {value!r} is neither true nor false"
-        elif name in OPTIMIZER_AMOUNTS and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            yield f"{key}: {value!r} is no number"
+        elif name in OPTIMIZER_AMOUNTS and not _is_number(value):
+            yield f"{key}: {value!r} is no number; write one such as 1e-6 or 0.01"
+        elif name == "betas" and not (isinstance(value, list) and all(map(_is_number, value))):
+            yield f"{key}: {value!r} is no list of numbers; write one such as [0.9, 0.999]"
         elif name in ("maximize", "differentiable") and value:
             yield f"{key}: {value!r}: training minimises the loss, and keeps no graph of its steps; leave it out"
         elif name == "params":
             yield f"{key}: the parameters are the model's; leave it out"
+
+
+# What torch's schedulers take as text; everything else of theirs is a number, a switch, or a list of numbers.
+_SCHEDULER_TEXTS = ("mode", "threshold_mode", "anneal_strategy", "scale_mode")
 
 
 def scheduler_arguments_are_safe(config: RootConfig) -> Iterator[str]:
@@ -257,6 +264,10 @@ def scheduler_arguments_are_safe(config: RootConfig) -> Iterator[str]:
                 yield f"{key}: the optimizer is policy.optimizer; leave it out"
             elif name == "last_epoch":
                 yield f"{key}: {value!r}: a schedule begins with the run, and a resumed run goes on in it; leave it out"
+            elif (entry.name or "").startswith("torch.optim.lr_scheduler.") and name not in _SCHEDULER_TEXTS:
+                texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+                if texts:
+                    yield f"{key}: {texts[0]!r} is no number; write one such as 0.1 or 50"
 
 
 # Arguments of transformers' rendering that are a key of this package, or that say how its result is used.
@@ -337,6 +348,30 @@ def tracker_arguments_are_safe(config: RootConfig) -> Iterator[str]:
             yield f"logger.{tracker}.{name}: {given[name]!r}: this is set by {others[name]}"
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _counted(name: str) -> bool:
+    """Whether an option that is passed on is a number by its name."""
+    return name.startswith(("max_", "min_", "num_")) or name.endswith(
+        ("_size", "_gb", "_bytes", "_len", "_theta", "_eps", "_layers", "_utilization")
+    )
+
+
+def _no_numbers(prefix: str, options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in _leaves(options):
+        if _counted(name.rsplit(".", 1)[-1]) and isinstance(value, str) and value != "auto":
+            yield f"{prefix}.{name}: {value!r} is no number; write one without quotes and units"
+
+
+def passed_on_numbers_are_numbers(config: RootConfig) -> Iterator[str]:
+    policy = config.policy
+    if policy.megatron_cfg.enabled:
+        yield from _no_numbers(f"{_MEGATRON}.model_overrides", policy.megatron_cfg.model_overrides)
+    yield from _no_numbers("policy.hf_config_overrides", policy.hf_config_overrides)
+
+
 def model_overrides_are_safe(config: RootConfig) -> Iterator[Problem]:
     for name, value in _leaves(config.policy.hf_config_overrides):
         key, last = f"policy.hf_config_overrides.{name}", name.rsplit(".", 1)[-1]
@@ -364,6 +399,7 @@ PASS_THROUGH_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     megatron_overrides_are_safe,
     optimizer_arguments_are_safe,
     scheduler_arguments_are_safe,
+    passed_on_numbers_are_numbers,
     model_overrides_are_safe,
     template_arguments_are_safe,
     variables_are_safe,

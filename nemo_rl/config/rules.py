@@ -11,7 +11,13 @@ import os
 from collections.abc import Callable, Iterator
 
 from nemo_rl.config.async_rl import AsyncRLConfig
-from nemo_rl.config.data_rules import DATA_RULES, GRPO_METRIC_RULES, SFT_DATA_RULES, SHARED_METRIC_RULES
+from nemo_rl.config.data_rules import (
+    DATA_RULES,
+    GRPO_METRIC_RULES,
+    SFT_DATA_RULES,
+    SHARED_METRIC_RULES,
+    functions_stand_alone,
+)
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
 from nemo_rl.config.generation_rules import GENERATION_RULES
@@ -28,7 +34,15 @@ from nemo_rl.config.placement import (
 from nemo_rl.config.profiling import ENGINES, POLICY_WORKERS, asked_profile
 from nemo_rl.config.profiling import WORKERS as PROFILED_WORKERS
 from nemo_rl.config.section import not_built
-from nemo_rl.config.training_rules import BATCH_RULES, DTENSOR_RULES, LOSS_RULES, MEGATRON_RULES, SFT_BATCH_RULES
+from nemo_rl.config.training_rules import (
+    BATCH_RULES,
+    DTENSOR_RULES,
+    LOSS_RULES,
+    MEGATRON_RULES,
+    OPTIMIZER_RULES,
+    SFT_BATCH_RULES,
+    learning_rates,
+)
 
 
 def broken_rules(config: CompleteConfig) -> list[Problem]:
@@ -49,15 +63,31 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
     if isinstance(config, (MasterConfig, EvalMasterConfig)):
         problems += engine_arguments_are_safe(config)
     if isinstance(config, EvalMasterConfig):
-        problems += [line for rule in (*EVAL_RULES, *EVAL_PASS_THROUGH_RULES) for line in rule(config)]
+        rules = (*EVAL_RULES, *EVAL_PASS_THROUGH_RULES, functions_stand_alone)
+        problems += [line for rule in rules for line in rule(config)]
     return problems
 
 
 def cautions(config: CompleteConfig) -> Iterator[str]:
     """What is allowed and may not be what was meant."""
+    if isinstance(config, RootConfig):
+        for key, rate in learning_rates(config):
+            if rate == 0:
+                yield f"{key} is 0: the optimizer changes no weight"
     if not isinstance(config, MasterConfig):
         return
-    grpo = config.grpo
+    grpo, policy = config.grpo, config.policy
+    longest, engine = policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len
+    if policy.generation.max_new_tokens > longest:
+        yield (
+            f"policy.generation.max_new_tokens is {policy.generation.max_new_tokens}, but prompt and responses "
+            f"together end at policy.max_total_sequence_length {longest}"
+        )
+    if engine < longest and policy.generation.backend == "vllm":
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len is {engine}, below policy.max_total_sequence_length {longest}: "
+            f"samples end at {engine} tokens"
+        )
     if grpo.use_dynamic_sampling and grpo.adv_estimator.use_leave_one_out_baseline:
         yield (
             "grpo.use_dynamic_sampling with use_leave_one_out_baseline: true keeps or drops whole groups, by the "
@@ -323,6 +353,7 @@ SHARED_RULES: tuple[Callable[[RootConfig], Iterator[Problem]], ...] = (
     adapters_are_possible,
     *DTENSOR_RULES,
     *MEGATRON_RULES,
+    *OPTIMIZER_RULES,
 )
 GRPO_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     *GENERATION_RULES,

@@ -8,6 +8,7 @@ found out from the model. Invariant: no rule depends on another's result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from nemo_rl.config.errors import Problem
@@ -202,6 +203,38 @@ def fp8_generation_is_corrected(config: MasterConfig) -> Iterator[str]:
         yield "policy.generation.vllm_cfg.precision: fp8 needs loss_fn.use_importance_sampling_correction: true"
 
 
+def groups_have_something_to_compare(config: MasterConfig) -> Iterator[str]:
+    grpo, loss = config.grpo, config.loss_fn
+    estimator = grpo.adv_estimator
+    compares = estimator.name in ("grpo", "gdpo") or (
+        estimator.name == "reinforce_plus_plus" and estimator.minus_baseline
+    )
+    # A loss of the user's, and VAPO's term, may learn without advantages.
+    learns_otherwise = loss.loss_class is not None or loss.positive_example_nll_weight > 0
+    if grpo.num_generations_per_prompt == 1 and compares and not learns_otherwise:
+        switch = " with minus_baseline: true" if estimator.name == "reinforce_plus_plus" else ""
+        yield (
+            f"grpo.num_generations_per_prompt is 1, and grpo.adv_estimator.name {estimator.name}{switch} compares the "
+            "samples of a prompt with each other: every advantage would be 0; draw at least 2 samples, or take "
+            "grpo.adv_estimator.name: reinforce_plus_plus with minus_baseline: false"
+        )
+
+
+def some_samples_are_trained(config: MasterConfig) -> Iterator[str]:
+    grpo, threshold = config.grpo, config.grpo.seq_logprob_error_threshold
+    if threshold is not None and threshold < 1:
+        yield (
+            f"grpo.seq_logprob_error_threshold is {threshold:g}, and a sequence's mean exp|difference| is at least 1: "
+            "every sample would be masked; 1.5 or 2 is usual, null masks none"
+        )
+    scaling = grpo.reward_scaling
+    if scaling.enabled and scaling.target_min == scaling.target_max:
+        yield (
+            f"grpo.reward_scaling.target_min and target_max are both {scaling.target_min:g}: every reward would be "
+            "the same, with nothing to learn from"
+        )
+
+
 def distillation_has_teachers(config: MasterConfig) -> Iterator[Problem]:
     if config.grpo.adv_estimator.name == "opd" and not config.on_policy_distillation.enabled:
         yield not_built("grpo.adv_estimator.name", "opd", "on-policy distillation", "choose another estimator")
@@ -218,10 +251,11 @@ def ranges_are_ranges(config: MasterConfig) -> Iterator[str]:
     if (
         shaping.enabled
         and shaping.stop_properly_penalty_coef is None
-        and shaping.overlong_buffer_length > shaping.max_response_length
+        and not 0 < shaping.overlong_buffer_length <= shaping.max_response_length
     ):
+        size = "empty" if shaping.overlong_buffer_length == 0 else "longer than"
         yield (
-            f"grpo.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is longer than "
+            f"grpo.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is {size}; it lies in 1 .. "
             f"grpo.reward_shaping.max_response_length {shaping.max_response_length}"
         )
 
@@ -234,6 +268,8 @@ LOSS_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     kl_has_a_reference,
     kl_in_reward_has_previous_logprobs,
     fp8_generation_is_corrected,
+    groups_have_something_to_compare,
+    some_samples_are_trained,
     distillation_has_teachers,
     ranges_are_ranges,
 )
@@ -325,4 +361,34 @@ def experts_divide_the_ranks(config: RootConfig) -> Iterator[str]:
         )
 
 
+# A step of Adam moves every weight by about the learning rate, and weights are mostly below 1.
+_HIGHEST_LR = 1.0
+
+
+def learning_rates(config: RootConfig) -> Iterator[tuple[str, object]]:
+    """Key and value of the learning rate that the run trains with."""
+    policy = config.policy
+    if policy.megatron_cfg.enabled:
+        yield f"{_KEY}.optimizer.lr", policy.megatron_cfg.optimizer.lr
+    elif policy.optimizer is not None and "lr" in policy.optimizer.kwargs:
+        yield "policy.optimizer.kwargs.lr", policy.optimizer.kwargs["lr"]
+
+
+def learning_rate_is_possible(config: RootConfig) -> Iterator[str]:
+    megatron, optimizer = config.policy.megatron_cfg, config.policy.optimizer
+    name = megatron.optimizer.optimizer if megatron.enabled else optimizer.name if optimizer is not None else ""
+    for key, rate in learning_rates(config):
+        # What is no number is refused by the rule of pass-through arguments.
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+            continue
+        if not 0 <= rate < math.inf:
+            yield f"{key}: {rate:g} is no learning rate; write a small positive number such as 1e-6"
+        elif rate > _HIGHEST_LR and "sgd" not in name.lower():
+            yield (
+                f"{key}: {rate:g} would move every weight by about that much in each step of {name}, and destroy the "
+                "model; 1e-6 to 1e-4 is usual"
+            )
+
+
 MEGATRON_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (optimizer_is_possible, experts_divide_the_ranks)
+OPTIMIZER_RULES: tuple[Callable[[RootConfig], Iterator[str]], ...] = (learning_rate_is_possible,)

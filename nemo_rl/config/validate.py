@@ -24,7 +24,7 @@ from nemo_rl.config.layers import MANDATORY
 from nemo_rl.config.master import COMPLETE, CompleteConfig
 from nemo_rl.config.rules import broken_rules, cautions
 from nemo_rl.config.schema import keys_of, names_in
-from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals
+from nemo_rl.config.section import Section, field_of, idle_refusals, not_built, refusals, section_type
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,15 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
     missing: list[Problem] = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
     if missing:
         return Examined(problems=missing)
+    flat: list[Problem] = [
+        f"{name}: {value!r:.80} is no mapping of keys"
+        for name, value in raw.items()
+        if (known := field_of(kind, str(name))) is not None
+        and section_type(known) is not None
+        and not (value is None or isinstance(value, Mapping) or str(value).startswith("${"))
+    ]
+    if flat:
+        return Examined(problems=flat)
     adapted = adapt(raw, kind)
     given, notes = adapted.values, adapted.notes
     filled = complete(given, kind)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import ConfigError, MasterConfig, load_master_config
 from nemo_rl.config.__main__ import main
 from nemo_rl.config.schema import reference_page
 
@@ -24,6 +24,73 @@ def test_show_prints_a_file_that_loads_as_the_same_configuration(capsys: pytest.
     assert main(["show", "grpo.seed=9", "policy.max_total_sequence_length=64"]) == 0
     config = MasterConfig(**yaml.safe_load(capsys.readouterr().out))
     assert config.grpo.seed == 9 and config.policy.generation.vllm_cfg.max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "mistake", "key", "value"),
+    [
+        ("grpo: {seed: 7, val_period: often}", [], "grpo.val_period: 'often'", "val_period", "often"),
+        ("grpo: {seed: 7, num_prompts: 3}", [], "grpo.num_prompts: unknown key", "num_prompts", 3),
+        ("grpo: {seed: 7, num_generations_per_prompt: 1}", [], "would be 0", "num_generations_per_prompt", 1),
+        ("grpo: {seed: 7, val_period: '${grpo.no}'}", [], "grpo.no", "val_period", "${grpo.no}"),
+        ("grpo: {seed: 7, val_period: 5}", ["grpo.sed=1"], "no key grpo.sed", "val_period", 5),
+        ("defaults: gone.yaml\ngrpo: {seed: 7, val_period: 5}", [], "there is no file", "val_period", 5),
+        ("grpo: {seed: 7, val_period: 5}\npolicy: small", [], "policy: 'small'", "val_period", 5),
+    ],
+)
+def test_show_prints_what_can_be_read_of_a_file_with_a_mistake(
+    text: str,
+    overrides: list[str],
+    mistake: str,
+    key: str,
+    value: object,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["show", str(tmp_path / "run.yaml"), *overrides]) == 2
+    printed = capsys.readouterr()
+    shown = yaml.safe_load(printed.out)
+    assert shown["grpo"]["seed"] == 7 and shown["grpo"][key] == value and shown["cluster"]["cpu_slots"] == 2
+    assert mistake in printed.err
+
+
+@pytest.mark.parametrize("text", ["grpo: {seed: 7", "grpo:\n  seed: 7\n  val_period: 3\n  seed: 8\n"])
+def test_show_of_a_file_that_is_no_yaml_names_the_mistake(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["show", str(tmp_path / "run.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert "run.yaml has a mistake" in message
+    assert ("val_period" in text and "line 4: the key seed is given twice" in message) or "not readable" in message
+
+
+def test_a_mistake_says_which_file_of_the_chain_its_values_came_from(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("grpo: {num_prompts_per_step: 4, sed: 3}\npolicy: {precision: half}\n")
+    (tmp_path / "more.yaml").write_text("data_plane: {enabled: true, controller_address: 'a:1'}\n")
+    (tmp_path / "run.yaml").write_text("defaults: [base.yaml, more.yaml]\ncluster: {num_nodes: none}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_master_config(tmp_path / "run.yaml", ["grpo.seed=soon"])
+    said = {line.partition(":")[0]: line for line in caught.value.problems}
+    assert said["grpo.sed"].endswith(f"(grpo.sed from {tmp_path}/base.yaml)")
+    assert f"(policy.precision from {tmp_path}/base.yaml)" in said["policy.precision"]
+    assert said["grpo.seed"].endswith("(grpo.seed from override 'grpo.seed=soon')")
+    # The head of the message names this file already.
+    assert " from " not in said["cluster.num_nodes"]
+    [waits] = caught.value.not_built
+    assert str(waits).endswith(f"(data_plane.controller_address from {tmp_path}/more.yaml)")
+
+
+def test_a_conflict_between_inherited_values_names_the_file_of_each(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("grpo: {num_prompts_per_step: 6}\n")
+    (tmp_path / "more.yaml").write_text("policy: {train_global_batch_size: 64}\n")
+    (tmp_path / "run.yaml").write_text("defaults: [base.yaml, more.yaml]\ngrpo: {num_generations_per_prompt: 8}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_master_config(tmp_path / "run.yaml")
+    [line] = caught.value.problems
+    assert f"policy.train_global_batch_size from {tmp_path}/more.yaml" in line
+    assert f"grpo.num_prompts_per_step from {tmp_path}/base.yaml" in line and "per_prompt from" not in line
 
 
 def test_diff_prints_what_differs_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_list_entries_are_reached_by_index() -> None:
     ("override", "message"),
     [
         ("sed=1", r"no key sed\. Did you mean 'seed'\? Write \+sed=\.\.\. to add it"),
+        ("lr=1", r"no key lr\. There is deep\.lr\.$"),
         ("deep.lrr=1", r"no key deep\.lrr\. Did you mean 'lr'\?"),
         ("+seed=1", r"seed is there already; write seed=\.\.\. to change it"),
         ("~gone", r"no key gone"),

@@ -77,6 +77,22 @@ def test_a_start_that_is_not_built_is_refused_whether_or_not_checkpoints_are_wri
 
 
 ACCEPTED = [
+    [
+        "grpo.num_generations_per_prompt=1",
+        "policy.train_global_batch_size=32",
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "grpo.adv_estimator.minus_baseline=false",
+    ],
+    ["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs={lr: 5}"],
+    # Three components, each at most 1; and rewards of a user's, of any size.
+    [
+        "grpo.stop_at_validation_metric=accuracy",
+        "grpo.stop_at_validation_threshold=2.5",
+        "data.default.env_name=math_multi_reward",
+    ],
+    ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=95", "env.math.function=a.b"],
+    ["data.default.env_name=mine", "+env.mine.function=a.b", "+env.mine.partial=0.5"],
+    ["policy.generation.val_temperature=0"],
     ["data_plane.enabled=true"],
     ["data_plane.controller_address=10.0.0.1:5000"],
     ["data_plane.enabled=true", "data_plane.backend=mooncake_cpu", "data_plane.global_segment_size=null"],
@@ -153,6 +169,61 @@ def test_what_can_be_honoured_is_accepted(overrides: list[str]) -> None:
 
 
 BROKEN = [
+    (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "every advantage would be 0"),
+    (
+        [
+            "grpo.num_generations_per_prompt=1",
+            "policy.train_global_batch_size=32",
+            "grpo.adv_estimator.name=reinforce_plus_plus",
+        ],
+        "reinforce_plus_plus with minus_baseline: true compares the samples",
+    ),
+    (["policy.generation.max_new_tokens=600"], "is 600, above policy.generation.vllm_cfg.max_model_len 512"),
+    (["policy.generation.vllm_cfg.max_model_len=256"], "is 512, above policy.generation.vllm_cfg.max_model_len 256"),
+    (["policy.optimizer.kwargs.lr=100"], "policy.optimizer.kwargs.lr: 100 would move every weight"),
+    (["policy.optimizer.kwargs.lr=-1e-6"], "policy.optimizer.kwargs.lr: -1e-06 is no learning rate"),
+    (["policy.optimizer.kwargs.lr=.nan"], "policy.optimizer.kwargs.lr: nan is no learning rate"),
+    (
+        ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.optimizer.lr=20"],
+        "policy.megatron_cfg.optimizer.lr: 20 would move every weight by about that much in each step of adam",
+    ),
+    (
+        [
+            *(STOP := ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.9"]),
+            "grpo.max_num_steps=5",
+        ],
+        "the first validation would be after step 10",
+    ),
+    ([*STOP, "grpo.val_start_at=101", "grpo.max_num_steps=105"], "the first validation would be after step 110"),
+    ([*STOP, "grpo.stop_at_validation_threshold=95"], "95 can never be reached: accuracy is at most 1"),
+    (
+        [
+            "grpo.stop_at_validation_metric=pass_k",
+            "grpo.stop_at_validation_threshold=1.5",
+            "grpo.val_num_generations_per_prompt=2",
+        ],
+        "1.5 can never be reached: pass_k is at most 1",
+    ),
+    (
+        ["policy.generation.val_temperature=0", "grpo.val_num_generations_per_prompt=4"],
+        "is 4, but policy.generation.val_temperature is 0",
+    ),
+    (
+        ["policy.generation.val_top_k=1", "grpo.val_num_generations_per_prompt=2"],
+        "is 2, but policy.generation.val_top_k is 1",
+    ),
+    (["policy.generation.top_k=1"], "policy.generation.top_k is 1: every sample of a group"),
+    (["grpo.seq_logprob_error_threshold=0.5"], "is at least 1: every sample would be masked"),
+    (
+        ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_max=0"],
+        "both 0: every reward would be the same",
+    ),
+    (
+        ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=0"],
+        "length 0 is empty; it lies",
+    ),
+    (["env.math.function=a.b", "env.math.class=a.C"], "env.math.class and env.math.function exclude each other"),
+    (["env.math.function=a.b", "env.math.num_workers=2"], "env.math.num_workers is of the built-in environment"),
     (["policy.dtensor_cfg.enabled=false"], "both false; enable exactly one"),
     (["policy.optimizer=null"], "policy.optimizer: null"),
     (["policy.generation.stop_strings=['</a>','']"], "policy.generation.stop_strings.1: "),
@@ -509,7 +580,12 @@ PASSED_THROUGH = [
         ([f"++policy.{override}"], message)
         for override, message in (
             ("optimizer.kwargs.amsgrad='off'", "'off' is neither true nor false"),
-            ("optimizer.kwargs.lr=fast", "'fast' is no number"),
+            ("optimizer.kwargs.lr=fast", "'fast' is no number; write one such as 1e-6"),
+            ("optimizer.kwargs.betas=[high,low]", "['high', 'low'] is no list of numbers"),
+            ("optimizer.kwargs.betas=0.9", "0.9 is no list of numbers"),
+            ("generation.vllm_kwargs.max_num_seqs=many", "'many' is no number"),
+            ("generation.vllm_kwargs.cpu_offload_gb=4GB", "'4GB' is no number"),
+            ("hf_config_overrides.rope_theta=large", "'large' is no number"),
             ("optimizer.kwargs.weight_decay=no", "False is no number"),
             ("optimizer.kwargs.maximize=yes", "training minimises the loss"),
             ("hf_config_overrides.router_aux_loss_coef=0.001", "not built yet: auxiliary losses of a router"),
@@ -519,6 +595,19 @@ PASSED_THROUGH = [
         )
     ),
 ]
+
+
+def test_the_arguments_of_schedulers_are_numbers_or_known_texts() -> None:
+    def of(name: str, kwargs: str) -> str:
+        return f"policy.scheduler={{name: torch.optim.lr_scheduler.{name}, kwargs: {kwargs}}}"
+
+    assert problems(of("LinearLR", "{start_factor: low, total_iters: 5}")) == [
+        "policy.scheduler.0.kwargs.start_factor: 'low' is no number; write one such as 0.1 or 50 "
+        "(policy.scheduler.0.kwargs.start_factor from override "
+        f"{of('LinearLR', '{start_factor: low, total_iters: 5}')!r})"
+    ]
+    assert "'soon' is no number" in problems(of("MultiStepLR", "{milestones: [soon, 20]}"))[0]
+    load_master_config(None, [of("OneCycleLR", "{max_lr: 1e-5, total_steps: 9, anneal_strategy: linear}")])
 
 
 @pytest.mark.parametrize(("overrides", "message"), PASSED_THROUGH)
@@ -667,6 +756,35 @@ def test_every_metric_that_steps_and_validation_report_is_known_by_name() -> Non
     assert set(validation_metrics(ones, ones, generations_per_prompt=2, best_at_k=True)) == set(GRPO_VALIDATION)
     assert set(batch_metrics(ones, ones, ones, ones)) <= set(GRPO_TRAINING)
     assert set(SFT_TRAINING) - set(GRPO_TRAINING) == {"num_unmasked_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["policy.optimizer.kwargs.lr=0"], "policy.optimizer.kwargs.lr is 0: the optimizer changes no weight"),
+        (
+            ["policy.generation.vllm_cfg.max_model_len=2048", "policy.generation.max_new_tokens=1024"],
+            "responses together end at policy.max_total_sequence_length 512",
+        ),
+        (
+            ["policy.generation.vllm_cfg.max_model_len=256", "policy.generation.max_new_tokens=128"],
+            "samples end at 256 tokens",
+        ),
+        (["grpo.seed=1", "++grpo.seed=2"], "grpo.seed is set twice: 'grpo.seed=1' has no effect, '++grpo.seed=2' wins"),
+        (["grpo.seed=1", "~grpo.seed"], "grpo.seed is set twice: 'grpo.seed=1' has no effect, '~grpo.seed' wins"),
+        (["grpo.seed=1", "grpo={seed: 2}"], "grpo.seed is set twice: 'grpo.seed=1' has no effect"),
+    ],
+)
+def test_settings_that_change_nothing_or_not_what_was_meant_are_said(
+    overrides: list[str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_master_config(None, overrides)
+    assert said in caplog.text
+
+
+def test_the_same_override_given_twice_is_no_contradiction(caplog: pytest.LogCaptureFixture) -> None:
+    load_master_config(None, ["grpo.seed=1", "policy.precision=float32", "grpo.seed=1"])
+    assert "twice" not in caplog.text
 
 
 def test_a_configuration_built_in_python_is_checked_too() -> None:
