@@ -31,7 +31,13 @@ from nemo_rl.data.setup import processed
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import start_environments, start_lines
+from nemo_rl.environments.registry import (
+    await_environments,
+    check_rows,
+    end_environments,
+    start_environments,
+    start_lines,
+)
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollouts import (
     RolloutLimits,
@@ -52,7 +58,6 @@ from nemo_rl.utils.progress import StartPhases
 from nemo_rl.utils.record import Record
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -152,6 +157,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     problems = load_problems(config, tokenizer, say)
     hold_to_vocabulary([problems.dataset], tokenizer, model)
     name = config.data.env_name
+    check_rows(dict.fromkeys(problems.tasks, problems.dataset), dict.fromkeys(problems.tasks, name), config.env)
     for line in start_lines([name], config.env):
         say(line)
     with ExitStack() as stack:
@@ -159,10 +165,11 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
         stack.callback(placement.disconnect)
         cluster = placement.reserve(config, accelerator)
         stack.callback(cluster.shutdown)
+        actors = start_environments([name], config.env)
+        stack.callback(end_environments, actors)
+        await_environments(actors, config.env)
         generation = _start_engines(config, policy, cluster, tokenizer, ends.ids, placement)
         stack.callback(generation.shutdown)
-        actors = start_environments([name], config.env)
-        stack.callback(_end, actors)
         handle = EnvironmentHandle.of(name, actors[name], config.env)
         generation.wait_until_started()
         began = time.monotonic()
@@ -183,13 +190,6 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
     if save_path is not None:
         _save(save_path, config, score, trajectories)
     return score
-
-
-def _end(actors: dict[str, ActorHandle[object]]) -> None:
-    import ray
-
-    for actor in actors.values():
-        ray.kill(actor)
 
 
 @dataclass(frozen=True)

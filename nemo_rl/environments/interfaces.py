@@ -76,6 +76,16 @@ def response_of(message_log: LLMMessageLogType) -> str:
 _PROMPT_ROLES = ("system", "developer", "user")
 
 
+_EXPECTED = ("ground_truth", "expected_answer", "answer")
+
+
+def expected_of(metadata: object) -> Any:
+    """The expected answer that a prompt's metadata hold; None without one."""
+    if not isinstance(metadata, Mapping):
+        return None
+    return next((metadata[name] for name in _EXPECTED if metadata.get(name) is not None), None)
+
+
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """What one step gives back, for B conversations.
 

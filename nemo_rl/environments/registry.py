@@ -1,8 +1,9 @@
 """Environments by name, their actors, and the data and environments of a run together.
 
-`env.<name>.class` in YAML is all that a user's environment needs; `register_env` gives a class a name from Python.
-Knows no environment's inner life. Invariants: an environment gets exactly the keys of its mapping, without those that
-are read here; every task has an environment, one actor per environment name however many tasks use it.
+`env.<name>.class` or `env.<name>.function` in YAML is all that a user's environment needs; `register_env` gives a class
+a name from Python. Knows no environment's inner life. Invariants: an environment gets exactly the keys of its mapping,
+without those that are read here; every task has an environment, one actor per environment name however many tasks use
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import AllTaskProcessedDataset
 from nemo_rl.data.setup import TaskDatasets, load_datasets
-from nemo_rl.environments.interfaces import UnknownEnvironment, ray_actor
+from nemo_rl.environments.function_environment import FunctionEnvironment, reward_function
+from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment, ray_actor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +39,7 @@ CLASSES: dict[str, str] = {
 NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
-_READ_HERE = ("class", "step_timeout_s")
+_READ_HERE = ("class", "function", "step_timeout_s")
 ResponseData = tuple[
     AllTaskProcessedDataset,
     AllTaskProcessedDataset | None,
@@ -63,14 +65,17 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
 
     Raises:
         UnknownEnvironment: no class has that name.
-        ConfigError: the class cannot be imported, or has no `step`.
+        ConfigError: the class cannot be imported or has no `step`, or a function in its stead cannot be called.
     """
+    if config is not None and config.function is not None:
+        reward_function(config.function, f"env.{name}", config.model_extra or {})
+        return FunctionEnvironment
     path = config.env_class if config is not None and config.env_class is not None else CLASSES.get(name)
     if path is None:
         hint = (
             "is not built yet"
             if name in NOT_BUILT
-            else f"is no environment.{did_you_mean(name, CLASSES)} A new one needs env.{name}.class"
+            else f"is no environment.{did_you_mean(name, CLASSES)} A new one needs env.{name}.class or .function"
         )
         raise UnknownEnvironment(f"data.*.env_name: {name!r} {hint}")
     found = import_dotted(path, f"env.{name}.class")
@@ -84,8 +89,23 @@ def environment_class(name: str, config: EnvironmentConfig | None) -> Any:
     return found
 
 
-def environment_settings(config: EnvironmentConfig | None) -> dict[str, Any]:
+def check_rows(datasets: Mapping[str, Any], env_of_task: Mapping[str, str], env_configs: EnvConfig) -> None:
+    """Whether the rows of each task bring along what the function that rewards them asks for.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    for task, name in env_of_task.items():
+        section = section_of(name, env_configs)
+        if section is not None and section.function is not None and task in datasets:
+            known = datasets[task][0]["extra_env_info"]
+            reward_function(section.function, f"env.{name}", section.model_extra or {}, list(known or ()))
+
+
+def environment_settings(config: EnvironmentConfig | None, name: str = "<name>") -> dict[str, Any]:
     """What an environment is built with: the keys of its mapping but for those read here."""
+    if config is not None and config.function is not None:
+        return {"function": config.function, "key": f"env.{name}", "arguments": dict(config.model_extra or {})}
     return {} if config is None else {key: value for key, value in config.to_dict().items() if key not in _READ_HERE}
 
 
@@ -109,7 +129,7 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
     return actor.options(
         num_cpus=0, num_gpus=0, max_concurrency=1, max_restarts=_RESTARTS, max_task_retries=_CALLED_AGAIN
-    ).remote(environment_settings(section_of(name, env_configs)))
+    ).remote(environment_settings(section_of(name, env_configs), name))
 
 
 def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:
@@ -172,6 +192,40 @@ def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str
     return {name: create_env(name, env_configs) for name in wanted}
 
 
+def await_environments(actors: Mapping[str, ActorHandle[object]], env_configs: EnvConfig) -> None:
+    """Waits until every environment is built.
+
+    Raises:
+        EnvironmentFailure: one cannot be built, or takes longer than a call of it may.
+    """
+    for name, actor in actors.items():
+        section = section_of(name, env_configs)
+        timeout_s = section.step_timeout_s if section is not None else None
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise EnvironmentFailure(
+                f"environment {name} was not built within {timeout_s:g} s (env.{name}.step_timeout_s)"
+            ) from error
+        except ray.exceptions.RayError as error:
+            given = ", ".join(environment_settings(section, name)) or "none"
+            raise EnvironmentFailure(
+                f"environment {name} cannot be built from the keys of env.{name} ({given}): {_innermost(error)}\n"
+                f"{error}"
+            ) from error
+
+
+def _innermost(error: Exception) -> str:
+    """The line of a remote traceback that says what was raised."""
+    return next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), type(error).__name__)
+
+
+def end_environments(actors: Mapping[str, ActorHandle[object]]) -> None:
+    """Ends environments. Safe to call twice."""
+    for actor in actors.values():
+        ray.kill(actor)
+
+
 def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
     """What environments have a run say at its start."""
     lines = []
@@ -179,7 +233,7 @@ def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
         section = section_of(name, env_configs)
         line = getattr(_plain_class(environment_class(name, section)), "start_line", None)
         if line is not None:
-            lines.append(line(environment_settings(section)))
+            lines.append(line(environment_settings(section, name)))
     return lines
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.algorithms.grpo import assembly
+from nemo_rl.algorithms.grpo.run import GRPOState
+from nemo_rl.config import EnvConfig, MasterConfig
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeEnvironment
 from nemo_rl.environments.interfaces import EnvironmentFailure, UnknownEnvironment
-from nemo_rl.environments.registry import create_env, setup_response_data
+from nemo_rl.environments.registry import (
+    await_environments,
+    create_env,
+    end_environments,
+    setup_response_data,
+    start_environments,
+)
+from nemo_rl.utils.progress import StartPhases
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -19,9 +30,16 @@ ray = pytest.importorskip("ray")
 THEIRS = """
 import os, signal, time, torch
 
+def reward(response, expected, factor=1):
+    return factor * (response == expected)
+
 class Env:
     def __init__(self, cfg):
         self.bonus = cfg["bonus"]
+        if cfg.get("build") == "hang":
+            time.sleep(60)
+        if cfg.get("build") == "raise":
+            raise RuntimeError("no such judge\\nat all")
 
     def step(self, message_log_batch, metadata):
         what = message_log_batch[0][-1]["content"]
@@ -97,6 +115,53 @@ def test_an_environment_that_dies_is_started_again_and_judges_what_it_held(when:
     result = step_environment(actor, said(what), [{}, {}], timeout_s=60, name="mine")
     assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [2.5, 2.5]
     ray.kill(actor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"environment mine cannot be built from the keys of env.mine \(none\): KeyError: 'bonus'"),
+        ({"bonus": 1, "build": "raise"}, r"\(bonus, build\).*at all\n"),
+        ({"bonus": 1, "build": "hang", "step_timeout_s": 3}, r"not built within 3 s \(env.mine.step_timeout_s\)"),
+    ],
+)
+def test_an_environment_that_cannot_be_built_is_named_with_its_keys(settings: dict[str, Any], message: str) -> None:
+    env = EnvConfig.read({"mine": {"class": "their_env.Env", **settings}})
+    actors = start_environments(["mine"], env)
+    with pytest.raises(EnvironmentFailure, match=message):
+        await_environments(actors, env)
+    end_environments(actors)
+
+
+def test_a_function_rewards_in_an_actor_and_is_built_before_it_is_asked() -> None:
+    env = EnvConfig.read({"mine": {"function": "their_env.reward", "factor": 3}})
+    actors = start_environments(["mine"], env)
+    await_environments(actors, env)
+    result = step_environment(
+        actors["mine"], said("four"), [{"ground_truth": "four"}, {"ground_truth": "5"}], timeout_s=60, name="mine"
+    )
+    assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [3.0, 0.0]
+    end_environments(actors)
+
+
+def test_environments_are_built_before_engines_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = MasterConfig(logger={"log_dir": str(tmp_path)})
+    ready = SimpleNamespace(
+        accelerator=None,
+        tokenizer=None,
+        undo=ExitStack(),
+        total_steps=1,
+        state=GRPOState(),
+        begun=SimpleNamespace(clusters=None, environments={}, engines=None),
+    )
+
+    def failing(actors: object, env_configs: object) -> None:
+        raise EnvironmentFailure("environment math cannot be built")
+
+    monkeypatch.setattr(assembly, "await_environments", failing)
+    monkeypatch.setattr(assembly, "_start_generation", lambda *_: pytest.fail("engines were started"))
+    with pytest.raises(EnvironmentFailure):
+        assembly._build(config, ready, SimpleNamespace(record_prefix=""), StartPhases())  # type: ignore[arg-type]
 
 
 def test_mathematics_runs_as_an_actor() -> None:

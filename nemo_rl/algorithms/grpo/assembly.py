@@ -23,6 +23,7 @@ from nemo_rl.algorithms.profiling import profile_of_run
 from nemo_rl.algorithms.resume import Resume
 from nemo_rl.algorithms.startup import Algorithm, Limits, Loaders, Prepared, prepared
 from nemo_rl.config import ClippedPGLossConfig, ConfigError, MasterConfig
+from nemo_rl.config.data_rules import environments_in_use
 from nemo_rl.config.dotted import import_dotted
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.loader import CustomLoader, Loader, MultipleLoaders, make_loader
@@ -31,7 +32,15 @@ from nemo_rl.data_plane.factory import check_data_plane
 from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
-from nemo_rl.environments.registry import environment_class, section_of, start_environments, start_lines
+from nemo_rl.environments.registry import (
+    await_environments,
+    check_rows,
+    end_environments,
+    environment_class,
+    section_of,
+    start_environments,
+    start_lines,
+)
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.environment_batcher import EnvironmentHandle
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
@@ -77,17 +86,21 @@ def setup(config: MasterConfig, start: StartPhases | None = None, placement: Pla
 
 @dataclass(frozen=True)
 class _Begun:
-    """Slots, and the actors on them; no engines where rollouts are replayed and nothing validates."""
+    """Slots, the actors on them, and environments; no engines or environments where rollouts are replayed and nothing
+    validates.
+    """
 
     clusters: Clusters
     policy: RayWorkerGroup
     engines: EngineActors | None
+    environments: dict[str, ActorHandle[object]]
 
     def shutdown(self) -> None:
         """Ends all of it. Safe to call twice."""
         self.policy.shutdown()
         if self.engines is not None:
             self.engines.group.shutdown()
+        end_environments(self.environments)
         for cluster in self.clusters.distinct():
             cluster.shutdown()
 
@@ -119,8 +132,11 @@ def _begin(
         clusters = placement.reserve(config, accelerator)
         for cluster in clusters.distinct():
             undo.callback(cluster.shutdown)
-        engines = None
+        engines: EngineActors | None = None
+        environments: dict[str, ActorHandle[object]] = {}
         if clusters.generation is not None:
+            environments = start_environments(environments_in_use(config), config.env)
+            undo.callback(end_environments, environments)
             lent = placement.lends_shards
             engines = start_engine_actors(
                 clusters.generation,
@@ -141,11 +157,13 @@ def _begin(
             init_reference_model=reference and not config.grpo.skip_reference_policy_logprobs_calculation,
         )
         undo.pop_all()
-    return _Begun(clusters, policy, engines)
+    return _Begun(clusters, policy, engines, environments)
 
 
 def _check(config: MasterConfig) -> PretrainedConfig:
     model = check_model(config)
+    for name in environments_in_use(config):
+        environment_class(name, section_of(name, config.env))
     make_loss(config.loss_fn)
     check_streaming(config)
     check_control_plane(config)
@@ -174,10 +192,6 @@ def check_model(config: MasterConfig) -> PretrainedConfig:
     return model
 
 
-def _environment_names(datasets: TaskDatasets) -> list[str]:
-    return list(dict.fromkeys([*datasets.env_of_task.values(), *datasets.env_of_validation_task.values()]))
-
-
 def _build(
     config: MasterConfig, ready: Prepared[GRPOState, Loader, _Begun], placement: Placement, start: StartPhases
 ) -> GRPORun:
@@ -186,7 +200,13 @@ def _build(
     record = RecordWriter(path, source=source, archive_bytes=_ARCHIVE_BYTES)
     timer = Timer()
     progress = RunProgress(ready.total_steps, first_step=ready.state.step)
-    clusters = ready.begun.clusters
+    clusters, actors = ready.begun.clusters, ready.begun.environments
+    # Engines take long to start: a mistake in an environment is said before.
+    undo.callback(end_environments, actors)
+    with start.phase("environments"):
+        await_environments(actors, config.env)
+        for line in start_lines(environments_in_use(config), config.env):
+            start.say(line)
     generation = _start_generation(
         ready.begun.engines, tokenizer, ready.stop_tokens.ids, placement.shard_record(record)
     )
@@ -206,11 +226,6 @@ def _build(
             undo.callback(policy.shutdown)
             store = _store(config, tokenizer, policy, undo)
             policy.wait_until_started()
-        # Wanted at the end of the first responses only, so they leave the processors to what is wanted before.
-        names = _environment_names(ready.datasets)
-        for line in start_lines(names, config.env):
-            start.say(line)
-        actors = start_environments(names, config.env) if generation is not None else {}
         train_source, val_source = _sources_into(
             store, config, tokenizer, generation, ready.datasets, actors, record, placement.record_prefix
         )
@@ -318,8 +333,8 @@ def _prompts_per_step(config: MasterConfig) -> int:
 
 def _loaders(config: MasterConfig, datasets: TaskDatasets) -> Loaders[Loader]:
     grpo, data = config.grpo, config.data
-    for name in _environment_names(datasets):
-        environment_class(name, section_of(name, config.env))
+    check_rows(datasets.train_by_task, datasets.env_of_task, config.env)
+    check_rows(datasets.validation_by_task, datasets.env_of_validation_task, config.env)
     common: dict[str, Any] = {"collate_fn": rl_collate_fn, "num_workers": data.num_workers, "seed": grpo.seed}
     if data.use_multiple_dataloader:
         each = data.num_prompts_per_dataloader or grpo.num_prompts_per_step
@@ -393,8 +408,6 @@ def _sources(
 
 def close(run: GRPORun) -> None:
     """Ends everything the run started; safe after a failure, and no process is left."""
-    import ray
-
     with ExitStack() as stack:
         if isinstance(run.record, RecordWriter):
             stack.callback(run.record.close)
@@ -402,8 +415,7 @@ def close(run: GRPORun) -> None:
         stack.callback(collect_actor_logs, Path(run.config.logger.log_dir) / "actors")
         for cluster in run.clusters:
             stack.callback(cluster.shutdown)
-        for actor in run.environments.values():
-            stack.callback(ray.kill, actor)
+        stack.callback(end_environments, run.environments)
         if run.generation is not None:
             stack.callback(run.generation.shutdown)
         stack.callback(run.policy.shutdown)
