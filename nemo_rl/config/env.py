@@ -70,10 +70,10 @@ class CodeEnvConfig(EnvironmentConfig):
     num_workers: PositiveInt = Field(8, description="Processes that run code.")
     terminate_on_evaluation: bool = Field(True, description="End the episode once code has run.")
     run_timeout_s: float = Field(10.0, gt=0, description="Seconds that the code of one response may run.")
-    sandbox: Literal["auto", "bubblewrap", "namespaces", "limits"] = Field(
+    sandbox: Literal["auto", "bubblewrap", "nsjail", "namespaces", "limits"] = Field(
         "auto",
-        description="What keeps the code of a response from the machine: bubblewrap (needs bwrap), namespaces of the "
-        "kernel (no network, no other process), or limits on memory and files alone; auto: the first that works.",
+        description="What keeps the code of a response from the machine: bubblewrap (needs bwrap), nsjail, namespaces "
+        "of the kernel (no network, no other process), or limits on memory and files; auto: the first that works.",
     )
 
 

@@ -41,6 +41,7 @@ _GRACE_S = 5.0
 _JUDGE = Path(__file__).parent / "code_sandbox" / "judge.py"
 _SANDBOXES = {
     "bubblewrap": "the system read-only, no network, no other process",
+    "nsjail": "the system read-only, no network, no other process",
     "namespaces": "no network, no other process; files as the run's user",
     "limits": "memory, time and files are limited; use a container for models that you do not trust",
 }
@@ -158,7 +159,7 @@ def run_python(code: str, timeout_s: float, tests: str = "", sandbox: str | None
                 "code": code.encode(errors="replace").decode(),
                 "tests": tests,
                 "sandbox": sandbox,
-                "command": _bubblewrap(folder) if sandbox == "bubblewrap" else [],
+                "command": _COMMANDS[sandbox](folder) if sandbox in _COMMANDS else [],
                 "secret": secret,
             }
             output, ended = _converse(process, json.dumps(request).encode() + b"\n", time.monotonic() + timeout_s)
@@ -200,18 +201,25 @@ def usable_sandbox(wanted: str) -> str:
 @functools.cache
 def problem_with(sandbox: str) -> str | None:
     """Why a sandbox does not work on this machine; None where it does."""
-    if sandbox == "bubblewrap" and shutil.which("bwrap") is None:
-        return "bwrap is not installed (Debian package bubblewrap)"
+    if sandbox in _PROGRAMS and shutil.which(_PROGRAMS[sandbox][0]) is None:
+        program, source = _PROGRAMS[sandbox]
+        return f"{program} is not installed ({source})"
     run = run_python("print('ready')", 30.0, "print('tested')", sandbox)
     return None if run.succeeded else (run.output[-300:] or "it gave no answer")
 
 
-def _bubblewrap(folder: str) -> list[str]:
-    """The system read-only, without the user's home and the temporary files of others, without a network."""
+def _hidden() -> tuple[list[str], list[str]]:
+    """Directories that a response does not see, and what it needs of them."""
     hidden = ["/tmp", str(Path.home())]
     needed = (path for path in (sys.base_prefix, sys.prefix, str(_JUDGE.parent)) if path.startswith(tuple(hidden)))
+    return hidden, list(dict.fromkeys(needed))
+
+
+def _bubblewrap(folder: str) -> list[str]:
+    """The system read-only, without the user's home and the temporary files of others, without a network."""
+    hidden, needed = _hidden()
     mounts = [argument for path in hidden for argument in ("--tmpfs", path)]
-    mounts += [argument for path in dict.fromkeys(needed) for argument in ("--ro-bind", path, path)]
+    mounts += [argument for path in needed for argument in ("--ro-bind", path, path)]
     return [
         "bwrap",
         "--unshare-all",
@@ -220,6 +228,28 @@ def _bubblewrap(folder: str) -> list[str]:
         *mounts,
         *("--bind", folder, folder, "--chdir", folder),
     ]
+
+
+def _nsjail(folder: str) -> list[str]:
+    """The same with nsjail, which mounts in the order of its options and shuts files that are not named."""
+    hidden, needed = _hidden()
+    mounts = [argument for path in hidden for argument in ("--tmpfsmount", path)]
+    mounts += [argument for path in needed for argument in ("--bindmount_ro", path)]
+    own_limits = [argument for name in ("as", "cpu", "fsize", "nofile") for argument in (f"--rlimit_{name}", "def")]
+    return [
+        *("nsjail", "--mode", "o", "--quiet", "--time_limit", "0", "--keep_env", "--chroot", "/"),
+        *own_limits,
+        *mounts,
+        *("--bindmount", folder, "--cwd", folder),
+        *("--pass_fd", "{0}", "--pass_fd", "{1}", "--"),
+    ]
+
+
+_COMMANDS = {"bubblewrap": _bubblewrap, "nsjail": _nsjail}
+_PROGRAMS = {
+    "bubblewrap": ("bwrap", "Debian package bubblewrap"),
+    "nsjail": ("nsjail", "https://github.com/google/nsjail"),
+}
 
 
 def _converse(process: subprocess.Popen[bytes], code: bytes, deadline: float) -> tuple[str, bool]:

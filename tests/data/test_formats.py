@@ -152,7 +152,7 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.csv", "input,input\n1,2\n", "the column 'input' is there 2 times"),
     ("a.parquet", "input,output\n", r"a.parquet cannot be read as parquet"),
     ("a.csv", 'input,output\n"a" b,2\n', r"line 2 \(from 1\): .* quotes within a quoted cell are doubled"),
-    ("a.csv", 'input,output\n"a,1\nb,2\n', r"line 3 \(from 1\): unexpected end of data"),
+    ("a.csv", 'input,output\n"a,1\nb,2\n', r"line 2 \(from 1\): unexpected end of data"),
     ("a.csv", "input,output\n1,2\n".encode("utf-16-le"), "the file is UTF-16"),
     ("a.jsonl", '{"input": "1"}'.encode("utf-32"), "the file is UTF-32"),
     ("a.jsonl", gzip.compress(b"{}"), "the file is packed; unpack it with `gunzip`"),

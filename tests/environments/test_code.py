@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -128,12 +131,59 @@ def test_a_response_reads_no_secret_of_the_run() -> None:
     assert ended.stdout.count("output='none', succeeded=True") == 2
 
 
+NSJAIL = """#!{python}
+import json, os, sys
+options, program = sys.argv[1:sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1:]
+values = lambda name: [value for option, value in zip(options, options[1:]) if option == name]
+kept = {{0, 1, 2, *map(int, values("--pass_fd"))}}
+for descriptor in map(int, os.listdir("/proc/self/fd")):
+    if descriptor not in kept:
+        try:
+            os.close(descriptor)
+        except OSError:
+            pass
+json.dump(options, open("{seen}", "w"))
+os.chdir(values("--cwd")[0])
+os.execve(program[0], program, dict(os.environ) if "--keep_env" in options else {{}})
+"""
+
+
+def test_nsjail_gets_the_mounts_and_files_that_a_response_needs(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "nsjail").write_text(NSJAIL.format(python=sys.executable, seen=tmp_path / "seen"))
+    (tmp_path / "nsjail").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    code = "import os\nopen('made', 'w').write('1')\nprint(os.getcwd() == os.environ['HOME'])\ndef f(): return 7"
+    run = run_python(code, 30.0, "assert f() == 7", "nsjail")
+    assert run.succeeded and run.output == "True"
+    assert not run_python(code, 30.0, "assert f() == 8", "nsjail").succeeded
+    options = json.loads((tmp_path / "seen").read_text())
+    at = options.index
+    folder = options[at("--cwd") + 1]
+    assert options[at("--chroot") + 1] == "/" and "--rw" not in options and "--disable_clone_newnet" not in options
+    # Hidden first, then what is needed of it, then the one place to write to.
+    hidden = [number for number, option in enumerate(options) if option == "--tmpfsmount"]
+    assert {options[number + 1] for number in hidden} == {"/tmp", str(Path.home())}
+    writable = [options[number + 1] for number, option in enumerate(options) if option == "--bindmount"]
+    assert writable == [folder] and max(hidden) < at("--bindmount")
+
+
+@pytest.mark.skipif(shutil.which("nsjail") is None, reason="nsjail is not installed")
+def test_nsjail_hides_the_system_and_the_network() -> None:
+    assert code_environment.problem_with("nsjail") is None
+    run = run_python(
+        "import os\nprint(os.listdir('/tmp'), len(os.listdir(os.path.expanduser('~root'))))", 30.0, "", "nsjail"
+    )
+    assert run.output.startswith("['nemo_rl_code_")
+
+
 def test_a_sandbox_that_this_machine_lacks_is_refused_and_the_one_in_use_is_named(monkeypatch: Any) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     code_environment.problem_with.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"env\.code\.sandbox: bubblewrap does not work .*bwrap is not installed"):
             CodeEnvironment({"sandbox": "bubblewrap"})
+        with pytest.raises(ConfigError, match=r"nsjail does not work .*nsjail is not installed"):
+            CodeEnvironment({"sandbox": "nsjail"})
     finally:
         code_environment.problem_with.cache_clear()
     assert "sandbox limits" in CodeEnvironment.start_line({"sandbox": "limits"})

@@ -178,6 +178,7 @@ def _separated(path: Path) -> Iterator[Row]:
     """A table whose first line names the columns; every cell is text."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     limit = csv.field_size_limit(sys.maxsize)
+    line = 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             # Strict: text behind a closing quote would lose the quote.
@@ -189,6 +190,7 @@ def _separated(path: Path) -> Iterator[Row]:
             if len(names) == 1 and re.search(r"[;\t|]", names[0]):
                 raise _Unreadable(f"the first line is {names[0]!r}; columns must be separated by {delimiter!r}")
             for cells in rows:
+                line = rows.line_num + 1
                 if not cells:
                     continue
                 if len(cells) != len(names):
@@ -198,7 +200,7 @@ def _separated(path: Path) -> Iterator[Row]:
                     )
                 yield dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise _Unreadable(f"line {rows.line_num} (from 1): {error}; quotes within a quoted cell are doubled") from error
+        raise _Unreadable(f"line {line} (from 1): {error}; quotes within a quoted cell are doubled") from error
     finally:
         csv.field_size_limit(limit)
 

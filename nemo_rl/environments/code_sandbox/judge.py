@@ -63,8 +63,11 @@ def judge() -> None:
     ours, theirs = socket.socketpair()
     status, status_end = os.pipe()
     descriptors = (str(theirs.fileno()), str(status_end))
+    # Programs that pass on named descriptors alone have places for them.
+    places = dict(zip(("{0}", "{1}"), descriptors, strict=True))
+    command = [places.get(part, part) for part in request["command"]]
     subprocess.Popen(
-        [*request["command"], sys.executable, "-I", __file__, "play", *descriptors, request["sandbox"]],
+        [*command, sys.executable, "-I", __file__, "play", *descriptors, request["sandbox"]],
         pass_fds=(theirs.fileno(), status_end),
         start_new_session=True,
         preexec_fn=_confine,  # noqa: PLW1509 - the other thread only waits for a pipe
