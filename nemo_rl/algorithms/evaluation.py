@@ -201,10 +201,7 @@ def evaluate(config: EvalMasterConfig, placement: Placement | None = None) -> Sc
         say(line)
     score = _score(config, trajectories, seconds)
     if save_path is not None:
-        try:
-            _save(save_path, config, score, trajectories)
-        except OSError as error:
-            raise ResultNotWritten(save_path, score, error) from error
+        save(save_path, config, score, trajectories)
     return score
 
 
@@ -347,6 +344,18 @@ def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], secon
         truncated=Counter(trajectory.truncated for trajectory in flat)[True] / len(flat),
         seconds=seconds,
     )
+
+
+def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
+    """Writes `summary.json` and `samples.jsonl`.
+
+    Raises:
+        ResultNotWritten: they cannot be written.
+    """
+    try:
+        _save(directory, config, score, trajectories)
+    except OSError as error:
+        raise ResultNotWritten(directory, score, error) from error
 
 
 def _save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:

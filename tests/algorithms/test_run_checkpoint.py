@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from nemo_rl.algorithms import evaluation
 from nemo_rl.algorithms.run_checkpoint import begin_checkpoint
-from nemo_rl.config import CheckpointingConfig, MasterConfig
+from nemo_rl.algorithms.sft import driver
+from nemo_rl.config import CheckpointingConfig, EvalMasterConfig, MasterConfig
 from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.metrics_file import MetricsLost
 
 
 class Policy:
@@ -40,3 +46,56 @@ def test_weights_are_saved_in_the_configured_format(configured: Any, asked: str,
         )
     assert policy.save_format == asked
     assert (tmp_path / "step_1" / "policy" / "weights").is_dir()
+
+
+@pytest.mark.parametrize("full_from", [1, 2, 4])
+@pytest.mark.parametrize("what", ["train", "validation", "timing/train"])
+def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
+    full_from: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = SimpleNamespace(
+        checkpointing=CheckpointingConfig(checkpoint_dir=str(tmp_path), save_period=100),
+        sft=SimpleNamespace(val_at_start=False, val_period=1, val_at_end=False, max_num_steps=4, max_num_epochs=9),
+    )
+
+    def log_metrics(metrics: object, step: int, prefix: str = "", **_: object) -> None:
+        if step >= full_from and prefix == what:
+            raise MetricsLost("metrics.jsonl cannot be written: no space left on the disk")
+
+    run: Any = MagicMock(config=config, state=driver.SFTState(), train_loader=[1, 2, 3])
+    run.checkpointer = CheckpointManager(config.checkpointing)
+    run.logger.log_metrics = log_metrics
+    run.timeout.check_save.return_value = False
+    saved: list[int] = []
+
+    def step(run: Any, batch: object) -> dict[str, float]:
+        run.state.step += 1
+        return {"loss": 1.0}
+
+    def save(run: Any, *_: object) -> None:
+        saved.append(run.state.step)
+
+    def validate(run: Any) -> dict[str, float]:
+        run.logger.log_metrics({}, run.state.step, prefix="validation")
+        return {}
+
+    def log_step(run: Any, *_: object) -> None:
+        for prefix in ("train", "timing/train"):
+            run.logger.log_metrics({}, run.state.step, prefix=prefix)
+
+    for name, fake in {"_step": step, "_save": save, "validate": validate, "_log_step": log_step}.items():
+        monkeypatch.setattr(driver, name, fake)
+    with pytest.raises(MetricsLost, match="no space left"):
+        driver.sft_train(run)
+    assert saved[-1] == run.state.step == full_from
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_result_that_cannot_be_written_is_said(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(code, "No space left on device" if code == errno.ENOSPC else "no")
+
+    monkeypatch.setattr(evaluation, "_save", full)
+    score = evaluation.Score("pass@1", 0.25, 8, 2, 0.5, 0.125, 3.0)
+    with pytest.raises(evaluation.ResultNotWritten, match=r"pass@1 0\.2500 of 8 problems with 2 answers .* 12\.5%"):
+        evaluation.save(tmp_path, EvalMasterConfig(), score, [])
