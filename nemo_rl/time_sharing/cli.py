@@ -276,7 +276,8 @@ def _trace(chosen: argparse.Namespace) -> int:
     output = chosen.output or chosen.log[0].with_suffix(".trace.json")
     entries = read_logs(chosen.log, recover=chosen.recover, say=_say)[0]
     refuse_nothing(entries)
-    count = write_trace(entries, output, pool=PoolBook.read(chosen.log[0].parent / "pool.json").name)
+    book = PoolBook.read(chosen.log[0].parent / "pool.json")
+    count = write_trace(entries, output, pool=book.name, unit=book.unit)
     print(f"{output}: {count} trace events; open it at https://ui.perfetto.dev")
     return 0
 

@@ -30,7 +30,7 @@ from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
 from nemo_rl.time_sharing.pool import About, PoolError, Standing
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.viewing.standings_table import StandingsTable
-from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
+from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder, in_unit
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -155,14 +155,14 @@ def explained(timeline: Timeline, names: Sequence[str], unit: str) -> Iterator[s
             yield f"{unit} {gpu}: {o.label} ({o.phase} for {timeline.end - o.start:.1f} s)"
             for _, plan, text in timeline.decisions:
                 if plan == o.plan and o.pipeline in text:
-                    yield f"    plan {plan}: {text}"
+                    yield f"    plan {plan}: {in_unit(text, unit)}"
     for name, gpus in timeline.entitled.items():
         if not names or name in names:
             yield f"{name}: entitled to {gpus:.2f} {unit}s by the newest plan"
     newest = [d for d in timeline.decisions if not names or any(name in d[2] for name in names)][-_NEWEST:]
     yield "newest decisions:" if newest else "no decisions yet"
     for when, plan, text in newest:
-        yield f"    {when:.1f} s, plan {plan}: {text}"
+        yield f"    {when:.1f} s, plan {plan}: {in_unit(text, unit)}"
 
 
 def run_under_control_plane(arguments: Sequence[str], *, default_config: Path) -> int:

@@ -20,13 +20,17 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nemo_rl.time_sharing.commands import explained
 from nemo_rl.time_sharing.log.events import LogClosed
 from nemo_rl.time_sharing.log.sharing import Sharing
 from nemo_rl.time_sharing.pipelines.grpo import Progress
-from nemo_rl.time_sharing.pipelines.pool_book import Outcome
+from nemo_rl.time_sharing.pipelines.pool_book import Outcome, PoolBook
 from nemo_rl.time_sharing.pool import PoolError, Standing
 from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Demand, GivenBack, Priority, Want
 from nemo_rl.time_sharing.viewing.page_server import PageServer, PoolView
+from nemo_rl.time_sharing.viewing.timeline import build_timeline
+from nemo_rl.time_sharing.viewing.trace import trace_events
+from nemo_rl.utils.record import read_record
 from nemo_rl.utils.web_page import PageError
 from tests.time_sharing.bench import Bench
 
@@ -282,3 +286,15 @@ def test_a_browser_draws_the_page(page: PageServer, tmp_path: Path) -> None:
     ).stdout
     assert "wakes on GPUs" in dumped and "for ACTOR_TRAINING" in dumped
     assert "<td>3/9</td>" in dumped and "hand-overs, p50" in dumped
+
+
+def test_a_pool_of_cpu_slots_is_described_in_cpu_slots(bench: Bench, tmp_path: Path) -> None:
+    PoolBook([], [], "team", "CPU slot").write(tmp_path / "pool.json")
+    data: Any = PoolView(tmp_path, standings).data()
+    said = [text for _, _, text in data["decisions"]]
+    assert any("wakes on CPU slots 1" in text for text in said)
+    timeline = build_timeline(read_record(tmp_path / "scheduler.jsonl", recover=True))
+    said += [*explained(timeline, [], "CPU slot"), *map(str, data["columns"])]
+    said += [json.dumps(event) for event in trace_events(timeline, "team", "CPU slot") if event["ph"] in "MCi"]
+    assert not [text for text in said if "GPU" in text]
+    assert any('"CPU slot 0 (node' in text for text in said)

@@ -31,7 +31,7 @@ from nemo_rl.time_sharing.pipelines.pool_book import PoolBook
 from nemo_rl.time_sharing.viewing.pool_metrics import prometheus_text
 from nemo_rl.time_sharing.viewing.report import report_data
 from nemo_rl.time_sharing.viewing.report_page import PAGE
-from nemo_rl.time_sharing.viewing.standings_table import cells, columns, steps_of
+from nemo_rl.time_sharing.viewing.standings_table import cells, steps_of
 from nemo_rl.time_sharing.viewing.timeline import Timeline, TimelineBuilder
 from nemo_rl.utils.http_server import PROMETHEUS_TEXT, bearer, shows_token
 from nemo_rl.utils.record import RecordError
@@ -92,7 +92,7 @@ class PoolView:
             if self._closed and self._violations is None:
                 self._violations = self._judged()
             timeline.steps = self._steps | {standing.name: steps_of(standing) for standing in self._known}
-            data = report_data(timeline, self._violations or [], self.name)
+            data = report_data(timeline, self._violations or [], self.name, self._unit)
             bars: Any = data["bars"]
             said = "" if self._tail.damage is None else f"the log cannot be read any further: {self._tail.damage}"
             return data | {
@@ -103,8 +103,6 @@ class PoolView:
                 "why": [standing.why for standing in self._known],
                 "ended": [standing.outcome is not None for standing in self._known],
                 "reports": [bool(standing.log_dir) and _has_report(standing.log_dir) for standing in self._known],
-                "columns": columns(self._unit),
-                "unit": self._unit,
                 "about": said,
             }
 

@@ -17,7 +17,7 @@ from nemo_rl.time_sharing.log.comparison import LEGEND
 from nemo_rl.time_sharing.viewing.handovers import percentile
 from nemo_rl.time_sharing.viewing.report_page import PAGE
 from nemo_rl.time_sharing.viewing.standings_table import columns
-from nemo_rl.time_sharing.viewing.timeline import Level, Timeline
+from nemo_rl.time_sharing.viewing.timeline import Level, Timeline, in_unit
 
 _MOST_POINTS = 3000
 _MOST_DECISIONS = 2000
@@ -29,14 +29,14 @@ def write_report(
     timeline: Timeline, violations: Sequence[Violation], path: str | Path, *, title: str, unit: str = "GPU"
 ) -> None:
     """Writes the page. `violations` is what `history.check.check` found in the same record."""
-    data = json.dumps(report_data(timeline, violations, title) | {"unit": unit}, separators=(",", ":")).replace(
-        "</", "<\\/"
-    )
+    data = json.dumps(report_data(timeline, violations, title, unit), separators=(",", ":")).replace("</", "<\\/")
     page = PAGE.replace("/*TITLE*/", html.escape(f"{title}: time-sharing report"))
     Path(path).write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
 
 
-def report_data(timeline: Timeline, violations: Sequence[Violation], title: str) -> dict[str, object]:
+def report_data(
+    timeline: Timeline, violations: Sequence[Violation], title: str, unit: str = "GPU"
+) -> dict[str, object]:
     """What the page draws, as plain values. Times in seconds, GPUs by number, pipelines by their place in
     `pipelines`.
     """
@@ -86,15 +86,17 @@ def report_data(timeline: Timeline, violations: Sequence[Violation], title: str)
         "legend": LEGEND,
         "invariants": INVARIANTS,
         "violations": [str(v) for v in violations[:20]],
-        "faults": [[round(t, 3), text] for t, text in timeline.faults],
-        "decisions": [[round(t, 3), plan, text] for t, plan, text in timeline.decisions[-_MOST_DECISIONS:]],
+        "faults": [[round(t, 3), in_unit(text, unit)] for t, text in timeline.faults],
+        "decisions": [
+            [round(t, 3), plan, in_unit(text, unit)] for t, plan, text in timeline.decisions[-_MOST_DECISIONS:]
+        ],
         "entitled": [round(timeline.entitled.get(name, 0.0), 2) for name in pipelines],
         "began": timeline.origin if timeline.origin > _A_CLOCK else 0.0,
         "live": False,
         "checked": True,
         "standings": [],
-        "columns": columns("GPU"),
-        "unit": "GPU",
+        "columns": columns(unit),
+        "unit": unit,
         "acts": False,
     }
 

@@ -14,7 +14,7 @@ PAGE = """<!doctype html>
  th{color:#57606a;font-weight:500;border-bottom:1px solid #d0d7de} .chip{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;vertical-align:-1px}
  .legend span{margin-right:16px;white-space:nowrap} .ok{color:#116329} .bad{color:#b31d28} #tip{position:fixed;background:#1b1f24;color:#fff;padding:4px 8px;border-radius:4px;
  font-size:12px;pointer-events:none;display:none;max-width:420px} ul{margin:4px 0;padding-left:18px} .hint{color:#57606a;font-size:12px;margin:4px 0}
- #checks ul{list-style:none;padding-left:0} .wide{overflow-x:auto} .wide td{white-space:nowrap} .wide th{vertical-align:bottom} .jobs td:nth-child(5){white-space:normal;text-align:left;min-width:90px} button{font:12px system-ui,sans-serif;margin-right:4px} dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;font-size:12px;color:#57606a;margin:8px 0}
+ #checks ul{list-style:none;padding-left:0} .wide{overflow-x:auto} .wide td{white-space:nowrap} .wide th{vertical-align:bottom} .jobs th:nth-child(5){text-align:left} .jobs td:nth-child(5){white-space:normal;text-align:left;min-width:90px} button{font:12px system-ui,sans-serif;margin-right:4px} dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;font-size:12px;color:#57606a;margin:8px 0}
  dt{font-weight:600} dd{margin:0} .tick{display:inline-block;width:0;height:0;border:5px solid transparent;border-top-color:#d1242f;border-bottom:0;margin-right:6px;vertical-align:1px}
 </style></head><body>
 <h1 id="title"></h1><p class="sub" id="about"></p><p class="sub" id="sub"></p>
@@ -23,7 +23,7 @@ PAGE = """<!doctype html>
 <p class="hint">Drag to zoom, double-click to reset; point at a bar or a red mark to read what it is.</p>
 <h2>Generation demand (samples still to be generated)</h2><canvas id="demand"></canvas>
 <h2 id="heldhead"></h2><canvas id="share"></canvas>
-<h2>Hand-overs: from the decision to give GPUs until they are used</h2><canvas id="hand"></canvas>
+<h2 id="handhead"></h2><canvas id="hand"></canvas>
 <h2>Pipelines</h2><table id="table"></table>
 <div id="why"><h2>Decisions</h2><p class="hint"><input id="find" type="search" placeholder="pipeline or word"> The newest first, in the scheduler's own words.</p><ul id="decisions"></ul></div>
 <h2>Checked invariants</h2><div id="checks"></div>
@@ -80,7 +80,7 @@ function decide(){const word=$("find").value.toLowerCase(),found=D.decisions.fil
  $("why").hidden=!D.decisions.length;$("decisions").innerHTML=found.map(d=>`<li><span class="hint">${d[0].toFixed(1)} s, plan ${d[1]}</span> ${esc(d[2])}</li>`).join("")}
 $("find").oninput=decide;
 function texts(){
-$("title").textContent=D.title;$("over").textContent=D.unit+"s over time";$("heldhead").textContent=D.unit+"s held";$("about").textContent=D.about;
+$("title").textContent=D.title;$("over").textContent=D.unit+"s over time";$("heldhead").textContent=D.unit+"s held";$("handhead").textContent=`Hand-overs: from the decision to give ${D.unit}s until they are used`;$("about").textContent=D.about;
 $("sub").textContent=`${N} pipelines, ${D.gpus} ${D.unit}s, ${D.end.toFixed(0)} s. `+(D.busy===null?"":`${D.unit}s busy (a trainer works, or an engine has requests) ${pct(D.busy)}, `)
  +`${D.busy===null?D.unit+"s ":""}held (by a trainer or an active rank, with work or without) ${pct(D.held)} of the time. `
  +`${D.handovers.length} hand-overs, p50 ${D.handoverP50.toFixed(2)} s, p99 ${D.handoverP99.toFixed(2)} s.`;

@@ -8,6 +8,7 @@ event themselves.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -72,6 +73,15 @@ class Level(NamedTuple):
     pipeline: str
     time: float
     value: float
+
+
+def in_unit(text: str, unit: str) -> str:
+    """A sentence about GPUs in the words of a pool whose slots are something else.
+
+    >>> in_unit("rank 1 wakes on GPUs 1, 2", "CPU slot")
+    'rank 1 wakes on CPU slots 1, 2'
+    """
+    return re.sub(r"\bGPU(s?)\b", rf"{unit}\1", text)
 
 
 @dataclass(slots=True)

@@ -12,30 +12,31 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nemo_rl.time_sharing.protocol.types import Priority
-from nemo_rl.time_sharing.viewing.timeline import Occupation, Timeline, build_timeline
+from nemo_rl.time_sharing.viewing.timeline import Occupation, Timeline, build_timeline, in_unit
 from nemo_rl.utils.record import Entry
 
 _SCHEDULER, _GPUS, _QUEUE = 1, 2, 3
 
 
-def write_trace(entries: Iterable[Entry], path: str | Path, *, pool: str = "") -> int:
+def write_trace(entries: Iterable[Entry], path: str | Path, *, pool: str = "", unit: str = "GPU") -> int:
     """Writes the trace of a record; returns the number of trace events.
 
     Args:
         entries: The record.
         path: The file.
         pool: Name of the pool.
+        unit: What its slots are.
     """
-    events = list(trace_events(build_timeline(entries), pool))
+    events = list(trace_events(build_timeline(entries), pool, unit))
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
     return len(events)
 
 
-def trace_events(timeline: Timeline, pool: str = "") -> Iterator[dict[str, object]]:
+def trace_events(timeline: Timeline, pool: str = "", unit: str = "GPU") -> Iterator[dict[str, object]]:
     """The trace events, metadata first."""
-    yield from _names(timeline, f"{pool}: " if pool else "")
+    yield from _names(timeline, f"{pool}: " if pool else "", unit)
     for time, active in timeline.active_gpus:
-        yield {"ph": "C", "pid": _SCHEDULER, "name": "active GPUs", "ts": _us(time), "args": {"GPUs": active}}
+        yield {"ph": "C", "pid": _SCHEDULER, "name": f"active {unit}s", "ts": _us(time), "args": {f"{unit}s": active}}
     for time, text in timeline.marks:
         kind = text.split(" ", 1)[0]
         yield {
@@ -43,11 +44,11 @@ def trace_events(timeline: Timeline, pool: str = "") -> Iterator[dict[str, objec
             "s": "t",
             "pid": _SCHEDULER,
             "tid": {"enqueue": 1, "plan": 2, "release": 3}[kind],
-            "name": text,
+            "name": in_unit(text, unit),
             "ts": _us(time),
         }
     for time, text in timeline.faults:
-        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": 4, "name": text, "ts": _us(time)}
+        yield {"ph": "i", "s": "t", "pid": _SCHEDULER, "tid": 4, "name": in_unit(text, unit), "ts": _us(time)}
     yield from _gpu_slices(timeline)
     yield from _queue_slices(timeline)
 
@@ -66,14 +67,14 @@ def _track(pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
     yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _names(timeline: Timeline, of: str) -> Iterator[dict[str, object]]:
+def _names(timeline: Timeline, of: str, unit: str) -> Iterator[dict[str, object]]:
     yield from _name(_SCHEDULER, f"{of}scheduler", 0)
     for tid, name in enumerate(("enqueue", "execution", "release", "faults"), start=1):
         yield from _track(_SCHEDULER, tid, name)
-    yield from _name(_GPUS, f"{of}GPUs", 1)
+    yield from _name(_GPUS, f"{of}{unit}s", 1)
     per_node = timeline.pool.gpus_per_node
     for gpu in range(timeline.pool.size):
-        yield from _track(_GPUS, gpu + 1, f"GPU {gpu} (node {gpu // per_node}, local {gpu % per_node})")
+        yield from _track(_GPUS, gpu + 1, f"{unit} {gpu} (node {gpu // per_node}, local {gpu % per_node})")
     yield from _name(_QUEUE, f"{of}queue", 2)
 
 
