@@ -107,11 +107,19 @@ def functions_stand_alone(config: MasterConfig | EvalMasterConfig) -> Iterator[s
             continue
         if section.env_class is not None:
             yield f"env.{name}.class and env.{name}.function exclude each other; leave one out"
-        for key, field in type(section).model_fields.items():
-            if key not in EnvironmentConfig.model_fields and getattr(section, key) != field.default:
-                yield (
-                    f"env.{name}.{key} is of the built-in environment, which env.{name}.function replaces; leave it out"
-                )
+
+
+def keys_without_effect(env: EnvConfig) -> Iterator[str]:
+    """What is said of keys that only the built-in environment reads, where a function stands in its place."""
+    for name in environment_names(env):
+        section = env.of(name)
+        if section is not None and section.function is not None:
+            own = [
+                key for key, field in type(section).model_fields.items() if key not in EnvironmentConfig.model_fields
+            ]
+            changed = [f"env.{name}.{key}" for key in own if section[key] != type(section).model_fields[key].default]
+            if changed:
+                yield f"values that change nothing here: {', '.join(changed)} (env.{name}.function judges)"
 
 
 def datasets_exist(config: RootConfig) -> Iterator[Problem]:

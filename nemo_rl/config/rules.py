@@ -17,6 +17,7 @@ from nemo_rl.config.data_rules import (
     SFT_DATA_RULES,
     SHARED_METRIC_RULES,
     functions_stand_alone,
+    keys_without_effect,
 )
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.config.evaluation import EVAL_RULES, EvalMasterConfig
@@ -74,6 +75,8 @@ def cautions(config: CompleteConfig) -> Iterator[str]:
         for key, rate in learning_rates(config):
             if rate == 0:
                 yield f"{key} is 0: the optimizer changes no weight"
+    if isinstance(config, (MasterConfig, EvalMasterConfig)):
+        yield from keys_without_effect(config.env)
     if not isinstance(config, MasterConfig):
         return
     grpo, policy = config.grpo, config.policy

@@ -87,6 +87,7 @@ SCHEMA: dict[str, FieldSchema] = {
         # As wide as the longest prompt, so not aligned with the row's tokens.
         FieldSchema("prompt_ids_for_adv", Axis.ROW, "int64", pad_with_token=True),
         FieldSchema("content", Axis.OBJECT),
+        FieldSchema("conversation", Axis.OBJECT),
         FieldSchema("multi_modal_inputs", Axis.OBJECT, consumers=_MEDIA),
         FieldSchema("pixel_values", Axis.ROW, consumers=_MEDIA),
         FieldSchema("pixel_values_videos", Axis.ROW, consumers=_MEDIA),

@@ -6,6 +6,7 @@ store. Invariant: token columns are aligned and right-padded to one width; row c
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import expected_of
 from nemo_rl.experience.rollouts import Trajectory
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ def rollout_columns(
     pad_token_id: int,
     multiple: int = 1,
     token_versions: bool = False,
+    conversations: bool = False,
 ) -> RolloutColumns:
     """Columns of a finished batch.
 
@@ -66,6 +70,8 @@ def rollout_columns(
         multiple: The width is rounded up to a multiple of this.
         token_versions: Whether a column `token_versions` [B, S] says which weights made each trained token (-1
             elsewhere).
+        conversations: Whether a text column `conversation` holds each sample's `messages` with roles, and the answer
+            that was `expected`, as JSON.
     """
     logs = [_training_messages(trajectory, token_versions) for trajectory in trajectories]
     flat, lengths_B = batched_message_log_to_flat_message(
@@ -80,6 +86,11 @@ def rollout_columns(
     )
     if token_versions:
         tokens["token_versions"] = flat["token_versions"]
+    if conversations:
+        tokens["conversation"] = [
+            conversation_text(trajectory.message_log, known)
+            for trajectory, known in zip(trajectories, batch["extra_env_info"], strict=True)
+        ]
     names = sorted({name for trajectory in trajectories for name in trajectory.components})
     rows = BatchedDataDict(
         total_reward=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
@@ -102,6 +113,12 @@ def rollout_columns(
         },
     )
     return RolloutColumns(tokens, rows)
+
+
+def conversation_text(message_log: LLMMessageLogType, metadata: object) -> str:
+    """Messages of a sample and the answer expected of it, as JSON."""
+    messages = [{"role": message["role"], "content": str(message["content"])} for message in message_log]
+    return json.dumps({"messages": messages, "expected": expected_of(metadata)}, default=str)
 
 
 def _is_flagged(trajectory: Trajectory, flag: str) -> bool:

@@ -52,12 +52,14 @@ class LiveRollouts:
         runner: Rolls out batches.
         pad_token_id: Padding of `input_ids`.
         multiple: Widths are rounded up to a multiple of this.
+        conversations: Whether columns hold each sample's messages and expected answer, to be shown.
     """
 
-    def __init__(self, runner: RolloutRunner, *, pad_token_id: int, multiple: int) -> None:
+    def __init__(self, runner: RolloutRunner, *, pad_token_id: int, multiple: int, conversations: bool = False) -> None:
         self._runner = runner
         self._pad_token_id = pad_token_id
         self._multiple = multiple
+        self._conversations = conversations
 
     def roll_out(self, batch: BatchedDataDict, plan: RolloutPlan, attempt: int) -> Rollout:
         return self._finished(batch, self._runner.run(batch, plan), plan)
@@ -77,7 +79,12 @@ class LiveRollouts:
         token_versions: bool = False,
     ) -> Rollout:
         columns = rollout_columns(
-            batch, trajectories, pad_token_id=self._pad_token_id, multiple=self._multiple, token_versions=token_versions
+            batch,
+            trajectories,
+            pad_token_id=self._pad_token_id,
+            multiple=self._multiple,
+            token_versions=token_versions,
+            conversations=self._conversations,
         )
         return Rollout(columns, rollout_metrics(trajectories, plan.limits.max_turns))
 

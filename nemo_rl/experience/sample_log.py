@@ -6,6 +6,7 @@ told them. Invariant: line i of a file is row i of the batch.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,9 +36,13 @@ def sample_log_stage(path: Path, columns: Mapping[str, str], *, append: bool = F
 
 
 def write_samples(columns: BatchedDataDict, *, path: str, names: Mapping[str, str], append: bool) -> StageOutput:
-    """Writes one line per row."""
+    """Writes one line per row; a conversation is written as its `messages` and the `expected` answer."""
     lengths = columns["input_lengths"].tolist()
-    write_rows(Path(path), {name: _per_row(columns[column], lengths) for column, name in names.items()}, append=append)
+    written = {name: _per_row(columns[column], lengths) for column, name in names.items() if column != "conversation"}
+    if "conversation" in names:
+        samples = [json.loads(text) for text in columns["conversation"]]
+        written |= {name: [sample[name] for sample in samples] for name in ("messages", "expected")}
+    write_rows(Path(path), written, append=append)
     return StageOutput({}, {})
 
 

@@ -55,7 +55,7 @@ class LoggerInterface(Protocol):
             step: the step they belong to.
             prefix: put before each name with a slash.
             step_metric: name of a metric that is the x axis instead of the step.
-            step_finished: nothing more will be logged for this step.
+            step_finished: nothing more is expected for this step.
         """
         ...
 
@@ -189,9 +189,15 @@ class TensorboardLogger:
         return (OSError,)
 
 
+_AXIS = "step"
+
+
 class WandbLogger:
     """Weights & Biases; a step is committed when it is finished. Out of reach, the run is recorded offline, for `wandb
     sync`.
+
+    W&B drops what is logged for a step below its newest. What comes late (the report's picture, steps that a resumed
+    run trains again) gets rows of its own behind; every row names its step, which is the axis of all charts.
     """
 
     def __init__(self, cfg: WandbConfig, log_dir: Path) -> None:
@@ -202,6 +208,16 @@ class WandbLogger:
             self._run = self._online_or_offline(arguments, settings, log_dir)
         else:
             self._run = self._wandb.init(dir=str(log_dir), settings=settings, **arguments)
+        self._run.define_metric(_AXIS, hidden=True)
+        self._run.define_metric("*", step_metric=_AXIS)
+        # Rows of a W&B run that is taken up again are there already.
+        self._open = int(self._run.step or 0)
+
+    def _row(self, payload: dict[str, Any], step: int, *, commit: bool = False) -> None:
+        row = max(step, self._open)
+        commit = commit or step < self._open
+        self._run.log({**payload, _AXIS: step}, step=row, commit=commit)
+        self._open = row + commit
 
     def _online_or_offline(self, arguments: dict[str, object], settings: object, log_dir: Path) -> Any:
         reason = "there are no credentials (set WANDB_API_KEY or run `wandb login`)"
@@ -229,7 +245,7 @@ class WandbLogger:
         payload: dict[str, Any] = {full_name(prefix, name): value for name, value in scalars.items()}
         payload |= {full_name(prefix, name): self._wandb.Histogram(values) for name, values in lists.items() if values}
         if step_metric is None:
-            self._run.log(payload, step=step, commit=step_finished)
+            self._row(payload, step, commit=step_finished)
             return
         for name in payload:
             self._run.define_metric(name, step_metric=step_metric)
@@ -239,14 +255,14 @@ class WandbLogger:
         self._run.config.update(dict(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        self._run.log({name: self._wandb.Histogram(list(histogram))}, step=step, commit=False)
+        self._row({name: self._wandb.Histogram(list(histogram))}, step)
 
     def log_plot(self, figure: "Figure", step: int, name: str) -> None:
-        self._run.log({name: self._wandb.Image(figure)}, step=step, commit=False)
+        self._row({name: self._wandb.Image(figure)}, step)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         rows = [list(row) for row in zip(*table.values(), strict=True)]
-        self._run.log({name: self._wandb.Table(columns=list(table), data=rows)}, step=step, commit=False)
+        self._row({name: self._wandb.Table(columns=list(table), data=rows)}, step)
 
     def close(self) -> None:
         self._run.finish()

@@ -25,6 +25,7 @@ from nemo_rl.lazy import names_of
 from nemo_rl.utils import log_backends
 from nemo_rl.utils.log_backends import LoggerInterface, MetricValue, TrackerUnreachable, first_line
 from nemo_rl.utils.metrics_file import METRICS_FILE, MetricsFile
+from nemo_rl.utils.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,7 +86,7 @@ class Logger:
             step: the step they belong to, from 1; 0 is before training.
             prefix: group of the metrics, such as `train`, `validation`, `timing/train`.
             step_metric: name of a metric that is the x axis instead of the step, for backends that can.
-            step_finished: nothing more will be logged for this step.
+            step_finished: nothing more is expected for this step; trackers show it.
         """
         plain = self._plain(metrics, prefix)
         # Monitors log from their own threads.
@@ -107,19 +108,22 @@ class Logger:
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Values whose distribution is of interest."""
         prefix, _, short = name.rpartition("/")
-        self._file.append({short: [float(value) for value in histogram]}, step, prefix)
-        for backend in self.backends:
-            backend.log_histogram(histogram, step, name)
+        with self._lock:
+            self._file.append({short: [float(value) for value in histogram]}, step, prefix)
+            for backend in self.backends:
+                backend.log_histogram(histogram, step, name)
 
     def log_plot(self, figure: Figure, step: int, name: str) -> None:
         """A matplotlib figure, for backends that show figures."""
-        for backend in self.backends:
-            backend.log_plot(figure, step, name)
+        with self._lock:
+            for backend in self.backends:
+                backend.log_plot(figure, step, name)
 
     def log_table(self, table: Mapping[str, Sequence[object]], step: int, name: str) -> None:
         """Rows of text and numbers as columns by name, for every tracker."""
-        for backend in self.backends:
-            backend.log_table(table, step, name)
+        with self._lock:
+            for backend in self.backends:
+                backend.log_table(table, step, name)
 
     def log_batched_dict_as_jsonl(self, columns: Mapping[str, object], filename: str) -> Path:
         """Write a batch as one JSON object per row to `<log_dir>/samples/<filename>`, and return that path.
@@ -216,8 +220,9 @@ def print_message_log_samples(
     num_samples: int = 5,
     step: int = 0,
     console: Console | None = None,
+    expected: Sequence[object] = (),
 ) -> None:
-    """Show conversations with their rewards on the terminal: the best, the worst and some between.
+    """Show conversations with their rewards on the terminal: the best, the worst and some between, turn by turn.
 
     Args:
         message_logs: conversations, lists of `{role, content, ...}`.
@@ -225,6 +230,7 @@ def print_message_log_samples(
         num_samples: how many to show.
         step: shown in the title.
         console: where to show; standard error by default.
+        expected: the answer expected of each, None where none is; nothing where none is known.
 
     Raises:
         ValueError: there are not as many rewards as conversations.
@@ -237,24 +243,37 @@ def print_message_log_samples(
     from rich.panel import Panel
     from rich.text import Text
 
-    order = sorted(range(len(rewards)), key=lambda i: -float(rewards[i]))
-    count = min(num_samples, len(order))
-    picked = [order[round(k * (len(order) - 1) / max(count - 1, 1))] for k in range(count)]
     styles = {"user": "cyan", "assistant": "green", "system": "magenta"}
     panels = []
-    for i in dict.fromkeys(picked):
+    for i in best_to_worst(rewards, num_samples):
         text = Text()
         for message in message_logs[i]:
             role = str(message["role"])
-            text.append(f"{role}: ", style=f"bold {styles.get(role, 'yellow')}").append(f"{message['content']}\n")
+            text.append(f"{printable(role)}: ", style=f"bold {styles.get(role, 'yellow')}")
+            text.append(f"{printable(str(message['content']))}\n")
         text.rstrip()
-        panels.append(Panel(text, title=f"sample {i} · reward {float(rewards[i]):.3g}", title_align="left"))
+        if expected and expected[i] is not None:
+            text.append("\nexpected: ", style="bold").append(printable(str(expected[i])))
+        turns = sum(message["role"] == "assistant" for message in message_logs[i])
+        said = f"sample {i} · reward {float(rewards[i]):.3g}" + (f" · {turns} turns" if turns > 1 else "")
+        panels.append(Panel(text, title=said, title_align="left"))
     mean = sum(float(reward) for reward in rewards) / len(rewards)
     (console or Console(stderr=True)).print(
         Group(
             Text(f"step {step}: {len(panels)} of {len(rewards)} samples, mean reward {mean:.3f}", style="bold"), *panels
         )
     )
+
+
+def best_to_worst(rewards: Sequence[float], count: int) -> list[int]:
+    """Up to `count` samples from the best to the worst, evenly spread; the worst is among them from two on.
+
+    >>> best_to_worst([0.0, 1.0, 0.5], 2)
+    [1, 0]
+    """
+    order = sorted(range(len(rewards)), key=lambda i: -float(rewards[i]))
+    count = min(count, len(order))
+    return list(dict.fromkeys(order[round(k * (len(order) - 1) / max(count - 1, 1))] for k in range(count)))
 
 
 class ReachableTracker:

@@ -115,6 +115,7 @@ class RunProgress:
         first_step: steps already done by earlier runs.
         console: where to show; standard error by default, so that standard output stays clean.
         clock: monotonic seconds.
+        measure: what a validation measures, also before the first.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class RunProgress:
         first_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        measure: str = "accuracy",
     ) -> None:
         self.total_steps = total_steps
         self.title = title
@@ -132,7 +134,7 @@ class RunProgress:
         self._step = first_step
         self._phase = "starting"
         self._validated: float | None = None
-        self._validation_name = "accuracy"
+        self._validation_name = measure
         self._gpu_memory: float | None = None
         self._below: dict[int, str] = {}
         self._rewards: deque[float] = deque(maxlen=40)

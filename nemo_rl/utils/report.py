@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from nemo_rl.utils import plots
-from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.logger import Logger, best_to_worst
 from nemo_rl.utils.metrics_file import NoMetrics, RunMetrics, metrics_paths, read_metrics
 from nemo_rl.utils.progress import format_duration
 from nemo_rl.utils.record import RecordDamaged, RecordError, read_record
@@ -279,20 +279,26 @@ def _samples(log_dir: Path) -> list[dict[str, Any]]:
 
 
 def _sample_rows(path: Path) -> list[dict[str, Any]]:
+    """Some samples of a file, from the best to the worst: `text` and `reward`, and where the file has them, `turns` of
+    role and text and the `expected` answer.
+    """
     rows = []
     for row in _lines(path):
         content, reward = row.get("content"), row.get("rewards", row.get("reward"))
-        if content is not None:
-            text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
-            rows.append(
-                {
-                    "text": text,
-                    "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None,
-                }
-            )
-        if len(rows) == _SAMPLES_SHOWN:
-            break
-    return rows
+        if content is None:
+            continue
+        text = "\n\n".join(str(turn) for turn in content) if isinstance(content, list) else str(content)
+        sample: dict[str, Any] = {
+            "text": text,
+            "reward": reward if isinstance(reward, (int, float)) and math.isfinite(reward) else None,
+        }
+        if row.get("messages"):
+            sample["turns"] = [[str(turn["role"]), str(turn["content"])] for turn in row["messages"]]
+        if row.get("expected") is not None:
+            sample["expected"] = str(row["expected"])
+        rows.append(sample)
+    rewards = [-math.inf if row["reward"] is None else row["reward"] for row in rows]
+    return [rows[index] for index in best_to_worst(rewards, _SAMPLES_SHOWN)]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

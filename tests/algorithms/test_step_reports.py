@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.grpo import loop
 from nemo_rl.algorithms.grpo.loop import grpo_train
-from nemo_rl.algorithms.grpo.step import early_stop, validation_due
+from nemo_rl.algorithms.grpo.step import CompletedStep, early_stop, validation_due
 from nemo_rl.algorithms.grpo.validation import batches_to_run
 from nemo_rl.config import GRPOConfig
 from nemo_rl.experience.prompts import EpochPrompts
@@ -197,3 +198,14 @@ def test_a_run_ends_once_its_metric_is_at_least_the_threshold(name: str) -> None
 )
 def test_validation_runs_whole_batches_and_at_least_one(samples: int | None, batch: int, batches: int) -> None:
     assert batches_to_run(GRPOConfig(max_val_samples=samples, val_batch_size=batch), 9) == batches
+
+
+def test_a_last_validation_is_logged_after_what_is_said_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    run: Any = SimpleNamespace(
+        reports=SimpleNamespace(settle=lambda: order.append("report")), state=SimpleNamespace(step=3)
+    )
+    monkeypatch.setattr(loop, "validation_due", lambda run, is_last: True)
+    monkeypatch.setattr(loop, "validate", lambda run, step: order.append(f"validation {step}"))
+    loop._end_with(run, None, CompletedStep({}, saved=True))  # type: ignore[arg-type]
+    assert order == ["report", "validation 3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from nemo_rl.algorithms.grpo.run import GRPOState
 from nemo_rl.algorithms.grpo.validation import validate
 from nemo_rl.config import LoggerConfig, load_master_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.columns import RolloutColumns, conversation_text
+from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.utils.backlog import Backlog
@@ -35,11 +37,24 @@ class Rollouts:
             input_ids=torch.zeros((batch.size, 2), dtype=torch.long),
             input_lengths=torch.full((batch.size,), 2),
             content=[f"answer number {row}" for row in range(batch.size)],
+            conversation=[
+                conversation_text(
+                    [
+                        {"role": "user", "content": f"question {row}"},
+                        {"role": "assistant", "content": f"answer number {row}"},
+                        {"role": "environment", "content": "once more"},
+                        {"role": "assistant", "content": "again"},
+                    ],
+                    {"ground_truth": f"gold {row}"},
+                )
+                for row in range(batch.size)
+            ],
         )
         return SimpleNamespace(
             columns=RolloutColumns(
                 tokens, BatchedDataDict(total_reward=rewards, generated_lengths=torch.ones(batch.size))
-            )
+            ),
+            metrics={"truncation_rate": 0.5, "max_turns_reached_rate": 0.0},
         )
 
 
@@ -58,6 +73,7 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             config=config,
             val_loader=[prompts],
             sample_files=SampleFiles(),
+            validation_watch=RolloutWatch(),
             reports=Backlog("step-report"),
             validation_rollouts=Rollouts(),
             progress=RunProgress(1, console=Console(file=terminal, width=120)),
@@ -70,9 +86,21 @@ def test_validation_shows_as_many_samples_as_asked_for(shown: int, tmp_path: Pat
             record=MemoryRecord(),
         )
         validate(run, 0)
+        run.reports.settle()
         [said] = [entry.event for entry in run.record.entries]
         assert (said.version, said.samples) == (0, 4)
         store.close()
     text = terminal.getvalue()
     assert ("answer number 3" in text) == ("answer number 0" in text) == bool(shown)
     assert "answer number 1" not in text
+    # Turns with their roles and the expected answer, of the worst sample too.
+    assert (
+        ("user: question 0" in text)
+        == ("expected: gold 0" in text)
+        == ("environment: once more" in text)
+        == bool(shown)
+    )
+    assert "validation at step 0: 50% of the samples were cut off" in text
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "val_data_step0.jsonl").read_text().splitlines()]
+    assert [row["expected"] for row in rows] == [f"gold {row}" for row in range(4)]
+    assert [turn["role"] for turn in rows[3]["messages"]] == ["user", "assistant", "environment", "assistant"]

@@ -223,7 +223,6 @@ BROKEN = [
         "length 0 is empty; it lies",
     ),
     (["env.math.function=a.b", "env.math.class=a.C"], "env.math.class and env.math.function exclude each other"),
-    (["env.math.function=a.b", "env.math.num_workers=2"], "env.math.num_workers is of the built-in environment"),
     (["policy.dtensor_cfg.enabled=false"], "both false; enable exactly one"),
     (["policy.optimizer=null"], "policy.optimizer: null"),
     (["policy.generation.stop_strings=['</a>','']"], "policy.generation.stop_strings.1: "),
@@ -761,6 +760,10 @@ def test_every_metric_that_steps_and_validation_report_is_known_by_name() -> Non
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (
+            ["env.math.function=a.b", "env.math.num_workers=2"],
+            "change nothing here: env.math.num_workers (env.math.fun",
+        ),
         (["policy.optimizer.kwargs.lr=0"], "policy.optimizer.kwargs.lr is 0: the optimizer changes no weight"),
         (
             ["policy.generation.vllm_cfg.max_model_len=2048", "policy.generation.max_new_tokens=1024"],

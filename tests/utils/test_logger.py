@@ -138,6 +138,13 @@ def test_a_batch_is_dumped_row_by_row(tmp_path: Path) -> None:
     ]
 
 
+def test_a_sample_on_the_terminal_cannot_steer_it(capsys: pytest.CaptureFixture[str]) -> None:
+    log = [{"role": "assistant", "content": "red \x1b[31m"}]
+    print_message_log_samples([log], [0.0], expected=["four \x1b[2J"])
+    shown = capsys.readouterr().err
+    assert "\x1b[31m" not in shown and "\x1b[2J" not in shown and r"four \x1b[2J" in shown
+
+
 def test_samples_shown_span_best_to_worst(capsys: pytest.CaptureFixture[str]) -> None:
     logs = [
         [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"[answer {i}]"}]

@@ -102,3 +102,10 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(written: str, shown: str) 
     progress = RunProgress(3, console=Console(file=said, width=200))
     progress.say(written)
     assert said.getvalue().expandtabs() == f"{shown}\n".expandtabs()
+
+
+def test_lines_name_what_is_measured_before_the_first_validation() -> None:
+    said = io.StringIO()
+    progress = RunProgress(2, title="SFT", console=Console(file=said, width=200), measure="val_loss")
+    progress.step_done(1, loss=1.0, tokens=4.0)
+    assert "val_loss=-" in said.getvalue() and "accuracy" not in said.getvalue()

@@ -73,6 +73,23 @@ def test_the_page_carries_its_data_and_nothing_in_it_is_markup(tmp_path: Path) -
     assert matplotlib.image.imread(paths.png).shape[1] > 1000
 
 
+def test_samples_on_the_page_have_turns_the_expected_answer_and_wrong_ones(tmp_path: Path) -> None:
+    log_run(tmp_path, range(1, 3))
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    with Logger(LoggerConfig(log_dir=str(tmp_path))) as logger:
+        columns = {
+            "content": ["1+12"] * 40,
+            "rewards": [1.0] * 39 + [0.0],
+            "messages": [turns] * 40,
+            "expected": ["2"] * 39 + [None],
+        }
+        logger.log_batched_dict_as_jsonl(columns, "val_data_step2.jsonl")
+    samples = data_of(write_report(tmp_path).html)["samples"][-1]["samples"]
+    assert [sample["reward"] for sample in samples] == [1.0, 1.0, 0.0]
+    assert samples[0]["turns"] == [["user", "1+1"], ["assistant", "2"]]
+    assert [sample.get("expected") for sample in samples] == ["2", "2", None]
+
+
 def test_phases_add_up_to_the_step_and_parts_are_not_counted_twice(tmp_path: Path) -> None:
     log_run(tmp_path, range(1, 4))
     series = {one.label: one.values for one in phase_series(read_metrics(tmp_path))}

@@ -4,11 +4,13 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_rl.config import LoggerConfig
+from nemo_rl.utils import log_backends
 from nemo_rl.utils.logger import Logger, ReachableTracker
 from nemo_rl.utils.metrics_file import read_metrics
 
@@ -144,3 +146,62 @@ def test_a_mistake_in_a_tracker_is_not_hidden(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match="a mistake of ours"):
         ReachableTracker("broken", Broken, tmp_path).log_metrics({}, 1)
+
+
+class FakeRun:
+    """What W&B does with steps: it drops what lies below its newest."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.step, self.rows, self.dropped = step, [], []
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def log(self, payload: dict[str, Any], step: int | None = None, commit: bool = False) -> None:
+        if step is not None and step < self.step:
+            self.dropped.append(payload)
+            return
+        self.step = self.step if step is None else step
+        self.rows.append((self.step, payload))
+        self.step += commit
+
+
+def wandb_logger(monkeypatch: pytest.MonkeyPatch, run: FakeRun, log_dir: Path) -> Logger:
+    module = SimpleNamespace(
+        init=lambda **_: run,
+        Settings=lambda **_: None,
+        login=lambda **_: True,
+        teardown=lambda: None,
+        Error=RuntimeError,
+        Image=lambda figure: figure,
+        Histogram=list,
+        Table=lambda columns, data: data,
+    )
+    monkeypatch.setattr(log_backends, "require", lambda package, switch: module)
+    return Logger(LoggerConfig(log_dir=str(log_dir), wandb_enabled=True))
+
+
+@pytest.mark.parametrize("newest", [0, 7])
+def test_wandb_drops_nothing_that_comes_late_and_keeps_its_step(
+    newest: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = FakeRun(newest)
+    with wandb_logger(monkeypatch, run, tmp_path) as logger:
+        for step in (3, 4):
+            logger.log_metrics({"accuracy": step}, step, "validation")
+            logger.log_metrics({"reward": step}, step, "train", step_finished=True)
+        logger.log_metrics({"accuracy": 5}, 4, "validation")
+        logger.log_plot("picture", 4, "report")  # type: ignore[arg-type]
+        logger.log_table({"sample": ["a"]}, 4, "samples")
+        logger.log_metrics({"gpu": 1.0}, 900, "ray", step_metric="ray/seconds")
+        logger.log_metrics({"reward": 5}, 5, "train", step_finished=True)
+    assert run.dropped == []
+    steps = [row for row, _ in run.rows]
+    assert steps == sorted(steps)
+    assert [payload["step"] for _, payload in run.rows if "step" in payload] == [3, 3, 4, 4, 4, 4, 4, 5]
+    for row in set(steps):
+        # A row has one step, or what is logged later would rename what was logged before.
+        assert len({payload["step"] for step, payload in run.rows if step == row and "step" in payload}) == 1

@@ -384,7 +384,7 @@ def _sources(
     actors: dict[str, ActorHandle[object]],
     record: Record,
 ) -> tuple[RolloutSource, RolloutSource | None]:
-    def live(env_of_task: dict[str, str], trained: Record | None = None) -> LiveRollouts:
+    def live(env_of_task: dict[str, str], trained: Record | None = None, *, shown: bool = False) -> LiveRollouts:
         environments = {
             task: EnvironmentHandle.of(name, actors[name], config.env) for task, name in env_of_task.items()
         }
@@ -392,11 +392,16 @@ def _sources(
         if runner is None:
             raise RuntimeError("live rollouts need generation")
         return LiveRollouts(
-            runner, pad_token_id=tokenizer.pad_token_id, multiple=config.policy.make_sequence_length_divisible_by
+            runner,
+            pad_token_id=tokenizer.pad_token_id,
+            multiple=config.policy.make_sequence_length_divisible_by,
+            conversations=shown,
         )
 
     validation = (
-        live(datasets.env_of_validation_task) if generation is not None and datasets.validation is not None else None
+        live(datasets.env_of_validation_task, shown=True)
+        if generation is not None and datasets.validation is not None
+        else None
     )
     if config.grpo.rollout_replay is not None:
         return ReplayedRollouts(config.grpo.rollout_replay), validation

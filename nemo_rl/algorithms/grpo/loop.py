@@ -165,6 +165,8 @@ def _end_with(run: GRPORun, source: ExperienceSource, newest: CompletedStep | No
     if newest is None:
         return
     if newest.val_metrics is None and validation_due(run, is_last=True):
+        # What is said of the step is said first: trackers take steps in order.
+        run.reports.settle()
         newest.val_metrics = validate(run, run.state.step)
     if not newest.saved and should_save(run.state.step, run.config.checkpointing, is_last=True):
         save_step(run, source, newest)

@@ -18,6 +18,7 @@ from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.experience.rollout_source import RolloutSource
+from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.loss.interfaces import LossFunction
@@ -90,6 +91,7 @@ class GRPORun:
         device_count: Slots of the run, and of training and generation.
         resumed_from: Checkpoint that the run goes on from.
         reward_watch: Says when steps go by that teach nothing.
+        validation_watch: Says when many samples of a validation are cut short.
         sample_files: How files of samples are written, which a run goes on without.
         reports: Writes what is said of a step while the next one generates.
         env_of_validation_task: Environment name per validation task.
@@ -120,6 +122,7 @@ class GRPORun:
     device_count: DeviceCount
     resumed_from: Path | None = None
     reward_watch: RewardWatch = field(default_factory=RewardWatch)
+    validation_watch: RolloutWatch = field(default_factory=RolloutWatch)
     sample_files: SampleFiles = field(default_factory=SampleFiles)
     reports: Backlog = field(default_factory=lambda: Backlog("step-report"))
     env_of_validation_task: dict[str, str] = field(default_factory=dict)

@@ -6,12 +6,13 @@ least one, run, each drawn with the same seeds at every validation.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +28,7 @@ from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import number_samples
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.experience.store import TokenStage
-from nemo_rl.utils.logger import print_message_log_samples
+from nemo_rl.utils.logger import best_to_worst, print_message_log_samples
 from nemo_rl.utils.record_events import Validated
 
 if TYPE_CHECKING:
@@ -52,13 +53,14 @@ _TABLE_ROWS = 16
 
 @dataclass(frozen=True)
 class _Validated:
-    """All samples of a validation; their texts only as far as they are to be shown."""
+    """All samples of a validation: `messages` and `expected` of those that may be shown, and how all of them ended."""
 
     rewards: torch.Tensor
     lengths: torch.Tensor
     components: dict[str, torch.Tensor]
     tasks: list[str]
-    texts: list[str]
+    samples: list[dict[str, Any]]
+    ends: dict[str, float]
 
 
 def validate(run: GRPORun, step: int) -> dict[str, float]:
@@ -104,19 +106,33 @@ def validate(run: GRPORun, step: int) -> dict[str, float]:
     )
     graded = bool(((done.rewards != 0) & (done.rewards != 1)).any())
     run.progress.validated(metrics["accuracy"], name="reward" if graded else "accuracy", step=step)
-    if done.texts:
-        rewards, rows = done.rewards.tolist(), min(len(done.texts), _TABLE_ROWS)
-        table = {"sample": done.texts[:rows], "reward": rewards[:rows], "task": done.tasks[:rows]}
-        run.logger.log_table(table, step, "validation/samples")
-        print_message_log_samples(
-            [[{"role": "sample", "content": text}] for text in done.texts],
-            rewards[: len(done.texts)],
-            run.config.logger.num_val_samples_to_print,
-            step,
-            run.progress.console,
-        )
+    for line in run.validation_watch.observe(
+        f"validation at step {step}",
+        done.ends,
+        max_new_tokens=run.config.policy.generation.max_new_tokens,
+        max_turns=cfg.max_rollout_turns,
+    ):
+        run.progress.say(line)
+    if done.samples:
+        _show(run, done, step)
     run.state.val_metrics = metrics
     return metrics
+
+
+def _show(run: GRPORun, done: _Validated, step: int) -> None:
+    """Samples with their turns and the expected answer, right and wrong ones, in trackers and on the terminal."""
+    rewards = done.rewards.tolist()[: len(done.samples)]
+    logs, expected = ([sample[name] for sample in done.samples] for name in ("messages", "expected"))
+    rows = best_to_worst(rewards, _TABLE_ROWS)
+    table = {
+        "sample": ["\n".join(f"{turn['role']}: {turn['content']}" for turn in logs[row]) for row in rows],
+        "expected": ["" if expected[row] is None else str(expected[row]) for row in rows],
+        "reward": [rewards[row] for row in rows],
+        "task": [done.tasks[row] for row in rows],
+    }
+    run.logger.log_table(table, step, "validation/samples")
+    shown, console = run.config.logger.num_val_samples_to_print, run.progress.console
+    print_message_log_samples(logs, rewards, shown, step, console, expected)
 
 
 def _measured_by_environments(run: GRPORun, done: _Validated) -> dict[str, float]:
@@ -138,22 +154,30 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
     cfg = run.config.grpo
     rows: list[BatchedDataDict] = []
     tasks: list[str] = []
-    texts: list[str] = []
+    samples: list[dict[str, Any]] = []
+    ends: dict[str, float] = {}
+    total = 0
     for index, prompts in enumerate(batches):
         batch = number_samples(prompts, cfg.val_num_generations_per_prompt)
-        columns = source.roll_out(batch, validation_plan(run, index), 0).columns
+        rollout = source.roll_out(batch, validation_plan(run, index), 0)
+        columns = rollout.columns
         rows.append(columns.rows)
+        total += batch.size
+        for name in ("truncation_rate", "max_turns_reached_rate"):
+            ends[name] = ends.get(name, 0.0) + float(rollout.metrics.get(name, 0.0)) * batch.size
         tasks += batch["task_name"]
         handle = run.store.update(run.store.write(columns.tokens), {"rewards": columns.rows["total_reward"]})
-        if run.config.logger.num_val_samples_to_print or (run.logger.backends and not texts):
-            texts += list(run.store.read(handle, ["content"])["content"])
+        if run.config.logger.num_val_samples_to_print or (run.logger.backends and not samples):
+            samples += [json.loads(text) for text in run.store.read(handle, ["conversation"])["conversation"]]
         path = run.logger.samples_dir / f"val_data_step{step}.jsonl"
-        stage = sample_log_stage(path, {"content": "content", "rewards": "rewards"}, append=index > 0)
+        written = {"content": "content", "rewards": "rewards", "conversation": "conversation"}
+        stage = sample_log_stage(path, written, append=index > 0)
         run.store.keep(handle)
         run.reports.put(partial(_write_samples, run, handle, stage))
     joined = joined_rows(rows)
+    ends = {name: value / total for name, value in ends.items()}
     components = {name: joined[name] for name in joined if name.startswith("reward/")}
-    return _Validated(joined["total_reward"], joined["generated_lengths"], components, tasks, texts)
+    return _Validated(joined["total_reward"], joined["generated_lengths"], components, tasks, samples, ends)
 
 
 def _write_samples(run: GRPORun, handle: BatchHandle, stage: TokenStage) -> None:

@@ -70,7 +70,7 @@ def setup(config: SFTMasterConfig, start: StartPhases | None = None, placement: 
             state=ready.state,
             timer=Timer(),
             timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by),
-            progress=RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step),
+            progress=RunProgress(ready.total_steps, title="SFT", first_step=ready.state.step, measure="val_loss"),
             cluster=cluster,
             placement=placement,
         )
