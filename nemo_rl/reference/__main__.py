@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl.reference import metrics, tasks
+from nemo_rl.reference import metrics, sizing, tasks
 
-PAGES = {"tasks": tasks.page, "metrics": metrics.page}
+PAGES = {"tasks": tasks.page, "metrics": metrics.page, "sizing": sizing.page}
 _WHAT = {
     "tasks": "print data sets, processors and environments with their keys",
     "metrics": "print the glossary of metrics",
+    "sizing": "print how many GPUs models take, as computed",
 }
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.config import load_master_config
 from nemo_rl.config.data_rules import GRPO_TRAINING, GRPO_VALIDATION, SFT_TRAINING, SFT_VALIDATION
 from nemo_rl.data.datasets.registry import ALIASES, GENERATED, SOURCES
 from nemo_rl.data.processors import PROCESSORS
 from nemo_rl.environments.registry import CLASSES
-from nemo_rl.reference import tasks
+from nemo_rl.reference import sizing, tasks
 from nemo_rl.reference.__main__ import PAGES
 from nemo_rl.reference.metrics import METRICS, undocumented
 
@@ -102,3 +103,15 @@ def test_the_glossary_lists_nothing_that_is_not_measured() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "nemo_rl").rglob("*.py") if "reference" not in path.parts)
     parts = [part for metrics in METRICS.values() for metric in metrics for part in re.split(r"[*/.]", metric.name)]
     assert [part for part in parts if part.strip("_").removesuffix("_s") not in source] == []
+
+
+def test_larger_models_take_more_gpus_and_larger_gpus_fewer() -> None:
+    for lora in (False, True):
+        small, large = (
+            [sizing.gpus_to_train(shape, gib, lora=lora) or 999 for shape in sizing.SHAPES] for gib in (80, 141)
+        )
+        assert all(a >= b for a, b in zip(small, large, strict=True)) and small[0] == 1 and small[-1] > small[3]
+    config = load_master_config(str(ROOT / "examples" / "configs" / "grpo_math_7B_8gpus.yaml"))
+    shape = next(one for one in sizing.SHAPES if config.policy.model_name.endswith(one.name))
+    assert (sizing.gpus_to_train(shape, 80) or 999) <= config.cluster.gpus_per_node
+    assert config.policy.sequence_packing.train_mb_tokens == 16384, "the tokens that the page computes with"
