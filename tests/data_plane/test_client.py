@@ -260,7 +260,8 @@ def test_every_process_announces_its_own_address_to_mooncake_whatever_it_inherit
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "10.0.0.1")
     monkeypatch.delenv("MC_STORE_MEMCPY", raising=False)
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
-    mooncake.prepare_process(SimpleNamespace(backend=SimpleNamespace(MooncakeStore=SimpleNamespace(protocol="tcp"))))
+    store = SimpleNamespace(protocol="tcp", master_server_address="10.0.0.1:50051")
+    mooncake.prepare_process(SimpleNamespace(backend=SimpleNamespace(MooncakeStore=store)))
     assert [os.environ[name] for name in ("MC_TCP_BIND_ADDRESS", "MC_STORE_MEMCPY", "MC_LOG_LEVEL")] == [
         "10.0.0.7",
         "0",

@@ -190,7 +190,7 @@ class OwnMooncake:
 
     def master(self) -> int:
         self.undo = ExitStack()
-        start_master(plane_config("mooncake_cpu"), self.undo)
+        start_master(plane_config("mooncake_cpu"), self.undo, one_host=True)
         return self._master().pid
 
     def _master(self) -> psutil.Process:
@@ -221,6 +221,13 @@ def own_mooncake() -> Any:
     actor = actor_class.options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": root}}).remote()
     yield actor
     ray.kill(actor)
+
+
+def test_metadata_and_metrics_of_mooncake_listen_on_the_loopback_address(own_mooncake: Any) -> None:
+    master = psutil.Process(ray.get(own_mooncake.master.remote(), timeout=120))
+    listening = [one.laddr.ip for one in master.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    # Its port for requests is open on every address, whatever it is told.
+    assert sorted(listening)[1:] == ["127.0.0.1", "127.0.0.1"]
 
 
 def test_a_mooncake_master_that_is_killed_is_named(own_mooncake: Any) -> None:

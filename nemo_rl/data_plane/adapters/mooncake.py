@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from nemo_rl.config import DataPlaneConfig
+from nemo_rl.data_plane.adapters.guard import LOOPBACK
 from nemo_rl.data_plane.interfaces import DataPlaneError, MooncakeUnavailableError
 from nemo_rl.distributed.ports import free_ports
 from nemo_rl.distributed.processes import LastWords
@@ -112,7 +113,8 @@ def prepare_process(config: Any) -> None:
     import ray
 
     # Forced: actors inherit the driver's environment, and with it the address of another machine.
-    os.environ["MC_TCP_BIND_ADDRESS"] = announced_address(ray.util.get_node_ip_address())
+    one_host = str(config.backend.MooncakeStore.master_server_address).startswith(f"{LOOPBACK}:")
+    os.environ["MC_TCP_BIND_ADDRESS"] = LOOPBACK if one_host else announced_address(ray.util.get_node_ip_address())
     # The shortcut for local peers reads other processes' pointers.
     os.environ.setdefault("MC_STORE_MEMCPY", "0")
     # TransferQueue builds jagged tensors, at the first of which torch warns about a function of its own.
@@ -138,12 +140,13 @@ def segment_sizes(cfg: DataPlaneConfig, host_bytes: int) -> tuple[int, int]:
     return segment, buffer
 
 
-def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, object]:
+def start_master(cfg: DataPlaneConfig, undo: ExitStack, *, one_host: bool) -> dict[str, object]:
     """Starts a master on free ports of this host.
 
     Args:
         cfg: The section.
         undo: Gets the master's end.
+        one_host: Whether every process is on this host, and reaches the master on the loopback address.
 
     Returns:
         What the system's configuration says about Mooncake.
@@ -155,7 +158,7 @@ def start_master(cfg: DataPlaneConfig, undo: ExitStack) -> dict[str, object]:
     import ray
 
     load_mooncake()
-    host = ray.util.get_node_ip_address().strip("[]")
+    host = LOOPBACK if one_host else ray.util.get_node_ip_address().strip("[]")
     rpc, metadata, admin = free_ports(3)
     binary = _master_binary()
     command = [

@@ -69,8 +69,8 @@ def start_transfer_queue(cfg: DataPlaneConfig) -> TransferQueueSystem:
     name = f"nemo_rl.data_plane-{uuid.uuid4().hex[:12]}"
     mooncake = cfg.backend == "mooncake_cpu"
     with ExitStack() as undo:
-        overlay = start_master(cfg, undo) if mooncake else {}
         guard = Guard.of_cluster()
+        overlay = start_master(cfg, undo, one_host=guard.keys is None) if mooncake else {}
         actor_class: Any = guard.actor(TransferQueueController)
         from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
