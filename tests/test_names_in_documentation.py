@@ -110,3 +110,10 @@ def test_the_design_quotes_the_step_loop_as_it_is() -> None:
     source = (ROOT / module).read_text()
     begins = source.index(f"def {name}(")
     assert quoted.strip() == source[begins : source.index("\n\n\n", begins)].strip()
+
+
+def test_errors_that_the_troubleshooting_page_explains_are_raised() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "nemo_rl").rglob("*.py"))
+    named = {word for word in words(ROOT / "docs" / "faq.md") if re.fullmatch(r"[A-Z]\w+", word)}
+    named -= {word for word in named if word.isupper()}
+    assert named and [word for word in named if f"raise {word}(" not in source] == []
