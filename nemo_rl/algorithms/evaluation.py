@@ -347,35 +347,27 @@ def _score(config: EvalMasterConfig, trajectories: list[list[Trajectory]], secon
 
 
 def save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
-    """Writes `summary.json` and `samples.jsonl`.
-
-    Raises:
-        ResultNotWritten: they cannot be written.
-    """
+    """Writes `summary.json` and `samples.jsonl`; ResultNotWritten where they cannot be written."""
     try:
-        _save(directory, config, score, trajectories)
+        (directory / "summary.json").write_text(
+            json.dumps(asdict(score) | {"config": config.to_dict()}, indent=2, default=str), encoding="utf-8"
+        )
+        with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
+            for problem, answers in enumerate(trajectories):
+                for number, trajectory in enumerate(answers):
+                    messages = [
+                        {"role": message["role"], "content": message["content"]} for message in trajectory.message_log
+                    ]
+                    row = {
+                        "problem": problem,
+                        "sample": number,
+                        "reward": trajectory.reward,
+                        "answer": trajectory.answer,
+                        "truncated": trajectory.truncated,
+                    }
+                    file.write(json.dumps(row | {"messages": messages}) + "\n")
     except OSError as error:
         raise ResultNotWritten(directory, score, error) from error
-
-
-def _save(directory: Path, config: EvalMasterConfig, score: Score, trajectories: list[list[Trajectory]]) -> None:
-    (directory / "summary.json").write_text(
-        json.dumps(asdict(score) | {"config": config.to_dict()}, indent=2, default=str), encoding="utf-8"
-    )
-    with (directory / "samples.jsonl").open("w", encoding="utf-8") as file:
-        for problem, answers in enumerate(trajectories):
-            for number, trajectory in enumerate(answers):
-                messages = [
-                    {"role": message["role"], "content": message["content"]} for message in trajectory.message_log
-                ]
-                row = {
-                    "problem": problem,
-                    "sample": number,
-                    "reward": trajectory.reward,
-                    "answer": trajectory.answer,
-                    "truncated": trajectory.truncated,
-                }
-                file.write(json.dumps(row | {"messages": messages}) + "\n")
 
 
 def pass_at_k(right: int, drawn: int, k: int) -> float:

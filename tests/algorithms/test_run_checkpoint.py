@@ -95,7 +95,7 @@ def test_a_result_that_cannot_be_written_is_said(code: int, tmp_path: Path, monk
     def full(*_: object) -> None:
         raise OSError(code, "No space left on device" if code == errno.ENOSPC else "no")
 
-    monkeypatch.setattr(evaluation, "_save", full)
+    monkeypatch.setattr(Path, "write_text", full)
     score = evaluation.Score("pass@1", 0.25, 8, 2, 0.5, 0.125, 3.0)
     with pytest.raises(evaluation.ResultNotWritten, match=r"pass@1 0\.2500 of 8 problems with 2 answers .* 12\.5%"):
         evaluation.save(tmp_path, EvalMasterConfig(), score, [])

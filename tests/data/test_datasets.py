@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.config import ConfigError, DataConfig, DatasetConfig
 from nemo_rl.data.datasets import RawDataset, load_response_dataset
+from nemo_rl.data.datasets.files import read_rows
 from nemo_rl.data.datasets.generated import arithmetic_problems
 from nemo_rl.data.datasets.raw import conversation
 from nemo_rl.data.interfaces import DataError, TaskDataSpec, load_prompt
@@ -404,3 +407,26 @@ def test_several_datasets_become_one_and_keep_their_own_processing(tokenizer: An
     datum = data.train[0]
     assert datum["message_log"][0]["content"].endswith("=<|im_end|>\n<|im_start|>assistant\n")
     assert datum["extra_env_info"] is not None and datum["extra_env_info"]["ground_truth"].lstrip("-").isdigit()
+
+
+def test_floats_of_parquet_keep_their_digits_wherever_they_are(tmp_path: Path) -> None:
+    half, single = pa.float16(), pa.float32()
+    reward = pa.struct([("ground_truth", single), ("style", pa.string())])
+    columns = {"a": [1.1], "b": [[0.2]], "c": [{"ground_truth": 7.3, "style": "x"}], "d": [2.5], "e": [3.0]}
+    kinds = [single, pa.list_(single), reward, half, single]
+    pq.write_table(pa.table(columns, pa.schema(list(zip("abcde", kinds, strict=True)))), tmp_path / "a.parquet")
+    ((_, row),) = read_rows(str(tmp_path / "a.parquet"))
+    assert row == {"a": "1.1", "b": ["0.2"], "c": {"ground_truth": "7.3", "style": "x"}, "d": "2.5", "e": "3"}
+    pq.write_table(pa.table([["q"], ["1"], ["2"]], ["input", "output", "output"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="b.parquet .* the column 'output' is there 2 times"):
+        list(read_rows(str(tmp_path / "b.parquet")))
+
+
+def test_arrow_files_are_read_as_streams_and_as_files(tmp_path: Path) -> None:
+    table = pa.table({"input": ["q"], "output": pa.array([0.1], pa.float32())})
+    for number, opened in enumerate((pa.ipc.new_stream, pa.ipc.new_file)):
+        path = tmp_path / f"{number}.arrow"
+        with opened(str(path), table.schema) as writer:
+            writer.write_table(table)
+        entry = {"dataset_name": "ResponseDataset", "data_path": str(path), "prompt_file": None}
+        assert [row["messages"][1]["content"] for row in load_response_dataset(entry).dataset] == ["0.1"]

@@ -27,7 +27,6 @@ from nemo_rl.config import DataConfig, EvalMasterConfig
 from nemo_rl.data.collate_fn import sft_collate
 from nemo_rl.data.conversations import as_messages
 from nemo_rl.data.datasets import load_response_dataset
-from nemo_rl.data.datasets.files import read_rows
 from nemo_rl.data.interfaces import DataError
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.data.setup import load_datasets
@@ -436,29 +435,6 @@ def test_a_byte_order_mark_and_line_ends_are_no_text(name: str, content: str, tm
 def test_roles_have_one_name_whatever_a_format_calls_them(written: str, role: str) -> None:
     [message] = as_messages([{"from": written, "value": "x"}], "column 'conversations'")
     assert message == {"role": role, "content": "x"}
-
-
-def test_floats_of_parquet_keep_their_digits_wherever_they_are(tmp_path: Path) -> None:
-    half, single = pa.float16(), pa.float32()
-    reward = pa.struct([("ground_truth", single), ("style", pa.string())])
-    columns = {"a": [1.1], "b": [[0.2]], "c": [{"ground_truth": 7.3, "style": "x"}], "d": [2.5], "e": [3.0]}
-    kinds = [single, pa.list_(single), reward, half, single]
-    pq.write_table(pa.table(columns, pa.schema(list(zip("abcde", kinds, strict=True)))), tmp_path / "a.parquet")
-    ((_, row),) = read_rows(str(tmp_path / "a.parquet"))
-    assert row == {"a": "1.1", "b": ["0.2"], "c": {"ground_truth": "7.3", "style": "x"}, "d": "2.5", "e": "3"}
-    pq.write_table(pa.table([["q"], ["1"], ["2"]], ["input", "output", "output"]), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="b.parquet .* the column 'output' is there 2 times"):
-        list(read_rows(str(tmp_path / "b.parquet")))
-
-
-def test_arrow_files_are_read_as_streams_and_as_files(tmp_path: Path) -> None:
-    table = pa.table({"input": ["q"], "output": pa.array([0.1], pa.float32())})
-    for number, opened in enumerate((pa.ipc.new_stream, pa.ipc.new_file)):
-        path = tmp_path / f"{number}.arrow"
-        with opened(str(path), table.schema) as writer:
-            writer.write_table(table)
-        entry = {"dataset_name": "ResponseDataset", "data_path": str(path), "prompt_file": None}
-        assert [row["messages"][1]["content"] for row in load_response_dataset(entry).dataset] == ["0.1"]
 
 
 @pytest.mark.parametrize(("score", "preferred"), [(-3, "first"), (0, "first"), (1, "second")])
