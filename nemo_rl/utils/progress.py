@@ -137,6 +137,7 @@ class RunProgress:
         self._validation_name = measure
         self._gpu_memory: float | None = None
         self._below: dict[int, str] = {}
+        self.said: deque[str] = deque(maxlen=40)
         self._rewards: deque[float] = deque(maxlen=40)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_RECENT_STEPS)
         self._durations: deque[float] = deque(maxlen=10)
@@ -195,6 +196,7 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """A line for the person, beside the steps."""
+        self.said.append(line)
         self.console.print(printable(line), highlight=False, soft_wrap=True, markup=False)
 
     def step_done(

@@ -93,7 +93,8 @@ class RunPage:
         files = [path for path in (self.log_dir / "actors").glob("*") if path.is_file() and path.stat().st_size]
         newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
         if newest is None:
-            return {}
+            lines = self._progress.said if self._progress is not None else ()
+            return {"the terminal": "\n".join(map(printable, lines))}
         with newest.open("rb") as file:
             file.seek(max(0, newest.stat().st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").splitlines()
@@ -145,11 +146,15 @@ _PAGE = """<!doctype html>
  body{font:14px/1.45 system-ui,sans-serif;color:#1b1f24;margin:24px auto;max-width:1360px;padding:0 16px}
  h1{font-size:22px;margin:0} h2{font-size:16px;margin:22px 0 6px} .sub{color:#57606a;margin:4px 0}
  pre{background:#f6f8fa;border:1px solid #d0d7de;border-radius:4px;padding:8px;white-space:pre-wrap;margin:6px 0;
- overflow-wrap:anywhere} iframe{width:100%;height:1500px;border:1px solid #d0d7de;border-radius:4px}
-</style></head><body><h1 id="title">__TITLE__</h1><p class="sub"><b id="state"></b> <span id="line"></span></p>
-<p class="sub"><a href="files/">all files</a> <a href="files/config.yaml">config.yaml</a></p>
-<h2>Newest samples</h2><div id="samples"></div><h2 id="logname">Logs</h2><pre id="log"></pre>
-<h2>Report</h2><div id="report">none before the first step</div><script>
+ overflow-wrap:anywhere}</style></head><body><h1 id="title">__TITLE__</h1><p class="sub"><b id="state"></b> <span id="line"></span></p>
+<p class="sub">
+<a id="report" hidden>report with curves</a> <a href="files/">all files</a> 
+<a href="files/config.yaml">config.yaml</a></p>
+<h2>Newest samples</h2>
+<div id="samples"></div><h2 id="logname">Logs</h2>
+<pre id="log"></pre>
+
+<script>
 const $=id=>document.getElementById(id);
 async function again(){try{
  const D=await (await fetch("data.json"+location.search)).json();
@@ -157,8 +162,7 @@ async function again(){try{
  $("samples").replaceChildren(...D.samples.map(s=>{const pre=document.createElement("pre");
   pre.textContent=`${s.from}, reward ${s.reward}\\n${s.text}`;return pre}));
  for(const [name,text] of Object.entries(D.logs)){$("logname").textContent="End of "+name;$("log").textContent=text}
- if(D.report&&!$("report").firstElementChild){const frame=document.createElement("iframe");
-  frame.src="files/report.html"+location.search;$("report").replaceChildren(frame)}
+ $("report").hidden=!D.report;$("report").href="files/report.html"+location.search;
 }catch(lost){$("state").textContent="the run does not answer; this is how it was when it last did"}
 setTimeout(again,2000)}
 again();
