@@ -92,7 +92,7 @@ def test_sft_that_cannot_write_its_logs_saves_its_last_step_and_ends(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_result_that_cannot_be_written_is_said(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(code, "No space left on device" if code == errno.ENOSPC else "no")
 
     monkeypatch.setattr(Path, "write_text", full)

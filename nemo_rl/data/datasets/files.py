@@ -184,6 +184,7 @@ def _separated(path: Path) -> Iterator[Row]:
             # Strict: text behind a closing quote would lose the quote.
             rows = csv.reader(file, delimiter=delimiter, strict=True)
             names = next(rows, [])
+            line = rows.line_num + 1
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise _Unreadable(f"the column {twice!r} is there {names.count(twice)} times")
