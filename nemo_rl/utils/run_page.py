@@ -146,9 +146,10 @@ _PAGE = """<!doctype html>
  body{font:14px/1.45 system-ui,sans-serif;color:#1b1f24;margin:24px auto;max-width:1360px;padding:0 16px}
  h1{font-size:22px;margin:0} h2{font-size:16px;margin:22px 0 6px} .sub{color:#57606a;margin:4px 0}
  pre{background:#f6f8fa;border:1px solid #d0d7de;border-radius:4px;padding:8px;white-space:pre-wrap;margin:6px 0;
- overflow-wrap:anywhere}</style></head><body><h1 id="title">__TITLE__</h1><p class="sub"><b id="state"></b> <span id="line"></span></p>
+ overflow-wrap:anywhere}</style></head><body><h1 id="title">__TITLE__</h1><p class="sub">
+<b id="state"></b> <span id="line"></span></p>
 <p class="sub">
-<a id="report" hidden>report with curves</a> <a href="files/">all files</a> 
+<a id="report" hidden>report with curves</a> <a href="files/">all files</a>
 <a href="files/config.yaml">config.yaml</a></p>
 <h2>Newest samples</h2>
 <div id="samples"></div><h2 id="logname">Logs</h2>
