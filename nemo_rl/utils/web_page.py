@@ -63,7 +63,13 @@ def guarded_app(routes: Sequence[Route], token: str, *, to_look: bool, cookie: s
         shown = shows_token(token, [asked, bearer(request), request.cookies.get(cookie, "")])
         if not (shown if to_look else of_this_machine(host)):
             return PlainTextResponse(NEEDS_TOKEN, 403, _HEADERS)
-        answered = await answer(request)
+        try:
+            answered = await answer(request)
+        except RuntimeError:
+            # Starlette says so of a visitor who has left; there is nobody to answer.
+            if not await request.is_disconnected():
+                raise
+            return Response(status_code=499)
         for name, value in _HEADERS.items():
             answered.headers.setdefault(name, value)
         if to_look and request.url.path == "/" and shows_token(token, [asked]):
