@@ -267,9 +267,8 @@ def load_problems(config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, 
     raw = load_response_dataset(config.data, "data")
     limit = config.data.max_input_seq_length
     dataset = processed([(raw, raw.dataset)], tokenizer, limit)
-    count = min(config.data.max_samples or len(dataset), len(dataset))
     check_prompt_lengths("data", {raw.task_name: dataset}, limit, say)
-    return Problems(dataset, count, [raw.task_name])
+    return Problems(dataset, len(dataset), [raw.task_name])
 
 
 def _start_engines(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -43,8 +43,14 @@ class DatasetKeys(Section):
     repeat: PositiveInt = Field(1, description="How many times the rows are repeated, e.g. for small validation sets.")
     data_path: str | None = Field(
         None,
-        description="JSON, JSONL, CSV, TSV, parquet or arrow file, a directory of them or of save_to_disk, or a "
-        "Hugging Face id; every dataset also reads rows of its published columns from here.",
+        description="JSON, JSONL, CSV, TSV, parquet or arrow file or its address (https), a directory of them or of "
+        "save_to_disk, or a Hugging Face id; every dataset also reads rows of its published columns from here.",
+    )
+    file_format: Literal["csv", "tsv", "json", "jsonl", "parquet", "arrow"] | None = Field(
+        None, description="What the file of data_path holds; null: what its name ends with."
+    )
+    max_samples: NonNegativeInt | None = Field(
+        None, description="Only the first so many rows, before any are taken for validation; 0 and null take all."
     )
     num_problems: PositiveInt = Field(10_000, description="Generated datasets: distinct problems of split `train`.")
     held_out: NonNegativeInt = Field(

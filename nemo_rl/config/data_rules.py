@@ -73,7 +73,7 @@ def training_has_a_dataset(config: RootConfig) -> Iterator[str]:
         yield "data.train: an empty list; name at least one dataset"
 
 
-def environments_exist(config: MasterConfig) -> Iterator[Problem]:
+def environments_exist(config: MasterConfig | EvalMasterConfig) -> Iterator[Problem]:
     names = environment_names(config.env)
     used = set()
     for key, entry in _entries(config):
@@ -122,7 +122,7 @@ def keys_without_effect(env: EnvConfig) -> Iterator[str]:
                 yield f"values that change nothing here: {', '.join(changed)} (env.{name}.function judges)"
 
 
-def datasets_exist(config: RootConfig) -> Iterator[Problem]:
+def datasets_exist(config: RootConfig | EvalMasterConfig) -> Iterator[Problem]:
     for key, entry in _entries(config):
         part = UNBUILT_DATASETS.get(entry.dataset_name)
         if part is not None:
@@ -143,7 +143,10 @@ def environments_in_use(config: MasterConfig) -> list[str]:
     return list(dict.fromkeys(entry.env_name for _, entry in _entries(config)))
 
 
-def _entries(config: RootConfig) -> Iterator[tuple[str, DatasetConfig]]:
+def _entries(config: RootConfig | EvalMasterConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    if isinstance(config, EvalMasterConfig):
+        yield "data", config.data
+        return
     for split, entries in (("train", config.data.train), ("validation", config.data.validation or [])):
         for index, entry in enumerate(entries):
             yield (f"data.{split}" if len(entries) == 1 else f"data.{split}.{index}"), entry
@@ -162,6 +165,11 @@ DATA_RULES: tuple[Callable[[MasterConfig], Iterator[Problem]], ...] = (
     validation_has_data,
     loaders_have_their_shares,
     training_has_a_dataset,
+    datasets_exist,
+    environments_exist,
+    functions_stand_alone,
+)
+EVAL_DATA_RULES: tuple[Callable[[EvalMasterConfig], Iterator[Problem]], ...] = (
     datasets_exist,
     environments_exist,
     functions_stand_alone,

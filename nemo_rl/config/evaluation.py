@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.env import EnvConfig
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.generation import GenerationConfig, TopK, VllmConfig
 from nemo_rl.config.generation_rules import engines_share_accelerators
 from nemo_rl.config.infrastructure import ClusterConfig
 from nemo_rl.config.master import CompleteConfig
@@ -58,9 +58,7 @@ class EvalGenerationConfig(GenerationConfig):
     val_top_p: Annotated[float, DefaultFrom("${generation.top_p}")] = Field(
         1.0, gt=0, le=1, description="Follows top_p."
     )
-    val_top_k: Annotated[PositiveInt | None, DefaultFrom("${generation.top_k}")] = Field(
-        None, description="Follows top_k."
-    )
+    val_top_k: Annotated[TopK, DefaultFrom("${generation.top_k}")] = Field(None, description="Follows top_k.")
     vllm_cfg: VllmConfig = Field(
         VllmConfig(precision="bfloat16", max_model_len=2048), description="Options of the vLLM engine."
     )
@@ -81,7 +79,6 @@ class EvalDataConfig(DatasetConfig):
     max_input_seq_length: Annotated[PositiveInt, DefaultFrom("${generation.vllm_cfg.max_model_len}")] = Field(
         2048, description="Longest prompt, in tokens."
     )
-    max_samples: NonNegativeInt = Field(0, description="Only the first so many problems; 0 takes all.")
     max_rollout_turns: PositiveInt = Field(1, description="Rounds of answer and environment per sample.")
 
 

@@ -61,15 +61,19 @@ class Foreign:
 
     def changes_nothing(self, value: object) -> bool:
         """Whether a value of this key asks for nothing that is not here."""
-        return value is None or value in ({}, []) or self.inert is ALWAYS or value in self.inert
+        if isinstance(value, Mapping) and self.inert is not ALWAYS:
+            return all(map(self.changes_nothing, value.values()))
+        return value is None or value == [] or self.inert is ALWAYS or value in self.inert
 
 
 _OTHER = "run examples/run_grpo.py or run_sft.py"
 _MEGATRON = "policy.megatron_cfg"
 _AUTOMODEL = "policy.dtensor_cfg.automodel_kwargs"
+_SERVER = "the HTTP server that NeMo-Gym talks to"
+_FLAGS = "flags of assistant messages come from NeMo-Gym"
 _OPTIONS = "options of Megatron-Core that have no counterpart here"
 FOREIGN: tuple[Foreign, ...] = (
-    # Other algorithms, by their section.
+    # Other algorithms, by their section; a recipe of one is refused by that alone.
     Foreign("dpo", "preference training (DPO)", _OTHER),
     Foreign("rm", "training of reward models", _OTHER),
     Foreign("ppo", "PPO with a value model", _OTHER),
@@ -88,6 +92,17 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("policy.generation.real_quant", QUANTISATION, inert=(False,)),
     Foreign("policy.generation.real_quant_ignore", QUANTISATION, inert=ALWAYS),
     Foreign("policy.disable_modelopt_layer_spec", QUANTISATION, inert=ALWAYS),
+    Foreign(
+        "policy.dequantize_base_checkpoint", QUANTISATION, "name a checkpoint that is not quantised", inert=(False,)
+    ),
+    Foreign(
+        f"{_AUTOMODEL}.dequantize_base_checkpoint",
+        QUANTISATION,
+        "name a checkpoint that is not quantised",
+        inert=(False,),
+    ),
+    # The HTTP server of engines: expose_http_server decides.
+    Foreign("policy.generation.vllm_cfg.enforce_monotonicity", _SERVER, inert=ALWAYS),
     # Refit over HTTP.
     Foreign(
         "policy.generation.vllm_cfg.http_refit_*", "refit over HTTP", "weight_sync.transport chooses how weights travel"
@@ -96,7 +111,7 @@ FOREIGN: tuple[Foreign, ...] = (
         "policy.generation.vllm_cfg.zmq_refit_*", "refit over ZMQ", "weight_sync.transport chooses how weights travel"
     ),
     # Pictures, sound and video.
-    Foreign("policy.generation.vllm_cfg.limit_mm_per_prompt", VLM, _TEXT),
+    Foreign("policy.generation.vllm_cfg.limit_mm_per_prompt", VLM, _TEXT, inert=(0,)),
     Foreign("data.*.video_*", VLM, _TEXT),
     Foreign("data.*.allowed_problem_types", VLM, _TEXT),
     Foreign(f"{_MEGATRON}.freeze_*", VLM, inert=ALWAYS),
@@ -112,6 +127,16 @@ FOREIGN: tuple[Foreign, ...] = (
         "set grpo.use_dynamic_sampling: true",
         (False,),
     ),
+    *(
+        Foreign(
+            f"{section}.enable_thinking",
+            "variables of a chat template outside chat_template_kwargs",
+            "set policy.tokenizer.chat_template_kwargs.enable_thinking",
+        )
+        for section in ("policy", "policy.tokenizer", "policy.generation", "policy.generation.vllm_cfg", "data", "grpo")
+    ),
+    Foreign("grpo.penalize_invalid_tool_call", _FLAGS, inert=(False,)),
+    Foreign("grpo.penalize_malformed_thinking", _FLAGS, inert=(False,)),
     # Layers and packing.
     Foreign("policy.sequence_packing.fuse_loss", "the loss of a packed row is always taken in one go", inert=ALWAYS),
     Foreign(f"{_AUTOMODEL}.use_sdpa_patching", "attention is chosen by backend.attn", inert=ALWAYS),
@@ -123,6 +148,12 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(f"{_MEGATRON}.cp_normalize", "the loss function normalises by itself", inert=ALWAYS),
     Foreign(f"{_MEGATRON}.scale_loss_by_dp_cp_size", "the loss function normalises by itself", inert=ALWAYS),
     Foreign(f"{_MEGATRON}.clear_memory_caches_before_refit", "caches are emptied where memory is needed", inert=ALWAYS),
+    Foreign(
+        f"{_MEGATRON}.train_iters",
+        "a run ends by its own max_num_steps, and scheduler says how rates decay",
+        inert=ALWAYS,
+    ),
+    Foreign(f"{_MEGATRON}.optimizer.muon_*", "belongs to optimizer: muon", inert=ALWAYS),
     Foreign(f"{_MEGATRON}.converter_type", "the architecture is read from the model", inert=ALWAYS),
     Foreign(f"{_MEGATRON}.track_moe_metrics", "metrics of the router are not measured", inert=ALWAYS),
     Foreign(
@@ -142,6 +173,9 @@ MOVED: dict[str, str] = {
     "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
     "policy.activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing",
     f"{_AUTOMODEL}.attn_implementation": f"{_AUTOMODEL}.backend.attn",
+    "env.should_mask_flagged_samples": "grpo.should_mask_flagged_samples",
+    "data.problem_key": "data.input_key",
+    "data.solution_key": "data.output_key",
 }
 # Before release 0.5 the keys of the one dataset stood in `data` itself.
 _OLD_ENTRY = ("prompt_file", "system_prompt_file", "env_name", "processor")
@@ -200,7 +234,17 @@ def adapt(raw: Mapping[str, object], root: type[Section]) -> Adapted:
 def find(key: Sequence[str]) -> Foreign | None:
     """The entry of a key; None for a name that NeMo-RL does not have either."""
     names = [part for part in key if not part.isdigit()]
-    return next((entry for entry in FOREIGN if entry.matches(names)), None)
+    # An evaluation has a policy's generation and tokenizer at its top.
+    spellings = (names, ["policy", *names]) if names[:1] in (["generation"], ["tokenizer"]) else (names,)
+    return next((entry for entry in FOREIGN if any(map(entry.matches, spellings))), None)
+
+
+def other_algorithms(values: Mapping[str, object]) -> Iterator[tuple[str, Foreign]]:
+    """The sections of a recipe that make it one of an algorithm that is not built, with their entries."""
+    for name in values:
+        entry = find([str(name)])
+        if entry is not None and values[name] not in (None, {}):
+            yield str(name), entry
 
 
 def unknown_leaves(values: object, schema: type[Section] | None, prefix: Key = ()) -> Iterator[tuple[Key, object]]:

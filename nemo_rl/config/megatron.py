@@ -16,7 +16,10 @@ from nemo_rl.config.section import DefaultFrom, NotYet, Section
 class MegatronOptimizerConfig(Section):
     """`policy.megatron_cfg.optimizer`."""
 
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="Kind of optimizer.")
+    optimizer: Annotated[
+        Literal["adam", "sgd", "muon", "dist_muon"],
+        NotYet("Megatron's Muon optimizer", ("muon", "dist_muon"), "choose adam or sgd"),
+    ] = Field("adam", description="Kind of optimizer.")
     lr: float = Field(5.0e-6, description="Learning rate.")
     min_lr: float = Field(5.0e-7, description="Lowest learning rate of the decay.")
     weight_decay: float = Field(0.01, description="Weight decay.")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from nemo_rl.config.async_rl import AsyncRLConfig
 from nemo_rl.config.data_rules import (
     DATA_RULES,
+    EVAL_DATA_RULES,
     GRPO_METRIC_RULES,
     SFT_DATA_RULES,
     SHARED_METRIC_RULES,
-    functions_stand_alone,
     keys_without_effect,
 )
 from nemo_rl.config.errors import ConfigError, Problem
@@ -64,7 +64,7 @@ def broken_rules(config: CompleteConfig) -> list[Problem]:
     if isinstance(config, (MasterConfig, EvalMasterConfig)):
         problems += engine_arguments_are_safe(config)
     if isinstance(config, EvalMasterConfig):
-        rules = (*EVAL_RULES, *EVAL_PASS_THROUGH_RULES, functions_stand_alone)
+        rules = (*EVAL_RULES, *EVAL_PASS_THROUGH_RULES, *EVAL_DATA_RULES)
         problems += [line for rule in rules for line in rule(config)]
     return problems
 

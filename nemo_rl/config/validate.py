@@ -19,7 +19,7 @@ from nemo_rl.config.data import UnknownKeys
 from nemo_rl.config.defaults import complete
 from nemo_rl.config.dotted import ABSENT, at, take
 from nemo_rl.config.errors import ConfigError, NotBuilt, Problem, did_you_mean, nearest
-from nemo_rl.config.foreign import Foreign, adapt, find, switched_off
+from nemo_rl.config.foreign import Foreign, adapt, find, other_algorithms, switched_off
 from nemo_rl.config.layers import MANDATORY
 from nemo_rl.config.master import COMPLETE, CompleteConfig
 from nemo_rl.config.rules import broken_rules, cautions
@@ -78,6 +78,10 @@ def examine(raw: Mapping[str, object], kind: type[Config]) -> Examined[Config]:
     strangers = _strangers(raw, kind)
     if len(strangers) > max(1, len(raw) - len(strangers)):
         return Examined(problems=[_of_another_framework(strangers, kind)])
+    others = list(other_algorithms(raw))
+    if others:
+        # Their other keys are that algorithm's too, and no mistakes.
+        return Examined(problems=[not_built(key, raw[key], entry.part, entry.instead) for key, entry in others])
     missing: list[Problem] = [f"{key}: mandatory (`{MANDATORY}`) and not given" for key in _mandatory(raw)]
     if missing:
         return Examined(problems=missing)

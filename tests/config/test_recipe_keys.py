@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo.validation import batch_size, batches_to_run
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import ConfigError, EvalMasterConfig, MasterConfig
 from nemo_rl.config.dotted import put
 from nemo_rl.config.errors import NotBuilt
 from nemo_rl.config.layers import Layer, merge
@@ -206,3 +206,85 @@ def test_a_part_that_is_not_built_says_what_to_do() -> None:
         "vision-language and audio models",
     ]
     assert [problem for problem in problems if not isinstance(problem, NotBuilt)] == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        ({"dpo": {"sft_loss_weight": 0.1, "val_batches": 8}}, "preference training (DPO)"),
+        ({"rm": {"max_num_steps": 100}}, "training of reward models"),
+        ({"ppo": {"gamma": 1.0}, "value": {"model_name": "x"}}, "PPO with a value model"),
+    ],
+)
+def test_a_recipe_of_another_algorithm_waits_whatever_else_it_sets(sections: dict[str, Any], part: str) -> None:
+    recipe = {
+        "policy": {"model_name": "x", "generation": None},
+        "data": {"train": {"dataset_name": "HelpSteer3", "chosen_key": "a"}, "validation": [{"rejected_key": "b"}]},
+        "checkpointing": {"metric_name": "val:validation-default_loss"},
+        "loss_fn": {"kl_type": "mixed"},
+    }
+    problems = examine(recipe | sections, MasterConfig).problems
+    assert {problem.part for problem in problems if isinstance(problem, NotBuilt)} == {part}
+    assert [str(problem) for problem in problems if not isinstance(problem, NotBuilt)] == []
+    assert mistakes({"dpo": None, "grpoo": {}}) == ["grpoo: unknown key. Did you mean 'grpo'?"]
+
+
+def test_an_evaluation_in_their_layout_is_read() -> None:
+    recipe: dict[str, Any] = {
+        "eval": {"metric": "pass@k", "num_tests_per_prompt": 1, "seed": 42, "k_value": 1, "save_path": None},
+        "generation": {
+            "backend": "vllm",
+            "top_k": -1,
+            "val_top_k": -1,
+            "num_prompts_per_step": -1,
+            "stop_token_ids": None,
+            "vllm_cfg": {"limit_mm_per_prompt": {"image": 0, "audio": 0}, "enforce_monotonicity": True},
+        },
+        "data": {
+            "dataset_name": "local",
+            "problem_key": "Question",
+            "solution_key": "Answer",
+            "split": "test",
+            "data_path": "https://example.com/problems.csv",
+            "file_format": "csv",
+        },
+    }
+    config = validate(recipe, EvalMasterConfig)
+    assert (config.generation.top_k, config.generation.val_top_k) == (None, None)
+    assert (config.data.input_key, config.data.output_key, config.data.file_format) == ("Question", "Answer", "csv")
+    recipe["generation"]["vllm_cfg"]["limit_mm_per_prompt"]["audio"] = 1
+    recipe["data"] |= {"env_name": "vlm", "processor": "vlm_hf_data_processor"}
+    problems = examine(recipe, EvalMasterConfig).problems
+    assert problems and all(isinstance(problem, NotBuilt) for problem in problems)
+    recipe["data"] |= {"env_name": "maths", "processor": "default"}
+    recipe["generation"]["vllm_cfg"]["limit_mm_per_prompt"] = None
+    with pytest.raises(ConfigError, match="data.env_name: there is no environment 'maths'"):
+        validate(recipe, EvalMasterConfig)
+
+
+@pytest.mark.parametrize(
+    ("key", "idle", "asked", "part"),
+    [
+        ("grpo.penalize_invalid_tool_call", False, True, "flags of assistant messages come from NeMo-Gym"),
+        ("grpo.penalize_malformed_thinking", False, True, "flags of assistant messages come from NeMo-Gym"),
+        ("policy.megatron_cfg.train_iters", 1000, None, ""),
+        ("policy.generation.vllm_cfg.enforce_monotonicity", True, None, ""),
+        ("policy.generation.vllm_cfg.enable_thinking", None, True, "variables of a chat template"),
+        ("policy.dequantize_base_checkpoint", False, True, "quantisation"),
+        ("policy.megatron_cfg.optimizer.muon_momentum", 0.95, None, ""),
+        ("policy.megatron_cfg.optimizer.optimizer", "adam", "dist_muon", "Megatron's Muon optimizer"),
+    ],
+)
+def test_keys_of_other_recipes_are_known(key: str, idle: object, asked: object, part: str) -> None:
+    recipe: dict[str, Any] = {"policy": {"megatron_cfg": {"enabled": True}}}
+    put(recipe, key.split("."), idle)
+    problems = examine(recipe, MasterConfig).problems
+    assert not [problem for problem in problems if key in str(problem)]
+    if asked is not None:
+        put(recipe, key.split("."), asked)
+        (problem,) = [problem for problem in examine(recipe, MasterConfig).problems if key in str(problem)]
+        assert isinstance(problem, NotBuilt) and part in problem.part
+
+
+def test_flagged_samples_are_masked_by_the_key_of_the_environment_too() -> None:
+    assert validate({"env": {"should_mask_flagged_samples": True}}, MasterConfig).grpo.should_mask_flagged_samples

@@ -12,8 +12,10 @@ import csv
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.conversations import Row, Written, decode_json, shown, without_filling
@@ -50,27 +52,36 @@ def read_rows(
     usual_split: str = "train",
     subset: str | None = None,
     cache_dir: str | None = None,
+    file_format: str | None = None,
     key: str = "data",
 ) -> Iterator[PlacedRow]:
     """The rows at a location.
 
     Args:
-        location: a file, a directory, or an id on the Hugging Face hub.
+        location: a file, its address on the web, a directory, or an id on the Hugging Face hub.
         split: split to read; None takes the usual one, `train`, or the only one there is.
         usual_split: split that the dataset is read from where none is asked for.
         subset: configuration of a hub dataset.
         cache_dir: where downloads go.
+        file_format: what a file holds, such as `csv`; None goes by its name.
         key: dotted key of the dataset, for messages.
 
     Raises:
         DataError: nothing is there, it cannot be read, or has no such split. Of a file's content it is raised by the
             iterator.
     """
-    path = Path(location).expanduser()
+    path, kind = Path(location).expanduser(), f".{file_format}" if file_format is not None else None
+    if location.startswith(("https://", "http://")):
+        # A cached download has no name to go by.
+        kind, path = kind or Path(urlsplit(location).path).suffix.lower(), _downloaded(location, cache_dir, key)
+        return _from_file(path, key, kind, named=location)
     if path.is_file():
-        _no_parts(path, split, subset, key)
-        return _from_file(path, key)
+        # NeMo-RL's recipes that say file_format name the part that the file is in split.
+        _no_parts(path, split if kind is None else None, subset, key)
+        return _from_file(path, key, kind)
     if path.is_dir():
+        if kind is not None:
+            raise DataError(f"{key}: {path} is a directory, whose files say by name what they hold; leave file_format")
         return _from_directory(path, split, usual_split, subset, key)
     if _looks_like_a_path(location):
         raise DataError(f"{key}: there is nothing at {path.absolute()}")
@@ -87,33 +98,46 @@ def _looks_like_a_path(location: str) -> bool:
     return location.startswith((".", "/", "~")) or Path(location).suffix in _READERS or location.count("/") > 1
 
 
-def _from_file(path: Path, key: str) -> Iterator[PlacedRow]:
-    reader = _READERS.get(path.suffix.lower())
+def _downloaded(address: str, cache_dir: str | None, key: str) -> Path:
+    from datasets import DownloadConfig
+    from datasets.utils.file_utils import cached_path
+
+    try:
+        return Path(cached_path(address, DownloadConfig(cache_dir=cache_dir)))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {address} cannot be downloaded: {_root_cause(error)}") from error
+
+
+def _from_file(path: Path, key: str, kind: str | None = None, named: str | None = None) -> Iterator[PlacedRow]:
+    """The rows of a file that holds `kind`, by default what its name ends with; messages call it `named`."""
+    kind, named = kind or path.suffix.lower(), named or str(path)
+    reader = _READERS.get(kind)
     if reader is None:
-        packed = "; unpack it first" if path.suffix.lower() in (".gz", ".zst", ".zip", ".bz2", ".xz") else ""
-        raise DataError(f"{key}: {path} is none of {', '.join(_READERS)}{packed}")
+        packed = "; unpack it first" if kind in (".gz", ".zst", ".zip", ".bz2", ".xz") else ""
+        raise DataError(f"{key}: {named} is none of {', '.join(_READERS)}{packed or '; name it in file_format'}")
     if path.stat().st_size == 0:
-        raise DataError(f"{key}: {path} is empty")
-    if reader in (_json_lines, _separated):
+        raise DataError(f"{key}: {named} is empty")
+    if kind in (".json", ".jsonl", ".csv", ".tsv"):
         with path.open("rb") as file:
             begin = file.read(4)
         found = next((kind for mark, kind in _OTHER_TEXT.items() if begin.startswith(mark)), None)
         if found is None and b"\0" in begin:
             found = _OTHER_TEXT[b"\xff\xfe"]
         if found is not None:
-            raise DataError(f"{key}: {path}, {found}")
-    return _guarded(path, reader, key)
+            raise DataError(f"{key}: {named}, {found}")
+    return _guarded(path, reader, key, kind, named)
 
 
-def _guarded(path: Path, reader: Callable[[Path], Iterator[Row]], key: str) -> Iterator[PlacedRow]:
-    kind = path.suffix.lower()[1:]
+def _guarded(
+    path: Path, reader: Callable[[Path], Iterator[Row]], key: str, kind: str, named: str
+) -> Iterator[PlacedRow]:
     try:
         for number, row in enumerate(reader(path), start=1):
-            yield f"{path}, row {number}", row
+            yield f"{named}, row {number}", row
     except _Unreadable as error:
-        raise DataError(f"{key}: {path} cannot be read as {kind}: {error}") from error
+        raise DataError(f"{key}: {named} cannot be read as {kind[1:]}: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {path}, {_bad_line(path)}") from error
+        raise DataError(f"{key}: {named}, {_bad_line(path)}") from error
 
 
 class _Unreadable(Exception):
@@ -174,9 +198,8 @@ def _object(row: object, place: str) -> Row:
     return row
 
 
-def _separated(path: Path) -> Iterator[Row]:
+def _separated(path: Path, delimiter: str = ",") -> Iterator[Row]:
     """A table whose first line names the columns; every cell is text."""
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     limit = csv.field_size_limit(sys.maxsize)
     line = 1
     try:
@@ -279,7 +302,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".json": _json_lines,
     ".parquet": _parquet,
     ".csv": _separated,
-    ".tsv": _separated,
+    ".tsv": partial(_separated, delimiter="\t"),
     ".arrow": _arrow,
 }
 

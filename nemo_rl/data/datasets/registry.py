@@ -120,6 +120,7 @@ ALIASES = {
     "GSM8K": "gsm8k",
     "deepscaler": "DeepScaler",
     "response_dataset": "ResponseDataset",
+    "local": "ResponseDataset",
 }
 
 
@@ -203,6 +204,7 @@ def _read(config: DatasetConfig, source: Source, key: str) -> Iterator[PlacedRow
             usual_split=source.split,
             subset=config.subset,
             cache_dir=config.download_dir,
+            file_format=config.file_format,
             key=f"{key}.data_path",
         )
     if source.hub is None:
@@ -234,6 +236,9 @@ def load_response_dataset(
     dataset.set_processor(config)
     if not dataset.contents:
         look_at_rows(dataset, key)
+    if config.max_samples and config.max_samples < len(dataset.dataset):
+        dataset.dataset = dataset.dataset.select(range(config.max_samples))
+        dataset.contents += f", the first {config.max_samples}"
     dataset.split_train_validation(config.split_validation_size, config.seed)
     if config.repeat > 1:
         dataset.dataset = dataset.dataset.select(list(range(len(dataset.dataset))) * config.repeat)
