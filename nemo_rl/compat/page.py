@@ -64,6 +64,10 @@ _DIFFERENT = {
         "count in no baseline, no deviation and no mean reward of a step. Truncated samples count, with "
         "`overlong_filtering` too, as in DAPO",
     ),
+    "the last observation of an episode that ended, where it is longer than the room in `max_total_sequence_length`": (
+        "cut, and the sample counts as truncated",
+        "cut, and the sample counts by its responses alone",
+    ),
     "`policy.generation.stop_token_ids: null`": (
         "the tokenizer's end of sequence",
         "every end-of-sequence id of the tokenizer, `generation_config.json` and `config.json`",

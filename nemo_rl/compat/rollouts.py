@@ -81,8 +81,8 @@ def run_multi_turn_rollout(
     max_rollout_turns: int = 999999,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict, dict[str, object]]:
-    """NeMo-RL's call: rolls out a batch and returns it with `message_log`, `total_reward` and `truncated`, and the
-    rollout metrics.
+    """NeMo-RL's call: rolls out a batch and returns it with `message_log`, `total_reward`, `truncated`, what the
+    environments hold as `extra_env_info` and each `reward/<name>` that they gave, and the rollout metrics.
 
     Args:
         policy_generation: A generation backend.
@@ -102,8 +102,11 @@ def run_multi_turn_rollout(
     trajectories = RolloutRunner(policy_generation, tokenizer, environments).run(batch, plan)
     done = BatchedDataDict(batch.get_dict())
     done["message_log"] = [trajectory.message_log for trajectory in trajectories]
+    done["extra_env_info"] = [trajectory.metadata for trajectory in trajectories]
     done["total_reward"] = torch.tensor([trajectory.reward for trajectory in trajectories])
     done["truncated"] = torch.tensor([trajectory.truncated for trajectory in trajectories])
+    for name in sorted({name for trajectory in trajectories for name in trajectory.components}):
+        done[name] = torch.tensor([trajectory.components.get(name, 0.0) for trajectory in trajectories])
     return done, rollout_metrics(trajectories, limits.max_turns)
 
 

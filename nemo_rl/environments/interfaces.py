@@ -90,8 +90,9 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """What one step gives back, for B conversations.
 
     Attributes:
-        observations: B messages {role, content} that follow the responses; content may be empty.
-        metadata: B items for the next step; None keeps nothing.
+        observations: B messages {role, content} that follow the responses; content may be empty. The last one of an
+            episode ends the sample's log, and is not trained on.
+        metadata: B items for the next step; None per item leaves what it was.
         next_stop_strings: B lists of strings that end the next response; None per item, or in all, leaves the run's
             own.
         rewards: float [B]; or several components, each under a name `reward/<name>`.

@@ -48,7 +48,7 @@ class StepOutcome:
 
     Attributes:
         observation: Message with `role` and `content`.
-        metadata: What the environment wants back at its next step.
+        metadata: What the environment wants back at its next step; None leaves what it was given.
         stop_strings: Strings that end the next response.
         reward: Total reward of this step.
         components: `reward/<name>` parts, empty for a plain reward.

@@ -220,16 +220,20 @@ class RolloutRunner:
             trajectory.reward += outcome.reward
             for name, value in outcome.components.items():
                 trajectory.components[name] = trajectory.components.get(name, 0.0) + value
-            trajectory.metadata = outcome.metadata
+            if outcome.metadata is not None:
+                trajectory.metadata = outcome.metadata
             trajectory.answer = outcome.answer if outcome.answer is not None else trajectory.answer
-            if outcome.terminated or trajectory.truncated:
-                trajectory.terminated = outcome.terminated
-                break
+            trajectory.terminated = outcome.terminated
             stops = _stop_strings(plan, outcome.stop_strings)
-            if turn + 1 < plan.limits.max_turns:
-                ids = self._append_observation(trajectory, ids, outcome.observation, plan.limits.max_total_tokens)
-                if trajectory.truncated:
-                    break
+            # One token of room must remain, or the next turn could not answer.
+            goes_on = not outcome.terminated and turn + 1 < plan.limits.max_turns
+            room = plan.limits.max_total_tokens - len(ids) - (1 if goes_on else 0)
+            observed, fits = self._append_observation(trajectory, outcome.observation, room)
+            ids = ids + observed
+            if not fits and not outcome.terminated:
+                trajectory.truncated = True
+            if not (goes_on and fits):
+                break
         spans = tuple(RecordedSpan(span.version, span.start, span.end) for span in trajectory.spans)
         mixed_kv = any(span.mixed_kv for span in trajectory.spans)
         self._record.emit(TokensGenerated(f"{plan.step}-{prompt}-{sample}", f"{plan.step}-{prompt}", spans, mixed_kv))
@@ -249,20 +253,17 @@ class RolloutRunner:
             VersionSpan(span.version, start + span.start, start + span.end, span.mixed_kv) for span in result.spans
         ]
         trajectory.generated.append(len(result.token_ids))
-        trajectory.truncated = result.truncated
+        trajectory.truncated = trajectory.truncated or result.truncated
 
     def _append_observation(
-        self, trajectory: Trajectory, ids: list[int], observation: dict[str, object], max_total: int
-    ) -> list[int]:
+        self, trajectory: Trajectory, observation: dict[str, object], room: int
+    ) -> tuple[list[int], bool]:
+        """Appends what of an observation has room; its tokens, and whether that is all of it."""
         tokens = self._tokenizer(observation["content"], add_special_tokens=False)["input_ids"]
-        # One token of room must remain, or the next turn could not answer.
-        room = max_total - len(ids) - 1
-        if len(tokens) > room:
-            tokens = tokens[: max(0, room)]
-            trajectory.truncated = True
-        trajectory.observed += len(tokens)
-        trajectory.message_log.append({**observation, "token_ids": torch.tensor(tokens, dtype=torch.int64)})
-        return ids + tokens
+        kept = tokens[: max(0, room)]
+        trajectory.observed += len(kept)
+        trajectory.message_log.append({**observation, "token_ids": torch.tensor(kept, dtype=torch.int64)})
+        return kept, len(tokens) <= room
 
 
 @asynccontextmanager

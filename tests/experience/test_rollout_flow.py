@@ -9,11 +9,13 @@ import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.compat.rollouts import run_multi_turn_rollout
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentFailure, EnvironmentReturn, response_of
 from nemo_rl.experience.collector import is_infrastructure
@@ -127,8 +129,8 @@ def test_rows_stay_in_order_whatever_finishes_first_and_turns_add_up() -> None:
     batch = number_samples(prompts("a", "bb", "ccc"), 2)
     done = roll_out(batch, plan())
     assert [t.message_log[0]["content"] for t in done] == ["a", "a", "bb", "bb", "ccc", "ccc"]
-    assert {(t.turns, t.reward, t.terminated, t.truncated, t.observed) for t in done} == {(2, 2.0, True, False, 2)}
-    assert [message["role"] for message in done[0].message_log] == ["user", "assistant", "environment", "assistant"]
+    assert {(t.turns, t.reward, t.terminated, t.truncated, t.observed) for t in done} == {(2, 2.0, True, False, 4)}
+    assert [message["role"] for message in done[0].message_log] == ["user", *["assistant", "environment"] * 2]
     assert done[0].spans == [VersionSpan(4, 0, 3), VersionSpan(4, 3, 6)]
 
 
@@ -152,6 +154,12 @@ def test_parts_of_a_reward_add_up_over_parts_and_turns() -> None:
 
     (done,) = roll_out(number_samples(prompts("a"), 1), plan(), Parts())
     assert done.turns == 2 and done.reward == -1.5 and done.components == {"reward/a": 0.5, "reward/b": -2.0}
+    generator: Any = Generator()
+    generator.cfg = SimpleNamespace(max_new_tokens=8, stop_strings=None)
+    generator.default_sampling = lambda greedy: GenerationSamplingParams()
+    batch, _ = run_multi_turn_rollout(generator, prompts("a", "b"), Letters(), {"count": Parts()}, 64)
+    assert batch["reward/a"].tolist() == [0.5, 0.5] and batch["reward/b"].tolist() == [-2.0, -2.0]
+    assert batch["total_reward"].tolist() == [-1.5, -1.5] and batch["extra_env_info"] == [{}, {}]
 
 
 def test_steps_that_arrive_together_are_one_call_of_the_environment() -> None:
@@ -169,6 +177,41 @@ def test_an_observation_that_does_not_fit_is_cut_and_ends_the_sample() -> None:
     (done,) = roll_out(number_samples(prompts("abcd"), 1), plan(max_total=9))
     assert done.truncated and done.turns == 1
     assert sum(len(message["token_ids"]) for message in done.message_log) <= 9
+
+
+@pytest.mark.parametrize(("room", "truncated", "observed"), [(9, False, 2), (8, False, 1), (7, False, 0)])
+def test_the_last_observation_takes_what_room_there_is(room: int, truncated: bool, observed: int) -> None:
+    (done,) = roll_out(number_samples(prompts("abcd"), 1), plan(max_total=room), Counts(turns=1))
+    assert (done.terminated, done.truncated, done.observed) == (True, truncated, observed)
+    assert done.message_log[-1]["content"] == "??" and len(done.message_log[-1]["token_ids"]) == observed
+
+
+def test_a_turn_that_was_cut_goes_on_with_the_environments_answer() -> None:
+    class Cut(Generator):
+        """Does not end its first turn."""
+
+        async def generate_one(self, request: GenerationRequest) -> GenerationResult:
+            result = await super().generate_one(request)
+            return replace(result, finish_reason="length") if len(self.seen) == 1 else result
+
+    (done,) = roll_out(number_samples(prompts("a"), 1), plan(), Counts(turns=3), Cut())
+    assert (done.turns, done.terminated, done.truncated) == (3, True, True)
+    (last,) = roll_out(number_samples(prompts("a"), 1), plan(max_turns=1), Counts(turns=3), Cut())
+    assert (last.turns, last.terminated, last.truncated, last.observed) == (1, False, True, 2)
+
+
+def test_metadata_of_none_leave_what_the_environment_was_given() -> None:
+    class Forgets(Counts):
+        """Says its metadata once, in its first step."""
+
+        def step(self, logs: Any, metadata: Any) -> Any:
+            seen.append(list(metadata))
+            result = super().step(logs, metadata)
+            return result._replace(metadata=[{"turn": 1} if len(seen) == 1 else None for _ in logs])
+
+    seen: list[list[Any]] = []
+    (done,) = roll_out(number_samples(prompts("a"), 1), plan(), Forgets(turns=3))
+    assert seen == [[{}], [{"turn": 1}], [{"turn": 1}]] and done.metadata == {"turn": 1}
 
 
 def test_environments_learn_what_of_a_conversation_is_their_prompts_history() -> None:
@@ -201,10 +244,10 @@ def test_columns_train_responses_of_this_rollout_only() -> None:
     tokens, rows = columns.tokens, columns.rows
     assert tokens["input_ids"].shape[1] % 4 == 0
     assert tokens["input_lengths"].tolist() == [
-        3 + 2 + 3,
-        3 + 3 + 2 + 3,
+        3 + 2 + 3 + 2,
+        3 + 3 + 2 + 3 + 2,
     ]  # the environment takes the old answer for the first turn
-    assert tokens["token_mask"][0].tolist()[:8] == [0] * 5 + [1] * 3
+    assert tokens["token_mask"][0].tolist()[:10] == [0] * 5 + [1] * 3 + [0] * 2
     assert bool(((tokens["generation_logprobs"] != 0) == (tokens["token_mask"] != 0)).all())
     assert rows["generated_lengths"].tolist() == [3, 6] and rows["response_lengths"].tolist() == [3, 3]
     assert rows["mask_sample"].tolist() == [False, True]
