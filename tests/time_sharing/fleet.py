@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from nemo_rl.time_sharing.log.events import (
     DemandReported,
     Granted,
@@ -53,12 +51,6 @@ class Fleet:
         if demand:
             self.demand(name, demand, at=at)
 
-    def add_clusters(self, name: str, clusters: Mapping[str, Sequence[int]], *, at: float = 0.0) -> None:
-        """A pipeline with fixed clusters by name, generating on every GPU of the pool."""
-        mappings = {**clusters, ACTOR_INFER: list(range(self.state.pool.size))}
-        spec = register(self.state.pool, name, "ns", dict.fromkeys(mappings, 1), mappings, full_overlap=True).spec
-        self.state.apply(Registered(name, 0, "ns", spec.clusters), at)
-
     def release(self, name: str, cluster: str = ACTOR_TRAIN, *, at: float = 0.0) -> None:
         self.state.apply(Released(name, cluster, self.state.pipelines[name].held[cluster].epoch, 0), at)
 
@@ -66,24 +58,14 @@ class Fleet:
         seq = self.state.pipelines[name].demand.seq + 1
         self.state.apply(DemandReported(name, target, done, 1, seq), at)
 
-    def want(
-        self,
-        name: str,
-        priority: Priority = Priority.ACTOR_TRAINING,
-        *,
-        at: float = 0.0,
-        step: int = 0,
-        cluster: str = ACTOR_TRAIN,
-    ) -> None:
+    def want(self, name: str, priority: Priority = Priority.ACTOR_TRAINING, *, at: float = 0.0, step: int = 0) -> None:
         self.requests += 1
-        self.state.apply(Requested(name, cluster, priority, self.requests, step), at)
+        self.state.apply(Requested(name, ACTOR_TRAIN, priority, self.requests, step), at)
 
-    def hold(
-        self, name: str, *, at: float = 0.0, priority: Priority = Priority.ACTOR_TRAINING, cluster: str = ACTOR_TRAIN
-    ) -> None:
+    def hold(self, name: str, *, at: float = 0.0, priority: Priority = Priority.ACTOR_TRAINING) -> None:
         self.epoch += 1
-        gpus = self.state.pipelines[name].topology.clusters[cluster].gpus
-        self.state.apply(Granted(name, cluster, self.epoch, gpus, priority, 0, 0, at + 3600), at)
+        gpus = self.state.pipelines[name].topology.clusters[ACTOR_TRAIN].gpus
+        self.state.apply(Granted(name, ACTOR_TRAIN, self.epoch, gpus, priority, 0, 0, at + 3600), at)
 
     def wake(
         self, name: str, *ranks: int, at: float = 0.0, phase: Phase = Phase.ACTIVE, guaranteed: bool = False

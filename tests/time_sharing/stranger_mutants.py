@@ -22,7 +22,7 @@ _TYPES, _TOPOLOGY, _WELLFORMED = "protocol/types.py", "protocol/topology.py", "p
 _STATE, _LEDGER, _SAVED = "log/state.py", "log/ledger.py", "log/saved_state.py"
 _PLANNER, _PLAN_STATE, _SHARING = "planning/planner.py", "planning/plan_state.py", "planning/apportionment.py"
 _WAKING, _MOVES = "planning/waking.py", "planning/busy_ranks.py"
-_SHARES, _HOLDS, _VALIDATOR = "planning/shares.py", "planning/hold_graph.py", "planning/validator.py"
+_SHARES = "planning/shares.py"
 _EXECUTOR, _SCHEDULER, _INVENTORY = "scheduling/executor.py", "scheduling/scheduler.py", "scheduling/inventory.py"
 _LIVENESS, _REQUESTS, _CLOCK = "scheduling/liveness.py", "scheduling/requests.py", "scheduling/steady_clock.py"
 _AGENT, _RANKS = "agents/agent.py", "agents/agent_ranks.py"
@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         "training-gpus-are-all-gpus",
         _TOPOLOGY,
-        "return frozenset(g for name in FIXED_CLUSTERS if name in self.clusters for g in self.clusters[name].gpus)",
+        "return frozenset(self.clusters[ACTOR_TRAIN].gpus) if ACTOR_TRAIN in self.clusters else frozenset()",
         "return frozenset(g for cluster in self.spec.clusters for g in cluster.gpus)",
         "every GPU of a pipeline is taken for one that it trains on",
     ),
@@ -405,25 +405,25 @@ MUTANTS = (
         "more whole ranks are given than there are GPUs",
     ),
     Mutant(
-        "cycle-through-others-missed",
-        _HOLDS,
-        "                seen |= following\n                open_names += following\n        return None",
-        "                seen |= following\n        return None",
-        "a grant is safe although others in between close a cycle",
+        "reservations-ignored",
+        _PLANNER,
+        'found.block(("reserved", gpu, reservation.label), reservation.free_at)',
+        "pass",
+        "a request takes GPUs that one ahead of it has reserved",
     ),
     Mutant(
-        "cycle-of-holds-missed",
-        _HOLDS,
-        "        mine = self._held.get(name, set()) | set(gpus)",
-        "        mine = set(gpus)",
-        "what a pipeline holds already is left out of the search for cycles",
+        "trains-beside-its-own-wakes",
+        _PLANNER,
+        'found.block(("expanding",), plan_state.now)',
+        "pass",
+        "training begins while ranks of its own pipeline are on their way up",
     ),
     Mutant(
-        "leaving-may-not-finish",
-        _VALIDATOR,
-        "if pipeline.fenced or (pipeline.leaving and not pipeline.held):",
-        "if pipeline.fenced or pipeline.leaving:",
-        "a pipeline that leaves cannot finish its step",
+        "granted-gpus-stay-free",
+        _PLAN_STATE,
+        "        self.claim(gpus)\n        self.fixed_gpus[name]",
+        "        self.fixed_gpus[name]",
+        "what a request is granted is handed out again by the same plan",
     ),
     # What is done.
     Mutant(
@@ -741,11 +741,6 @@ MUTANTS = (
 )
 
 EQUIVALENT = {
-    "cycle-of-holds-missed": (
-        "Whoever may want what a pipeline holds leads the search to that pipeline itself, which still wants the GPUs "
-        "of this very grant (they are among its training GPUs and not held yet), so the search ends there with the "
-        "same answer; and the search begins with the same holders, since what a pipeline holds has no other holder."
-    ),
     "answer-of-another-incarnation": (
         "No command's name is used twice (its term is on the disk before anybody hears of it), agents answer only "
         "commands to their own incarnation, and the daemon that ends processes repeats the incarnation of its command: "

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.time_sharing.cli import main
 from nemo_rl.time_sharing.history.check import NothingToCheck, Violation, check
 from nemo_rl.time_sharing.log import events as ev
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, CRITIC, ClusterSpec, Phase, Priority
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, ClusterSpec, Phase, Priority
 from nemo_rl.utils import record_events as rec
 from nemo_rl.utils.record import Entry, RecordWriter
 
@@ -115,7 +115,7 @@ NONSENSE = {
     "release by nobody": ev.Released("x", ACTOR_TRAIN, 1, 0),
     "demand of nobody": ev.DemandReported("x", 1, 0, 1, 1),
     "claim for nobody": ev.Claimed(1, "x", ACTOR_TRAIN, -1, 1, (0,)),
-    "unknown cluster": ev.Requested("a", CRITIC, Priority.CRITIC_TRAINING, 1, 1),
+    "unknown cluster": ev.Requested("a", "critic", Priority.CRITIC_TRAINING, 1, 1),
     "unknown rank": ev.RankMoved("a", 17, Phase.WAKING, 1),
     "claim outside the pool": ev.Claimed(1, "a", ACTOR_TRAIN, -1, 1, (99,)),
     "claim of more than the mapping": ev.Claimed(1, "a", ACTOR_INFER, 0, -1, (0, 1)),
@@ -156,32 +156,18 @@ def test_a_grant_for_another_step_than_was_asked_for_is_a_violation() -> None:
 # Overtaking.
 
 
-def overtaken(critic: tuple[int, ...]) -> list[Entry]:
-    """q wants GPUs 0 and 1; p holds its critic on `critic` and trains on GPU 0 six times meanwhile, each time with a
-    later key.
-    """
+def test_a_request_may_not_be_passed_too_often_nor_without_being_named() -> None:
     lines: list[tuple[float, object]] = [
-        (1.0, registered("p", actor_train=(0,), critic=critic)),
+        (1.0, registered("p", actor_train=(0,))),
         (1.0, registered("q", actor_train=(0, 1))),
-        wants("p", 0, 2.0, CRITIC, Priority.CRITIC_TRAINING),
-        *gets("p", 0, 2.0, critic, 1, CRITIC, Priority.CRITIC_TRAINING),
         wants("q", 1, 3.0),
     ]
     for turn in range(1, 7):
         at = 4.0 + 2 * turn
         lines += [wants("p", turn, at), *gets("p", turn, at, (0,), 1 + turn), releases("p", at + 1, 1 + turn)]
-    return record(*lines)
-
-
-def test_a_request_may_be_passed_again_and_again_by_a_pipeline_that_it_waits_for_itself() -> None:
-    assert check(overtaken(critic=(1,)), ended=False) == []
-
-
-def test_a_request_may_not_be_passed_so_often_by_one_that_it_does_not_wait_for() -> None:
-    found = check(overtaken(critic=(3,)), ended=False)
+    found = check(record(*lines), ended=False)
     counted = [violation for violation in found if "th time" in violation.message]
     assert [violation.invariant for violation in counted] == [9, 9] and "for the 5th time" in counted[0].message
-    # Nor may it be passed without being named, were it once.
     assert "behind it in the queue" in found[0].message and {violation.invariant for violation in found} == {9}
 
 
@@ -221,25 +207,6 @@ def test_turns_count_with_the_weight_of_the_pipelines_up_to_four() -> None:
     assert long_wait(seconds=1100.0) == {9}
     assert long_wait(seconds=1100.0, weight=4.0) == set()
     assert long_wait(seconds=1300.0, weight=100.0) == {9}
-
-
-def test_clusters_held_one_into_the_other_count_as_long_as_each_may_be_held() -> None:
-    limits = {**LIMITS, "max_hold_s": 10.0}
-    lines: list[tuple[float, object]] = [
-        (1.0, registered("p", actor_train=(0,), critic=(1,))),
-        (1.0, registered("q", actor_train=(0, 1))),
-        wants("q", 0, 1.5),
-    ]
-    for turn in range(400):
-        cluster, other = (CRITIC, ACTOR_TRAIN) if turn % 2 else (ACTOR_TRAIN, CRITIC)
-        at = 2.0 + 5 * turn
-        lines += [
-            wants("p", turn + 1, at, cluster),
-            *gets("p", turn + 1, at, ((1,) if turn % 2 else (0,)), turn + 1, cluster),
-        ]
-        lines += [releases("p", at + 1, turn, other)] if turn else []
-    found = check(record(*lines, limits=limits), ended=False)
-    assert 9 in broken(found) and any(violation.message.startswith("q waits") for violation in found)
 
 
 # A log that is lost as a whole.

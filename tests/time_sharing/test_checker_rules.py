@@ -14,7 +14,7 @@ from nemo_rl.time_sharing.log import audit
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import Claim, Quarantine, QueuedWant
 from nemo_rl.time_sharing.log.state import SchedulerState
-from nemo_rl.time_sharing.planning.plan import Grant, Plan, Snapshot
+from nemo_rl.time_sharing.planning.plan import Snapshot
 from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -216,20 +216,6 @@ def _asks_from_the_past(state: SchedulerState) -> None:
 )
 def test_a_state_that_contradicts_itself_says_where(how: Callable[[SchedulerState], None], what: str) -> None:
     assert any(what in problem for problem in contradict(how)), contradict(how)
-
-
-def test_nobody_is_granted_a_cluster_that_closes_a_circle_of_holds() -> None:
-    made = Fleet(6)
-    for name, train, critic in (("a", 0, 1), ("b", 1, 2), ("c", 2, 0)):
-        made.add_clusters(name, {ACTOR_TRAIN: [train], "critic": [critic]})
-    made.hold("a")
-    made.hold("b")
-    made.want("c")
-    assert not made.plan().grants
-    unsafe = Plan(grants=[Grant("c", ACTOR_TRAIN, made.requests, Priority.ACTOR_TRAINING, (2,), (), ("free",))])
-    assert [str(problem)[:7] for problem in validate(Snapshot.of(made.state), unsafe)] == ["rule 15"]
-    made.release("b")
-    assert not validate(Snapshot.of(made.state), unsafe)
 
 
 def test_more_whole_ranks_than_there_are_gpus_are_refused() -> None:

@@ -177,11 +177,11 @@ def test_a_moved_job_keeps_its_shape_and_its_ranks_their_nodes(
     start: int, ranks: int, train: int, busy: set[int]
 ) -> None:
     infer = list(range(2 * start, 2 * (start + ranks)))
-    given_job = job("a", 0.0, infer=infer, train=infer[:train], tp=2, full_overlap=True, reference=[15])
-    made = SimulatedJob.model_validate({**given_job, "placed": True, "reference": []})
+    given_job = job("a", 0.0, infer=infer, train=infer[:train], tp=2, full_overlap=True)
+    made = SimulatedJob.model_validate({**given_job, "placed": True})
     moved = made.moved([Mapped(sorted(busy), ())], 16)
     by = moved.infer[0] - made.infer[0]
     assert moved.infer[0] % 2 == 0 and moved.infer[0] >= 0 and moved.infer[-1] < 16
     assert moved.infer == tuple(gpu + by for gpu in made.infer) and moved.train == tuple(gpu + by for gpu in made.train)
     too_wide = SimulatedJob.model_validate({**given_job, "placed": True, "tp": 4, "infer": [1, 2, 3, 4]})
-    assert too_wide.moved([], 15) == too_wide
+    assert too_wide.moved([], 3) == too_wide

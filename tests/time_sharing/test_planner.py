@@ -324,12 +324,15 @@ def test_a_turn_lasts_four_hand_overs_and_a_heavy_pipeline_keeps_others_waiting_
 
 def test_one_that_leaves_gets_nothing_more_unless_it_finishes_a_step() -> None:
     fleet = Fleet(4)
-    fleet.add_clusters("a", {ACTOR_TRAIN: [0], "critic": [1]})
-    fleet.want("a", cluster="critic", priority=Priority.CRITIC_TRAINING)
+    fleet.add("a", [0], [0, 1])
+    fleet.want("a")
     fleet.state.pipelines["a"].leaving = True
     assert fleet.plan().empty
-    fleet.hold("a")
-    assert [grant.cluster for grant in fleet.plan().grants] == ["critic"]
+    fleet.hold("a", priority=Priority.OLD_LOG_PROBS)
+    fleet.want("a")
+    assert [(change.cluster, change.priority) for change in fleet.plan().priority_changes] == [
+        (ACTOR_TRAIN, Priority.ACTOR_TRAINING)
+    ]
 
 
 def test_a_finished_pipeline_gives_its_ranks_to_one_with_work() -> None:

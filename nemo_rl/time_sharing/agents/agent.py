@@ -93,15 +93,6 @@ class Agent(RankKeeper):
                 f"{self.topology.pipeline}: {cluster} is already held for {priority.name}; release it before "
                 "asking again"
             )
-        gpus = set(self.topology.clusters[cluster].gpus)
-        shared = next(
-            (name for name, other in self.holds.items() if name != cluster and gpus.intersection(other.gpus)), None
-        )
-        if shared is not None:
-            raise ProtocolError(
-                f"{self.topology.pipeline}: {cluster} lies on GPUs that {shared} holds; release {shared} "
-                "before asking, or it waits for itself"
-            )
         self._requests += 1
         self.wants[cluster] = Want(cluster, priority, self._requests, step)
         self._record.emit(

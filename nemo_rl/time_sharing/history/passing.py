@@ -236,9 +236,8 @@ class PassingChecks:
         aging = self._limits.get("aging_s", 0.0) * Priority.GENERATION
         waiting: list[tuple[float, str, ev.Requested]] = []
         for name, pipeline in self._pipelines.items():
-            nested = pipeline.holds and pipeline.requests.keys() - pipeline.holds.keys()
             starved = pipeline.hungry_since is not None and now > pipeline.hungry_since + aging - _EPS
-            if nested or starved or pipeline.leaving:
+            if starved or pipeline.leaving:
                 quiet = False
             claimed = {cluster for who, cluster, rank in self._claims if who == name and rank < 0}
             for cluster, (key, request) in pipeline.requests.items():
@@ -293,8 +292,6 @@ class PassingChecks:
             return math.inf
         begins = now
         for other, pipeline in self._pipelines.items():
-            if any(cluster not in pipeline.holds for cluster in pipeline.requests) and pipeline.holds:
-                return math.inf
             for earlier, _ in pipeline.requests.values():
                 if other != name and earlier < key:
                     return math.inf

@@ -238,7 +238,7 @@ class RuleChecks:
                 self._bad(f"request {passed} is passed for the {self._passed[passed]}th time, by {who}")
         if pipeline is None:
             return
-        if pipeline.fenced or (pipeline.leaving and (event.rank >= 0 or not pipeline.holds)):
+        if pipeline.fenced or pipeline.leaving:
             self._bad(f"GPUs {event.gpus} are promised to {who}, which is leaving or fenced")
         if event.rank >= 0:
             self._claimed_rank(entry, event, pipeline)

@@ -1,8 +1,7 @@
 """Invariant 9: nobody starves. Also, of invariant 10, that a grant is what was asked for.
 
 Starvation is judged twice. By order: a request may be overtaken on its GPUs by at most `max_backfills` requests that
-are behind it in the aged queue, and each of these names it; not counted are those of pipelines that it waits for itself
-(rule 10): to stand in their way would be to wait for oneself. By time: it is served within the bound that follows from
+are behind it in the aged queue, and each of these names it. By time: it is served within the bound that follows from
 the longest hold in this record (`wait_bound`). Requests that were open when the log lost its end are not judged.
 """
 
@@ -17,10 +16,6 @@ from nemo_rl.time_sharing.history.wait_bound import Wait, WaitBound
 from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, SLEEP_PHASES, Phase, Priority
 from nemo_rl.utils.record import Entry
-
-_HUNGRY = ":generation"
-"""What tells a pipeline that waits for its first rank from the same pipeline waiting for a fixed cluster; its holds do
-not wait for ranks."""
 
 
 @dataclass(slots=True)
@@ -59,11 +54,6 @@ class _Pipeline:
     def mapped(self) -> frozenset[int]:
         return frozenset().union(*self.clusters.values())
 
-    @property
-    def fixed(self) -> frozenset[int]:
-        """GPUs that it may ever ask for as a whole."""
-        return frozenset().union(*(gpus for name, gpus in self.clusters.items() if name != ACTOR_INFER))
-
 
 class StarvationChecks:
     """Watches the queue and who has work but no rank."""
@@ -74,14 +64,11 @@ class StarvationChecks:
         self._requests: dict[tuple[str, str], _Request] = {}
         self._pipelines: dict[str, _Pipeline] = {}
         self._past: dict[str, _Pipeline] = {}
-        self._fixed_owner: dict[int, str] = {}
         self._waited: list[Wait] = []
         self._recovering = False
         self._forgotten: set[tuple[str, str]] = set()
         """Clusters for which a request may be open that was made before the log lost its end."""
         self._last_time = 0.0
-        self._plan = -1
-        self._contended = False
 
     def handlers(self) -> dict[type, Callable[[Entry, Any], None]]:
         return {
@@ -131,7 +118,7 @@ class StarvationChecks:
             )
         for name, state in self._pipelines.items():
             if state.held:
-                self._wait_bound.held(now - state.holding_since, len(state.clusters) - 1)
+                self._wait_bound.held(now - state.holding_since)
             if state.unscheduled_since is not None:
                 self._end_hunger(
                     name, state, now, f"{name} has had work and no rank since {state.unscheduled_since:.1f} s"
@@ -186,11 +173,6 @@ class StarvationChecks:
     def _unregistered(self, entry: Entry, event: ev.Unregistered) -> None:
         self._pipelines.pop(event.pipeline, None)
         self._drop_requests(event.pipeline)
-        self._disown(event.pipeline)
-
-    def _disown(self, name: str) -> None:
-        for gpu in [gpu for gpu, owner in self._fixed_owner.items() if owner == name]:
-            del self._fixed_owner[gpu]
 
     def _drop_requests(self, name: str) -> None:
         for key in [key for key in self._requests if key[0] == name]:
@@ -212,23 +194,14 @@ class StarvationChecks:
     def _claimed(self, entry: Entry, event: ev.Claimed) -> None:
         if event.cluster == ACTOR_INFER:
             return
-        if event.plan != self._plan:
-            self._plan = event.plan
-            self._contended = any(
-                name in self._pipelines and self._holds_and_waits(name, cluster) for name, cluster in self._requests
-            )
         mine = self._requests.get((event.pipeline, event.cluster))
         if mine is not None:
             mine.claimed = True
             self._count_overtaken(event.pipeline, mine.key, frozenset(event.gpus), event.passed)
-        # Only now: what it gets is no reason to let it past.
-        self._fixed_owner.update(dict.fromkeys(event.gpus, event.pipeline))
 
     def _count_overtaken(self, by: str, key: float, taken: frozenset[int], passed: tuple[str, ...]) -> None:
         for (name, cluster), other in self._requests.items():
             if other.claimed or not other.judged or other.key >= key or name == by or other.gpus.isdisjoint(taken):
-                continue
-            if self._contended and self._waits_for(name, by):
                 continue
             held = self._pipelines[name].held
             if cluster not in held and f"{name}#{other.number}" not in passed and not self._recovering:
@@ -237,73 +210,10 @@ class StarvationChecks:
             if other.overtaken > self._wait_bound.limit("max_backfills"):
                 self._bad(9, f"{name} waits for {cluster} and is overtaken for the {other.overtaken}th time, by {by}")
 
-    def _holds_and_waits(self, name: str, cluster: str) -> bool:
-        held = self._pipelines[name].held
-        return bool(held) and cluster not in held
-
-    def _waits_for(self, name: str, other: str) -> bool:
-        """Whether a request of `name` waits for `other`, directly or through others: for holders of what it (next)
-        wants, and for who is ahead of it.
-        """
-        seen, left = {name}, [name]
-        while left:
-            following = self._waited_for(left.pop()) - seen
-            if other in following:
-                return True
-            seen |= following
-            left += following
-        return False
-
-    def _waited_for(self, waiter: str) -> set[str]:
-        name = waiter.removesuffix(_HUNGRY)
-        pipeline = self._pipelines.get(name)
-        if pipeline is None:
-            return set()
-        if waiter.endswith(_HUNGRY):
-            return self._owners(pipeline.clusters[ACTOR_INFER], name)
-        mine = [
-            request
-            for (owner, cluster), request in self._requests.items()
-            if owner == name and cluster not in pipeline.held
-        ]
-        if not mine:
-            return set()
-        key, gpus = max(request.key for request in mine), frozenset().union(*(request.gpus for request in mine))
-        ahead = {
-            owner
-            for (owner, _), request in self._requests.items()
-            if owner != name
-            and not request.claimed
-            and request.key < key
-            and owner in self._pipelines
-            and not self._pipelines[owner].fixed.isdisjoint(gpus)
-        }
-        unscheduled = {
-            owner + _HUNGRY
-            for owner, state in self._pipelines.items()
-            if state.unscheduled_since is not None and not state.clusters[ACTOR_INFER].isdisjoint(gpus)
-        }
-        starting = (
-            {owner for owner, state in self._pipelines.items() if state.held and owner != name}
-            if self._wait_bound.limit("max_initialising")
-            else set()
-        )
-        return self._owners(pipeline.fixed, name) | ahead | unscheduled | starting
-
-    def _owners(self, gpus: frozenset[int], but: str) -> set[str]:
-        return {owner for gpu in gpus if (owner := self._fixed_owner.get(gpu, but)) != but}
-
     def _claim_dropped(self, entry: Entry, event: ev.ClaimDropped) -> None:
         waiting = self._requests.get((event.pipeline, event.cluster))
-        if event.rank < 0:
-            self._let_go(event.pipeline, event.cluster)
-            if waiting is not None:
-                waiting.claimed = False
-
-    def _let_go(self, name: str, cluster: str) -> None:
-        for gpu in self._of(name).clusters[cluster]:
-            if self._fixed_owner.get(gpu) == name:
-                del self._fixed_owner[gpu]
+        if event.rank < 0 and waiting is not None:
+            waiting.claimed = False
 
     def _granted(self, entry: Entry, event: ev.Granted) -> None:
         self._check_asked(event)
@@ -311,7 +221,6 @@ class StarvationChecks:
         if not pipeline.held:
             pipeline.holding_since = entry.time
         pipeline.held.add(event.cluster)
-        self._fixed_owner.update(dict.fromkeys(event.gpus, event.pipeline))
         self._serve(event.pipeline, event.cluster, entry.time)
 
     def _priority_changed(self, entry: Entry, event: ev.PriorityChanged) -> None:
@@ -353,17 +262,13 @@ class StarvationChecks:
 
     def _released(self, entry: Entry, event: ev.Released) -> None:
         self._end_hold(self._of(event.pipeline), event.cluster, entry.time)
-        self._let_go(event.pipeline, event.cluster)
 
     def _end_hold(self, pipeline: _Pipeline, cluster: str, time: float) -> None:
-        """The proof bounds the time for which a pipeline holds anything, so clusters that it holds one into the other
-        are one hold.
-        """
         if cluster not in pipeline.held:
             return
         pipeline.held.remove(cluster)
         if not pipeline.held:
-            self._wait_bound.held(time - pipeline.holding_since, len(pipeline.clusters) - 1)
+            self._wait_bound.held(time - pipeline.holding_since)
 
     # Faults and generation.
 

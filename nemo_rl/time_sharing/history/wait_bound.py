@@ -59,11 +59,9 @@ class WaitBound:
         self._weight = max(self._weight, min(weight, _MOST_WEIGHT))
         self.most_pipelines = max(self.most_pipelines, registered)
 
-    def held(self, seconds: float, clusters: int) -> None:
-        """A pipeline held something for so long; each of its clusters may be held for `max_hold_s`, so beyond that the
-        assumption is broken, not the bound.
-        """
-        self.longest_hold = max(self.longest_hold, min(seconds, clusters * self.limits.get("max_hold_s", float("inf"))))
+    def held(self, seconds: float) -> None:
+        """A pipeline held its cluster for so long; beyond `max_hold_s` the assumption is broken, not the bound."""
+        self.longest_hold = max(self.longest_hold, min(seconds, self.limits.get("max_hold_s", float("inf"))))
 
     def disturbed(self, pipeline: str, gpus: Iterable[int] | None, begin: float, end: float) -> None:
         """A fault took this time; the hand-over that it ended in the middle is lost with it."""

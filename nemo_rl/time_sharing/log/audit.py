@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from nemo_rl.time_sharing.log.ledger import Lease, PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, CRITIC, REFERENCE, Phase
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Phase
 
 _UP = frozenset({Phase.WAKING, Phase.SYNCING, Phase.READY, Phase.ACTIVE})
-_TRAINED_ON = frozenset({ACTOR_TRAIN, CRITIC, REFERENCE})
 
 
 def problems(state: SchedulerState) -> Iterator[str]:
@@ -70,7 +69,7 @@ def _claims(state: SchedulerState) -> Iterator[str]:
 
 
 def _trained_on(pipeline: PipelineState) -> set[int]:
-    return {gpu for cluster in pipeline.spec.clusters if cluster.name in _TRAINED_ON for gpu in cluster.gpus}
+    return {gpu for cluster in pipeline.spec.clusters if cluster.name == ACTOR_TRAIN for gpu in cluster.gpus}
 
 
 def _lacks_a_rank(pipeline: PipelineState) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.planning.busy_ranks import given_by, move_busy, ranks_to_evict
 from nemo_rl.time_sharing.planning.free_ranks import hand_out_free
-from nemo_rl.time_sharing.planning.hold_graph import unscheduled
 from nemo_rl.time_sharing.planning.parties import divide
 from nemo_rl.time_sharing.planning.plan import Plan
 from nemo_rl.time_sharing.planning.plan_state import BLOCKED, FREEING, RANK, PlanState, Reservation
@@ -75,7 +74,6 @@ def serve_unscheduled(plan_state: PlanState, result: Plan, name: str, pipeline: 
     elif starved:
         for rank in could_wake:
             if plan_state.quarantined.isdisjoint(ranks[rank]):
-                plan_state.holds.wait(unscheduled(name), ranks[rank], name)
                 plan_state.reserve(ranks[rank], Reservation(f"{name} (first rank)", name, plan_state.now, None))
                 return
 

@@ -148,7 +148,6 @@ _REASONS = {
     "quarantined": "GPU {0} is in quarantine",
     "guaranteed": "GPU {0} is in its guaranteed time slice of {1}",
     "building": "an engine of {1} is being built on GPU {0} and cannot be stopped before it stands",
-    "unsafe": "{0} holds GPUs that this pipeline may want next, and may itself want these: it goes first",
     "initialising": "{0} initialise now, as many as may at the same time",
     "expanding": "an expand of its own pipeline is under way, and the next training may not begin before it has ended",
 }

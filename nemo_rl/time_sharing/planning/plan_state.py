@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import Lease, PipelineState, QueuedWant
-from nemo_rl.time_sharing.planning.hold_graph import HoldGraph, unscheduled
 from nemo_rl.time_sharing.planning.plan import Plan, Reason, Shrink, Snapshot
 from nemo_rl.time_sharing.protocol.types import SLEEP_PHASES, Phase, Priority
 
@@ -35,11 +34,6 @@ class Reservation(NamedTuple):
     name: str
     free_at: float
     queued: QueuedWant | None
-
-    @property
-    def waiter(self) -> str:
-        """Who waits, as `HoldGraph` names it."""
-        return self.name if self.queued is not None else unscheduled(self.name)
 
 
 def useful_ranks(pipeline: PipelineState) -> int:
@@ -91,7 +85,6 @@ class PlanState:
         fixed_claims = {id(c): c for c in snapshot.claimed.values() if c.rank < 0}.values()
         for claim in fixed_claims:
             self.fixed_gpus[claim.pipeline] += self._count(claim.gpus)
-        self.holds = HoldGraph(snapshot.pipelines, fixed_claims)
 
     def _count(self, gpus: tuple[int, ...]) -> int:
         """How many of them count towards a share: training turns do not."""
@@ -150,7 +143,6 @@ class PlanState:
     def claim_fixed(self, name: str, gpus: tuple[int, ...]) -> None:
         self.claim(gpus)
         self.fixed_gpus[name] += self._count(gpus)
-        self.holds.hold(name, gpus)
 
     def reserve(self, gpus: Iterable[int], reservation: Reservation) -> None:
         for gpu in gpus:

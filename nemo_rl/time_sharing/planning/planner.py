@@ -91,15 +91,7 @@ def _plan(snapshot: Snapshot, now: float) -> Plan:
         if pipeline.leaving and not pipeline.fenced:
             for rank in pipeline.awake:
                 plan_state.shrink(result, name, rank, ("leaving",))
-    waiting = queue(snapshot)
-    for item in waiting if plan_state.holds.contended else ():
-        if item.queued is not None and item.cluster not in snapshot.pipelines[item.name].held:
-            gpus = snapshot.pipelines[item.name].topology.clusters[item.cluster].gpus
-            plan_state.holds.wait(item.name, gpus, item.name)
-            unsafe_beside = plan_state.holds.closes_cycle(item.name, gpus)
-            if unsafe_beside is not None:
-                plan_state.holds.wait_for(item.name, unsafe_beside)
-    for item in waiting:
+    for item in queue(snapshot):
         pipeline = snapshot.pipelines[item.name]
         if item.queued is None:
             apportionment.serve_unscheduled(plan_state, result, item.name, pipeline)
@@ -145,11 +137,6 @@ def _serve(plan_state: PlanState, result: Plan, item: QueueItem, pipeline: Pipel
     """Grants a fixed request with its whole donor set, or reserves its GPUs and evicts nobody."""
     want, gpus = queued.want, pipeline.topology.clusters[item.cluster].gpus
     found = _obstacles(plan_state, item.name, pipeline, gpus)
-    unsafe_beside = plan_state.holds.closes_cycle(item.name, gpus) if found.because is None else None
-    if unsafe_beside is not None:
-        # Everything it may want is kept from newcomers, or each of them could be the next that it has to wait for.
-        found.block(("unsafe", unsafe_beside), float("inf"))
-        gpus = tuple(sorted(pipeline.topology.training_gpus))
     if want.priority is Priority.INITIALIZATION and plan_state.limits.max_initialising:
         _check_places(plan_state, item.name, pipeline, found)
     if found.because is None and found.passed:
@@ -192,9 +179,8 @@ def _obstacles(plan_state: PlanState, name: str, pipeline: PipelineState, gpus: 
             found.block(found.because or plan_state.why_blocked(gpu), plan_state.free_at(gpu))
             continue
         for reservation in plan_state.reserved.get(gpu, ()):
-            if reservation.name == name or plan_state.holds.waits_for(reservation.waiter, name):
+            if reservation.name == name:
                 continue
-            plan_state.holds.wait_for(name, reservation.waiter)
             if plan_state.may_be_passed(reservation):
                 found.passed[reservation.label] = reservation.free_at
             else:
@@ -232,8 +218,6 @@ def _check_places(plan_state: PlanState, name: str, pipeline: PipelineState, fou
     others = plan_state.initialising - {name}
     if len(others) >= plan_state.limits.max_initialising and not pipeline.held:
         found.block(("initialising", ", ".join(sorted(others))), float("inf"))
-        for other in others:
-            plan_state.holds.wait_for(name, other)
     plan_state.initialising.add(name)
 
 

@@ -14,18 +14,12 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import Lease
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Snapshot
-from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
-    ACTOR_TRAIN,
-    CRITIC,
-    REFERENCE,
     SLEEP_PHASES,
     Phase,
     Priority,
 )
-
-_FIXED = (ACTOR_TRAIN, CRITIC, REFERENCE)
 
 
 class Problem(NamedTuple):
@@ -74,7 +68,6 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
     for expand in plan.expands:
         problems += _expand(snapshot, expand, freed, taken)
     problems += _priority_changes(snapshot, plan)
-    problems += _cycles(snapshot, plan)
     if (promised := sum(plan.in_ranks.values())) > (there := _slots_left(snapshot)):
         problems.append(Problem(None, f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks"))
     unused = (
@@ -210,8 +203,7 @@ def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -
     way.
     """
     pipeline = snapshot.pipelines[grant.pipeline]
-    # One that leaves may still finish the step for which it holds GPUs.
-    if pipeline.fenced or (pipeline.leaving and not pipeline.held):
+    if pipeline.fenced or pipeline.leaving:
         yield Problem(grant.pipeline, f"rule 11: {grant.pipeline} is leaving and gets nothing more")
     if grant.priority is Priority.ACTOR_TRAINING and pipeline.waking():
         yield Problem(grant.pipeline, f"rule 14: {grant.pipeline} would train while an expand of its own is under way")
@@ -271,45 +263,6 @@ def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
                 change.pipeline,
                 f"rule 3: {change.pipeline}/{change.cluster} did not ask for request {change.request}",
             )
-
-
-def _cycles(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
-    """Rule 15: nobody is granted a fixed cluster who may then have to wait, for his next one, for somebody who waits
-    for him, directly or through others.
-    """
-    trained = {
-        grant.pipeline: _fixed_gpus(snapshot.pipelines[grant.pipeline].topology)
-        for grant in plan.grants
-        if grant.cluster in snapshot.pipelines[grant.pipeline].topology.clusters
-    }
-    if all(set(grant.gpus) >= trained.get(grant.pipeline, set()) for grant in plan.grants):
-        return
-    holder: dict[int, str] = {}
-    for name, pipeline in snapshot.pipelines.items():
-        holder.update((gpu, name) for held in pipeline.held.values() for gpu in held.gpus)
-    holder.update((gpu, claim.pipeline) for gpu, claim in snapshot.claimed.items() if claim.rank < 0)
-    holder.update((gpu, grant.pipeline) for grant in plan.grants for gpu in grant.gpus)
-    waits_for = {
-        name: {holder[gpu] for gpu in _fixed_gpus(pipeline.topology) if gpu in holder} - {name}
-        for name, pipeline in snapshot.pipelines.items()
-        if not pipeline.fenced
-    }
-    for grant in plan.grants:
-        reached, names = set(), [grant.pipeline]
-        while names:
-            following = waits_for.get(names.pop(), set()) - reached
-            reached |= following
-            names += following
-        if grant.pipeline in reached:
-            yield Problem(
-                grant.pipeline,
-                f"rule 15: {grant.pipeline}/{grant.cluster} would be held against others of "
-                f"{', '.join(sorted(reached - {grant.pipeline}))} that hold what it may want next",
-            )
-
-
-def _fixed_gpus(topology: Topology) -> set[int]:
-    return {gpu for name, cluster in topology.clusters.items() if name in _FIXED for gpu in cluster.gpus}
 
 
 def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[Problem]:

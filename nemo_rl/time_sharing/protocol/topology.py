@@ -24,8 +24,6 @@ from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
     ACTOR_TRAIN,
     CLUSTER_NAMES,
-    FIXED_CLUSTERS,
-    REWARD,
     ClusterSpec,
     PipelineSpec,
 )
@@ -189,7 +187,7 @@ class Topology:
 
     @cached_property
     def training_gpus(self) -> frozenset[int]:
-        return frozenset(g for name in FIXED_CLUSTERS if name in self.clusters for g in self.clusters[name].gpus)
+        return frozenset(self.clusters[ACTOR_TRAIN].gpus) if ACTOR_TRAIN in self.clusters else frozenset()
 
     @cached_property
     def mapped_gpus(self) -> frozenset[int]:
@@ -230,7 +228,7 @@ def register(
     """Checks everything a pipeline registers and returns its topology.
 
     cluster_tp_configs: GPUs per rank by cluster name. cluster_device_mappings: global GPU ids by cluster name,
-    ascending; `reward` must be empty. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share,
+    ascending. weight: its claim on contended GPUs relative to others, 1e-6 to 1000. min_share,
     max_share: bounds on its part of the GPUs it is mapped to, 0 to 1. staleness: versions, a whole number from 0, or
     None for no bound. rank_batch: samples that one rank runs at once, a whole number from 1. full_overlap admits
     pipelines whose training covers every inference rank (colocated turns, no generation beside training). Raises a
@@ -243,14 +241,8 @@ def register(
         if name not in cluster_device_mappings:
             continue
         mapping = _gpu_ids(pipeline, name, cluster_device_mappings[name])
-        if name == REWARD:
-            if mapping:
-                raise RegistrationError(
-                    "runs on the CPU; its device mapping must be empty", pipeline=pipeline, cluster=name, gpu=mapping[0]
-                )
-            continue
         _check_mapping(pool, pipeline, name, cluster_tp_configs[name], mapping)
-        if name in FIXED_CLUSTERS:
+        if name == ACTOR_TRAIN:
             _check_collective(pool, pipeline, name, mapping)
             mapping += tuple(pool.turns_of(mapping))
         clusters.append(ClusterSpec(name, cluster_tp_configs[name], mapping))

@@ -34,9 +34,8 @@ class Priority(IntEnum):
 
 _TAGS = ("INIT", "TRN", "CRT", "OLD", "REF", "VAL", "GEN")
 
-ACTOR_TRAIN, ACTOR_INFER, CRITIC, REFERENCE, REWARD = "actor_train", "actor_infer", "critic", "reference", "reward"
-CLUSTER_NAMES = (ACTOR_TRAIN, ACTOR_INFER, CRITIC, REFERENCE, REWARD)
-FIXED_CLUSTERS = (ACTOR_TRAIN, CRITIC, REFERENCE)
+ACTOR_TRAIN, ACTOR_INFER = "actor_train", "actor_infer"
+CLUSTER_NAMES = (ACTOR_TRAIN, ACTOR_INFER)
 
 
 class Phase(str, Enum):

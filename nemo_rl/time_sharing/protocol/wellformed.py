@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
-    FIXED_CLUSTERS,
+    ACTOR_TRAIN,
     Answer,
     Demand,
     EndedRequest,
@@ -57,7 +57,7 @@ def want_problem(want: object, clusters: Iterable[str]) -> str:
 
 def cannot_be_requested(cluster: str, priority: object, clusters: Iterable[str]) -> str:
     """Why `cluster` at `priority` is nothing to ask for as a whole."""
-    fixed = sorted(set(clusters).intersection(FIXED_CLUSTERS))
+    fixed = [ACTOR_TRAIN] if ACTOR_TRAIN in clusters else []
     named = priority.name if isinstance(priority, Priority) else shown(priority)
     if cluster in fixed and isinstance(priority, Priority) and priority is not Priority.GENERATION:
         return ""

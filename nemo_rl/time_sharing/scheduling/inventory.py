@@ -14,7 +14,7 @@ from nemo_rl.time_sharing.log import events as ev
 from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState
 from nemo_rl.time_sharing.protocol.topology import BadShare, check_numbers
-from nemo_rl.time_sharing.protocol.types import FIXED_CLUSTERS, Phase, Status, Verb
+from nemo_rl.time_sharing.protocol.types import ACTOR_TRAIN, Phase, Status, Verb
 from nemo_rl.time_sharing.protocol.wellformed import cannot_be_requested
 from nemo_rl.time_sharing.scheduling.executor import Executor
 
@@ -31,7 +31,7 @@ def reconcile(state: SchedulerState, executor: Executor, emit: Callable[[object]
         known = pipeline.held.get(held.cluster)
         if (
             held.cluster not in pipeline.topology.clusters
-            or held.cluster not in FIXED_CLUSTERS
+            or held.cluster != ACTOR_TRAIN
             or (known is not None and known.epoch >= held.epoch)
         ):
             continue

@@ -75,7 +75,6 @@ def static_split(scenario: Scenario) -> Scenario:
             job.model_copy(
                 update={
                     "train": gpus[: len(job.train)],
-                    "reference": (),
                     "infer": gpus,
                     "full_overlap": True,
                     "min_share": 0.0,

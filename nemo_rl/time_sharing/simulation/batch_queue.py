@@ -63,7 +63,7 @@ class BatchQueue:
         self._free.difference_update(gpus)
         self._running[job.name] = _Running(frozenset(gpus), now + self._limits[job.name])
         place = dict(zip(job.infer, gpus, strict=True))
-        return job.model_copy(update={"infer": gpus, "train": tuple(place[gpu] for gpu in job.train), "reference": ()})
+        return job.model_copy(update={"infer": gpus, "train": tuple(place[gpu] for gpu in job.train)})
 
     def _reservation(self, head: Job, now: float) -> tuple[float, frozenset[int]]:
         """When the head of the queue can start if all jobs take as long as they may, and the GPUs that it gets then."""

@@ -119,16 +119,15 @@ def _crowded(drawn: _Drawn, rng: random.Random) -> _Drawn:
     return drawn | {"pool": pool, "jobs": jobs, "limits": limits, "faults": {}}
 
 
-def _nested(drawn: _Drawn, rng: random.Random) -> _Drawn:
-    """Everybody asks for a second cluster while it holds the first, on GPUs that others train on."""
+def _long_holds(drawn: _Drawn, rng: random.Random) -> _Drawn:
+    """Everybody trains for long, often after log-probs on the same GPUs, where most of the others generate."""
     number = rng.choice((2, 3, 4))
     jobs = []
     for at in range(number):
         job = drawn["jobs"][at % len(drawn["jobs"])]
-        train, reference = [at], [(at + 1) % number, *rng.sample(range(number, 8), rng.randint(0, 2))]
         infer = sorted({at, *rng.sample(range(8), 4)})
-        mapped = {"name": f"job{at}", "train": train, "infer": infer, "reference": sorted(reference), "tp": 1}
-        work = {"steps": 6, "groups": 2, "train_s": rng.uniform(0.5, 8), "reference_s": rng.uniform(0.5, 3)}
+        mapped = {"name": f"job{at}", "train": [at], "infer": infer, "tp": 1}
+        work = {"steps": 6, "groups": 2, "train_s": rng.uniform(0.5, 8)}
         jobs.append(job | mapped | work | {"arrive_s": 0.0, "log_probs_s": rng.choice((0.0, 1.0))})
     limits = drawn["limits"] | {"max_hold_s": 60.0}
     faults = {"drains": 120.0} | rng.choice(({"log_losses": 0.0}, {"scheduler_crashes": 60.0, "agent_crashes": 30.0}))
@@ -150,5 +149,5 @@ _KINDS: tuple[Callable[[_Drawn, random.Random], _Drawn], ...] = (
     _tight,
     _leaving,
     _crowded,
-    _nested,
+    _long_holds,
 )

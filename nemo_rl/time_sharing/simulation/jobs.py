@@ -16,7 +16,6 @@ from nemo_rl.time_sharing.agents.agent_parts import REFRESH, Operation
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_TRAIN,
-    REFERENCE,
     Answer,
     Command,
     Priority,
@@ -295,11 +294,6 @@ class SimulatedJob:
         self.train_gpu_s += self.job.log_probs_s * len(self.job.train)
         life.agent.want(ACTOR_TRAIN, Priority.ACTOR_TRAINING, step, self.world.loop.now)
 
-    def _referenced(self, life: Life, step: int) -> None:
-        self.train_gpu_s += self.job.reference_s * len(self.job.reference)
-        life.agent.release(REFERENCE)
-        self._train(life, step)
-
     def _train(self, life: Life, step: int) -> None:
         life.record.emit(rec.StepBegun(step))
         resident = self.job.log_probs_s > 0
@@ -373,10 +367,6 @@ class SimulatedJob:
             self._trainer_later(life, self.job.init_s, "_initialised")
         elif priority is Priority.OLD_LOG_PROBS:
             self._trainer_later(life, self.costs.load_s + self.job.log_probs_s, "_log_probs_done", step)
-        elif cluster == REFERENCE:
-            self._trainer_later(life, self.costs.load_s + self.job.reference_s, "_referenced", step)
-        elif self.job.reference:
-            life.agent.want(REFERENCE, Priority.REF_LOG_PROBS, step, self.world.loop.now)
         else:
             self._train(life, step)
 

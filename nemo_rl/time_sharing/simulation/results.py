@@ -152,7 +152,7 @@ def compose(scenario: Scenario, name: str, seed: int, alone_times: AloneTimes) -
 def _ends_in_order(scenario: Scenario, seed: int, times: AloneTimes) -> dict[str, float]:
     """When each job ends that starts when every earlier one that shares a GPU with it has ended."""
     ends: dict[str, float] = {}
-    gpus = {job.name: frozenset(job.train) | frozenset(job.infer) | frozenset(job.reference) for job in scenario.jobs}
+    gpus = {job.name: frozenset(job.train) | frozenset(job.infer) for job in scenario.jobs}
     for job in sorted(scenario.jobs, key=lambda j: j.arrive_s):
         before = [end for other, end in ends.items() if not gpus[other].isdisjoint(gpus[job.name])]
         ends[job.name] = max([job.arrive_s, *before]) + times.of(job, seed)

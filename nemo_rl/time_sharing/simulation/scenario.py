@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl.time_sharing.planning import placement
 from nemo_rl.time_sharing.protocol.topology import Pool, RegistrationError, register
-from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, REFERENCE, Limits, limits_from
+from nemo_rl.time_sharing.protocol.types import ACTOR_INFER, ACTOR_TRAIN, Limits, limits_from
 from nemo_rl.time_sharing.simulation.scenario_limits import problems_of_limits
 from nemo_rl.time_sharing.simulation.scenario_text import ScenarioError, in_words, read_mapping
 
@@ -196,12 +196,6 @@ class Job(_Section):
     )
     train_s: Seconds = _key(10.0, "Seconds of one training step on the `train` GPUs.")
     log_probs_s: Seconds = _key(0.0, "Seconds of the log-probs pass before each step, on the same GPUs; 0 for none.")
-    reference: tuple[Int, ...] = _key(
-        (),
-        "GPUs of a reference model, ascending, none of them in `train`: they are asked for before each step, while the "
-        "training GPUs are held. Ways of running that place the jobs anew leave it out.",
-    )
-    reference_s: Seconds = _key(1.0, "Seconds of the reference model's log-probs, on the `reference` GPUs.")
     builds_ahead: Bool = _key(
         False,
         "Whether its engines are built on GPUs that nobody has a use for, ahead of their first wakes, as those of real "
@@ -232,8 +226,9 @@ class Job(_Section):
         if width > pool_size:
             return self
         by = placement.place(range(pool_size), width, others)[0] - first
-        named = ("train", "infer", "reference")
-        return self.model_copy(update={name: tuple(gpu + by for gpu in getattr(self, name)) for name in named})
+        return self.model_copy(
+            update={name: tuple(gpu + by for gpu in getattr(self, name)) for name in ("train", "infer")}
+        )
 
     @property
     def rank_sizes(self) -> dict[str, int]:
@@ -243,8 +238,7 @@ class Job(_Section):
     @property
     def mappings(self) -> dict[str, tuple[int, ...]]:
         """The GPUs of each of its clusters."""
-        mapped = {ACTOR_TRAIN: self.train, ACTOR_INFER: self.infer, REFERENCE: self.reference}
-        return {cluster: gpus for cluster, gpus in mapped.items() if gpus or cluster != REFERENCE}
+        return {ACTOR_TRAIN: self.train, ACTOR_INFER: self.infer}
 
 
 class Fleet(_Section):
@@ -417,8 +411,6 @@ def _problems_of_job(scenario: Scenario, job: Job) -> Iterator[tuple[str, str]]:
             f"{counts}, are more than the {_MOST_SAMPLES:,} samples that are simulated at once; give fewer "
             "groups, or less staleness",
         )
-    if shared := sorted({*job.train} & {*job.reference}):
-        yield "reference", f"GPU {shared[0]} is among those it trains on; the reference model needs others"
     if job.tokens.max < job.tokens.median:
         yield "tokens.max", f"{job.tokens.max} is less than the median of {job.tokens.median:g} tokens"
     try:
