@@ -64,6 +64,16 @@ class DapoEnvConfig(MathEnvConfig):
     )
 
 
+class MathMultiRewardEnvConfig(EnvironmentConfig):
+    """`env.math_multi_reward`."""
+
+    num_workers: PositiveInt = Field(8, description="Accepted for NeMo-RL's recipes; texts are compared in one actor.")
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = Field(
+        "hf_math_verify", description="Accepted for NeMo-RL's recipes; an answer is right where its text is equal."
+    )
+    stop_strings: NonEmptyStrings | None = Field(None, description="Strings that end a response in this environment.")
+
+
 class CodeEnvConfig(EnvironmentConfig):
     """`env.code`."""
 
@@ -113,7 +123,9 @@ class EnvConfig(Section):
     math: MathEnvConfig = Field(MathEnvConfig(), description="Answers checked by math-verify.")
     math_default: MathEnvConfig | None = Field(None, description="The same under the name some recipes use.")
     dapo: DapoEnvConfig | None = Field(None, description="The same with DAPO's verifier.")
-    math_multi_reward: MathEnvConfig | None = Field(None, description="Several reward components per answer.")
+    math_multi_reward: MathMultiRewardEnvConfig | None = Field(
+        None, description="Three reward components per answer: correctness (equal texts), integer and format."
+    )
     code: CodeEnvConfig | None = Field(None, description="Runs generated Python and returns its output.")
     code_jaccard: CodeJaccardEnvConfig | None = Field(None, description="Token overlap with reference code.")
     reasoning_gym: ReasoningGymEnvConfig | None = Field(

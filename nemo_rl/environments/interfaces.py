@@ -156,7 +156,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT], metaclass=ActorOnRequest
         """What the environment measures of a finished validation, logged as `validation/<environment>/<name>`.
 
         Args:
-            batch: `rewards`, `generated_lengths` and each `reward/<name>` that `step` gave [B], and `task_name`.
+            batch: `rewards`, `generated_lengths`, `truncated`, `prompt_number` (equal for samples of one prompt) and
+                each `reward/<name>` that `step` gave [B], and `task_name`.
 
         Returns:
             The batch, and the metrics; none unless overridden.

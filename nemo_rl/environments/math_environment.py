@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from nemo_rl.config import MathEnvConfig, ReasoningGymEnvConfig
+from nemo_rl.config.env import MathMultiRewardEnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_of
@@ -23,10 +24,7 @@ from nemo_rl.environments.verifier_pool import VerifierPool
 from nemo_rl.environments.verifiers import Verdict, quick
 from nemo_rl.lazy import names_of
 
-_THINK_THEN_ANSWER = re.compile(
-    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
-)
-_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_THINK_THEN_ANSWER = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 
 
 class MathEnvironment(EnvironmentInterface[dict[str, object]]):
@@ -60,10 +58,26 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
 
     @override
     def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
-        """Adds the share of right answers, and how many were given up at the deadline."""
+        """Adds shares and lengths of right answers, and how many answers were given up at the deadline."""
         metrics = {"verify_timeouts": float(self._pool.timeouts)}
-        if "rewards" in batch and len(batch["rewards"]):
-            metrics["accuracy"] = float(torch.as_tensor(batch["rewards"]).float().mean())
+        columns = {
+            name: torch.as_tensor(batch[name]).float()
+            for name in ("rewards", "generated_lengths", "truncated", "prompt_number")
+            if name in batch and len(batch[name])
+        }
+        if "rewards" not in columns:
+            return batch, metrics
+        right_B = columns["rewards"] >= 1
+        metrics["accuracy"] = columns["rewards"].mean().item()
+        if "prompt_number" in columns:
+            prompts = columns["prompt_number"]
+            metrics["pass@samples_per_prompt"] = len(prompts[right_B].unique()) / len(prompts.unique())
+        if "truncated" in columns:
+            metrics["fraction_of_samples_properly_ended"] = 1 - columns["truncated"].mean().item()
+        if "generated_lengths" in columns:
+            lengths = columns["generated_lengths"]
+            metrics["generation_lengths"] = lengths.mean().item()
+            metrics["correct_solution_generation_lengths"] = lengths[right_B].mean().item() if right_B.any() else 0.0
         return batch, metrics
 
     @override
@@ -79,40 +93,44 @@ class MathEnvironment(EnvironmentInterface[dict[str, object]]):
         return [verdict for verdict in verdicts if verdict is not None]
 
 
-class MathMultiRewardEnvironment(MathEnvironment):
+class MathMultiRewardEnvironment(EnvironmentInterface[dict[str, object]]):
     """`env.math_multi_reward`: three components, for estimators that weigh them, of responses that think first:
-    `<think>..</think> <answer>..</answer>`.
+    `<think>..</think>`, a line break, `<answer>..</answer>`.
 
-    `reward/correctness` is 1 where the verifier finds what stands in the last `<answer>` right; `reward/integer` where
-    that is a whole number; `reward/format` where the response is exactly one thought and one answer.
+    `reward/correctness` is 1 where what stands in the last `<answer>` is the expected answer, letter by letter;
+    `reward/integer` where that is nothing but digits; `reward/format` where the response has the form above.
+
+    Args:
+        cfg: the keys of `env.math_multi_reward`.
     """
+
+    def __init__(self, cfg: Mapping[str, object]) -> None:
+        self.cfg = MathMultiRewardEnvConfig.model_validate(dict(cfg))
 
     @override
     def step(
         self, message_log_batch: Sequence[LLMMessageLogType], metadata: Sequence[dict[str, object]]
     ) -> EnvironmentReturn[dict[str, object]]:
-        """Verifies B responses."""
+        """Compares B responses."""
         responses = [response_of(log) for log in message_log_batch]
         answers = [answer_in(response) for response in responses]
-        verdicts = self._verify(
-            [(answer or "", str(item["ground_truth"])) for answer, item in zip(answers, metadata, strict=True)]
-        )
+        verdicts = [
+            Verdict(float(answer == str(item["ground_truth"])), answer)
+            for answer, item in zip(answers, metadata, strict=True)
+        ]
         rewards = {
             "reward/correctness": torch.tensor([verdict.reward for verdict in verdicts]),
-            "reward/integer": torch.tensor([_holds(r"[+-]?\d+", answer or "") for answer in answers]),
-            "reward/format": torch.tensor([_holds(_THINK_THEN_ANSWER, response) for response in responses]),
+            "reward/integer": torch.tensor([float(answer.isdigit()) for answer in answers]),
+            "reward/format": torch.tensor([float(_THINK_THEN_ANSWER.search(text) is not None) for text in responses]),
         }
         return _finished(verdicts, metadata, rewards, self.cfg.stop_strings)
 
 
-def answer_in(response: str) -> str | None:
-    """What stands in the last `<answer>` of a response; None without one. A stop string may have cut its end off."""
-    found = _ANSWER.findall(response)
-    return found[-1].strip() if found else None
-
-
-def _holds(pattern: str | re.Pattern[str], text: str) -> float:
-    return float(re.fullmatch(pattern, text) is not None)
+def answer_in(response: str) -> str:
+    """What stands in the last `<answer>` of a response, whose end a stop string may have cut off; without the tag, the
+    whole response.
+    """
+    return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
 def _finished(

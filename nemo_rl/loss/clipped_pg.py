@@ -17,7 +17,14 @@ import torch
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.loss.interfaces import Count, LossInputType, LossMetrics, LossType, MetricNormalizer
 from nemo_rl.loss.normalization import EPSILON, masked_mean, sequence_mean
-from nemo_rl.loss.policy_ratios import Truncation, bounded_exp, calculate_kl, importance_weights, jensen_shannon
+from nemo_rl.loss.policy_ratios import (
+    KLType,
+    Truncation,
+    bounded_exp,
+    calculate_kl,
+    importance_weights,
+    jensen_shannon,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +151,12 @@ class ClippedPGLossFn:
             **self._importance_metrics(correction.weights_BT, correction.out_of_bounds, tokens, counts),
             **ratio_metrics(ratio_BT, clamped_BT, tokens.mask_BT, global_valid_toks),
             **agreement_metrics(
-                tokens.current_BT, tokens.previous_BT, tokens.generation_BT, tokens.mask_BT, global_valid_toks
+                tokens.current_BT,
+                tokens.previous_BT,
+                tokens.generation_BT,
+                tokens.mask_BT,
+                global_valid_toks,
+                self.cfg.reference_policy_kl_type,
             ),
         }
         return loss, metrics
@@ -371,11 +383,13 @@ def agreement_metrics(
     generation_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     global_valid_toks: Count,
+    kl_type: KLType = "k3",
 ) -> LossMetrics:
     """Distances between the training engine (o), the generating engine (g) and the current policy (c), as means over
     trained tokens.
 
-    `token_mult_prob_error` is the mean of exp|g - o|: 1 when both engines agree. `approx_entropy` is -E[exp(c - g) c],
+    `token_mult_prob_error` is the mean of exp|g - o|: 1 when both engines agree. Both KL errors take the estimator
+    `kl_type`, of the loss. `approx_entropy` is -E[exp(c - g) c],
     the entropy of the current policy estimated from tokens of the generating one.
     """
 
@@ -384,8 +398,8 @@ def agreement_metrics(
 
     return {
         "token_mult_prob_error": mean(bounded_exp((generation_BT - previous_BT).abs())),
-        "gen_kl_error": mean(calculate_kl(generation_BT, previous_BT, "k3", None, None)),
-        "policy_kl_error": mean(calculate_kl(previous_BT, generation_BT, "k3", None, None)),
+        "gen_kl_error": mean(calculate_kl(generation_BT, previous_BT, kl_type, None, None)),
+        "policy_kl_error": mean(calculate_kl(previous_BT, generation_BT, kl_type, None, None)),
         "js_divergence_error": mean(jensen_shannon(previous_BT, generation_BT)),
         "approx_entropy": -mean(bounded_exp(current_BT - generation_BT) * current_BT),
     }

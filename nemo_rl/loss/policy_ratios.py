@@ -77,9 +77,11 @@ def calculate_kl(
 
 
 def jensen_shannon(logprobs_a: torch.Tensor, logprobs_b: torch.Tensor) -> torch.Tensor:
-    """Per-token k3 estimate of the Jensen-Shannon divergence: the mean of both policies' KL to their even mixture."""
+    """Per-token Jensen-Shannon divergence as NeMo-RL logs it: the mean over both policies p of `exp(d) - d - 1` with
+    `d = p - log_mixture`, their even mixture.
+    """
     log_mixture = torch.logaddexp(logprobs_a, logprobs_b) - torch.log(logprobs_a.new_tensor(2.0))
-    to_mixture = (calculate_kl(own, log_mixture, "k3", None, None) for own in (logprobs_a, logprobs_b))
+    to_mixture = (calculate_kl(log_mixture, own, "k3", None, None) for own in (logprobs_a, logprobs_b))
     return sum(to_mixture, start=torch.zeros_like(log_mixture)) / 2
 
 

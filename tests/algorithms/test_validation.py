@@ -52,7 +52,12 @@ class Rollouts:
         )
         return SimpleNamespace(
             columns=RolloutColumns(
-                tokens, BatchedDataDict(total_reward=rewards, generated_lengths=torch.ones(batch.size))
+                tokens,
+                BatchedDataDict(
+                    total_reward=rewards,
+                    generated_lengths=torch.ones(batch.size),
+                    truncated=torch.zeros(batch.size, dtype=torch.bool),
+                ),
             ),
             metrics={"truncation_rate": 0.5, "max_turns_reached_rate": 0.0},
         )

@@ -15,6 +15,7 @@ import torch
 
 from nemo_rl.compat.rollouts import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
 from nemo_rl.environments.interfaces import Conversation, EnvironmentFailure, UnknownEnvironment, response_of
@@ -265,7 +266,7 @@ def test_judges_read_this_rollouts_turns_and_not_the_prompts_history(
         read
         == {
             MathEnvironment: ["<answer>8</answer>", "I do not know."],
-            MathMultiRewardEnvironment: [""],  # a plain integer needs no verifier
+            MathMultiRewardEnvironment: [],
             ReasoningGymEnvironment: ["<answer>8</answer>", "I do not know."],
             CodeJaccardEnvironment: [],
         }[environment]
@@ -285,24 +286,44 @@ def test_a_response_is_all_turns_of_the_rollout_whatever_role_the_environment_sp
 
 
 def test_several_rewards_have_names() -> None:
-    environment = MathMultiRewardEnvironment({"num_workers": 1})
-    try:
-        rewards = judged(
-            environment,
-            ("<think>3 * 4</think>\n<answer>12</answer>", "12"),
-            ("<think>nearly</think><answer>12.5</answer>", "12"),
-            ("<answer>12</answer>", "12"),
-            ("<think>cut off at its stop string</think><answer>12", "12"),
-            ("<think>or</think><answer>\\frac{24}{2}</answer> no: <answer>x</answer>", "12"),
-            ("\\boxed{12}", "12"),
-        ).rewards
-        assert {name: values.tolist() for name, values in rewards.items()} == {
-            "reward/correctness": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
-            "reward/integer": [1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
-            "reward/format": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0],
+    # Correctness, integer and format of each response; the expected answer is 12.
+    expected = {
+        "<think>3 *\n4</think>\n<answer>12</answer>": (1, 1, 1),
+        "<think>nearly</think>\n<answer>12.5</answer>": (0, 0, 1),
+        "<think>two lines</think>\n\n<answer> 12 </answer>": (1, 1, 0),
+        " <think>a blank</think>\n<answer>+12</answer>": (0, 0, 0),
+        "<answer>12</answer>": (1, 1, 0),
+        "<think>cut off at its stop string</think>\n<answer>12": (1, 1, 0),
+        "<think>or</think>\n<answer>12</answer> no: <answer>x</answer>": (0, 0, 1),
+        "<think>the same number</think>\n<answer>\\frac{24}{2}</answer>": (0, 0, 1),
+        "12": (1, 1, 0),
+    }
+    result = judged(MathMultiRewardEnvironment({"num_workers": 1}), *((text, "12") for text in expected))
+    assert list(result.rewards) == ["reward/correctness", "reward/integer", "reward/format"]
+    assert list(zip(*(column.tolist() for column in result.rewards.values()), strict=True)) == list(expected.values())
+
+
+def test_a_validation_is_measured_by_prompts_lengths_and_ends(math: MathEnvironment) -> None:
+    columns = {
+        "rewards": torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0]),
+        "generated_lengths": torch.tensor([4, 8, 8, 8, 8, 6]),
+        "truncated": torch.tensor([False, True, False, True, True, False]),
+        "prompt_number": torch.tensor([0, 0, 1, 1, 2, 2]),
+    }
+    _, measured = math.global_post_process_and_metrics(BatchedDataDict(columns))
+    assert measured == pytest.approx(
+        {
+            "verify_timeouts": measured["verify_timeouts"],
+            "accuracy": 1 / 3,
+            "pass@samples_per_prompt": 2 / 3,
+            "fraction_of_samples_properly_ended": 0.5,
+            "generation_lengths": 7.0,
+            "correct_solution_generation_lengths": 5.0,
         }
-    finally:
-        environment.shutdown()
+    )
+    _, without = math.global_post_process_and_metrics(BatchedDataDict(columns | {"rewards": torch.zeros(6)}))
+    assert without["correct_solution_generation_lengths"] == without["pass@samples_per_prompt"] == 0
+    assert set(math.global_post_process_and_metrics(BatchedDataDict())[1]) == {"verify_timeouts"}
 
 
 def test_code_is_compared_by_its_words() -> None:

@@ -479,7 +479,7 @@ def test_metrics_have_their_formula() -> None:
         "token_mult_prob_error": np.mean(np.exp(np.abs(g - o))),
         "gen_kl_error": np.mean(k3(g, o)),
         "policy_kl_error": np.mean(k3(o, g)),
-        "js_divergence_error": np.mean(k3(o, mixture) + k3(g, mixture)) / 2,
+        "js_divergence_error": np.mean(k3(mixture, o) + k3(mixture, g)) / 2,
         "approx_entropy": -np.mean(np.exp(c - g) * c),
         "kl_penalty": np.mean(k3(c, f)),
         "probs_ratio": np.mean(np.exp(c - o)),
@@ -493,6 +493,10 @@ def test_metrics_have_their_formula() -> None:
     }
     for name, value in expected.items():
         assert metrics[name].item() == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    for variant, kl in (("kl_k1", g - o), ("kl_k2", (g - o) ** 2 / 2)):
+        _, metrics = loss_of(variant)(data, sequences, tokens, next_token_logprobs=current)
+        assert metrics["gen_kl_error"].item() == pytest.approx(np.mean(kl), rel=1e-6)
+        assert metrics["policy_kl_error"].item() == pytest.approx(np.mean(-kl if variant == "kl_k1" else kl), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ def test_kl_estimates_are_zero_for_equal_policies_and_k2_and_k3_never_negative(
     assert calculate_kl(p, q, "k3").min() >= -1e-12
     assert calculate_kl(p, q, "k3").max() <= 10
     assert jensen_shannon(p, p).abs().max() < 1e-12
+    mixture = ((p.exp() + q.exp()) / 2).log()
+    parts = [(own - mixture).exp() - (own - mixture) - 1 for own in (p, q)]
+    assert torch.allclose(jensen_shannon(p, q), (parts[0] + parts[1]) / 2, atol=1e-9)
 
 
 @pytest.mark.parametrize("clamped", [-5.0, 3.0])

@@ -57,6 +57,7 @@ class _Validated:
 
     rewards: torch.Tensor
     lengths: torch.Tensor
+    truncated: torch.Tensor
     components: dict[str, torch.Tensor]
     tasks: list[str]
     samples: list[dict[str, Any]]
@@ -137,7 +138,14 @@ def _show(run: GRPORun, done: _Validated, step: int) -> None:
 
 def _measured_by_environments(run: GRPORun, done: _Validated) -> dict[str, float]:
     found: dict[str, float] = {}
-    columns = {"rewards": done.rewards, "generated_lengths": done.lengths, **done.components}
+    columns = {
+        "rewards": done.rewards,
+        "generated_lengths": done.lengths,
+        "truncated": done.truncated,
+        # Samples of a prompt are next to each other.
+        "prompt_number": torch.arange(len(done.rewards)) // run.config.grpo.val_num_generations_per_prompt,
+        **done.components,
+    }
     for name, actor in run.environments.items():
         own = [row for row, task in enumerate(done.tasks) if run.env_of_validation_task.get(task) == name]
         if not own:
@@ -177,7 +185,8 @@ def _roll_out_all(run: GRPORun, source: RolloutSource, batches: Sequence[Batched
     joined = joined_rows(rows)
     ends = {name: value / total for name, value in ends.items()}
     components = {name: joined[name] for name in joined if name.startswith("reward/")}
-    return _Validated(joined["total_reward"], joined["generated_lengths"], components, tasks, samples, ends)
+    lengths, truncated = joined["generated_lengths"], joined["truncated"]
+    return _Validated(joined["total_reward"], lengths, truncated, components, tasks, samples, ends)
 
 
 def _write_samples(run: GRPORun, handle: BatchHandle, stage: TokenStage) -> None:
