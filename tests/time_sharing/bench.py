@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.time_sharing.planning import planner
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
+from nemo_rl.time_sharing.planning.validator import validate
 from nemo_rl.time_sharing.protocol.topology import Pool
 from nemo_rl.time_sharing.protocol.types import (
     ACTOR_INFER,
@@ -20,9 +22,16 @@ from nemo_rl.time_sharing.protocol.types import (
     Verb,
     Want,
 )
-from nemo_rl.time_sharing.scheduling.scheduler import PlanRule, Scheduler
+from nemo_rl.time_sharing.scheduling.scheduler import Scheduler
 from nemo_rl.time_sharing.scheduling.steady_clock import SteadyClock
 from nemo_rl.utils.record import MemoryRecord, RecordWriter
+
+
+def valid_plan(snapshot: Snapshot, now: float) -> Plan:
+    """The planner's plan, which breaks no rule."""
+    plan = planner.plan(snapshot, now)
+    assert validate(snapshot, plan) == []
+    return plan
 
 
 class Bench:
@@ -30,7 +39,7 @@ class Bench:
     agent.
     """
 
-    def __init__(self, gpus: int = 4, rule: PlanRule = planner.plan, log: Path | None = None) -> None:
+    def __init__(self, gpus: int = 4, log: Path | None = None) -> None:
         self.clock = SteadyClock()
         clock = lambda: self.clock.now  # noqa: E731
         written = None if log is None else RecordWriter(log, source="scheduler", clock=clock, flush_interval_s=0.0)
@@ -41,7 +50,9 @@ class Bench:
         self.sent: list[Command] = []
         self.seqs: dict[str, int] = {}
         self.now = 0.0
-        self.scheduler = Scheduler(self.record, self.inbox.append, self.clock, rule=rule, explains=log is not None)
+        self.scheduler = Scheduler(
+            self.record, self.inbox.append, self.clock, rule=valid_plan, explains=log is not None
+        )
         self.scheduler.open(
             Pool(1, gpus), Limits(lease_s=1e6, isolation_s=0.0, plan_interval_s=0.0, quarantine_s=50.0), 0.0
         )

@@ -161,8 +161,8 @@ class PlanExplained:
 @event_kind("ts_plan_rejected")
 @dataclass(frozen=True, slots=True)
 class PlanRejected:
-    """The validator refused decisions of a plan; nothing of these was done, nor any other decision of it about the same
-    pipelines.
+    """A plan broke rules of the validator. Written by simulations, which carry the plan out all the same; earlier
+    schedulers wrote it too, and left out what broke a rule.
     """
 
     problems: tuple[str, ...]

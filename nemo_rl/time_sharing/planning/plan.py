@@ -108,19 +108,6 @@ class Plan:
     def empty(self) -> bool:
         return not (self.grants or self.priority_changes or self.shrinks or self.expands)
 
-    def without(self, pipelines: Set[str]) -> Plan:
-        """The plan less all operations of these pipelines."""
-        return Plan(
-            [grant for grant in self.grants if grant.pipeline not in pipelines],
-            [change_priority for change_priority in self.priority_changes if change_priority.pipeline not in pipelines],
-            [shrink for shrink in self.shrinks if shrink.pipeline not in pipelines],
-            [expand for expand in self.expands if expand.pipeline not in pipelines],
-            self.waits,
-            self.entitled,
-            self.wake_at,
-            self.in_ranks,
-        )
-
     def look_again(self, at: float) -> None:
         """Asks for another plan no later than `at`, when a hold or a slice ends."""
         if self.wake_at is None or at < self.wake_at:

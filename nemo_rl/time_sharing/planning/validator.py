@@ -3,14 +3,13 @@ expands.
 
 Pure, and written without the planner's data structures: it shares only the snapshot and the plan. Each failure names
 rule, pipeline and GPU. An empty answer means that the executor can do everything the plan says without breaking the
-ledger; `sound_part` takes out of a plan what breaks them.
+ledger. Simulations and tests validate every plan; a live scheduler trusts its planner.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from nemo_rl.time_sharing.log.ledger import Lease
 from nemo_rl.time_sharing.planning.plan import Expand, Grant, Plan, Shrink, Snapshot
@@ -21,37 +20,10 @@ from nemo_rl.time_sharing.protocol.types import (
     Priority,
 )
 
-
-class Problem(NamedTuple):
-    """A rule that a plan breaks, and the pipeline whose decision breaks it; None where the ledger itself is
-    wrong.
-    """
-
-    pipeline: str | None
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+Validator = Callable[[Snapshot, Plan], list[str]]
 
 
-Validator = Callable[[Snapshot, Plan], list[Problem]]
-
-
-def sound_part(snapshot: Snapshot, plan: Plan, validator: Validator) -> tuple[Plan, list[Problem]]:
-    """The plan without the decisions of pipelines that break a rule, and what they break: a pipeline that asks for the
-    impossible stops nobody else.
-
-    Nothing is left where the ledger is wrong.
-    """
-    found: list[Problem] = []
-    while problems := validator(snapshot, plan):
-        found += problems
-        named = {problem.pipeline for problem in problems if problem.pipeline is not None}
-        plan = plan.without(named) if all(problem.pipeline is not None for problem in problems) else Plan()
-    return plan, found
-
-
-def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
+def validate(snapshot: Snapshot, plan: Plan) -> list[str]:
     """Every rule that the plan breaks; [] when it is sound."""
     if plan.empty:
         return []
@@ -69,7 +41,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
         problems += _expand(snapshot, expand, freed, taken)
     problems += _priority_changes(snapshot, plan)
     if (promised := sum(plan.in_ranks.values())) > (there := _slots_left(snapshot)):
-        problems.append(Problem(None, f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks"))
+        problems.append(f"rule 16: pipelines are entitled to {promised} of {there} GPUs, in whole ranks")
     unused = (
         freed
         - taken
@@ -84,7 +56,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> list[Problem]:
     return problems
 
 
-def _named_once(plan: Plan) -> Iterator[Problem]:
+def _named_once(plan: Plan) -> Iterator[str]:
     """Rule 1: nothing is ordered twice. Rule 5: no rank both sleeps and wakes. Rule 14: no pipeline both begins to
     train and wakes a rank.
     """
@@ -93,44 +65,39 @@ def _named_once(plan: Plan) -> Iterator[Problem]:
     orders.update(("expand", e.pipeline, str(e.rank)) for e in plan.expands)
     for (what, name, which), count in orders.items():
         if count > 1:
-            yield Problem(name, f"rule 1: {what} of {name}/{which} is ordered {count} times")
+            yield f"rule 1: {what} of {name}/{which} is ordered {count} times"
     training = {g.pipeline for g in [*plan.grants, *plan.priority_changes] if g.priority is Priority.ACTOR_TRAINING}
     for expand in plan.expands:
         if expand.pipeline in training and not expand.ahead:
-            yield Problem(
-                expand.pipeline,
-                f"rule 14: {expand.pipeline} would begin to train while rank {expand.rank} of its own is woken",
-            )
+            yield f"rule 14: {expand.pipeline} would begin to train while rank {expand.rank} of its own is woken"
     both = {(s.pipeline, s.rank) for s in plan.shrinks} & {(e.pipeline, e.rank) for e in plan.expands}
     for name, rank in sorted(both):
-        yield Problem(name, f"rule 5: rank {rank} of {name} is both shrunk and expanded")
+        yield f"rule 5: rank {rank} of {name} is both shrunk and expanded"
 
 
-def _known(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
+def _known(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
     """Rules 2, 7, 11: pipelines, clusters and ranks exist; only generation is shrunk or expanded."""
     for grant in [*plan.grants, *plan.priority_changes]:
         pipeline = snapshot.pipelines.get(grant.pipeline)
         if pipeline is None:
-            yield Problem(grant.pipeline, f"rule 11: {grant.pipeline} is not registered")
+            yield f"rule 11: {grant.pipeline} is not registered"
         elif grant.cluster == ACTOR_INFER or grant.priority is Priority.GENERATION:
-            yield Problem(
-                grant.pipeline, f"rule 2: {grant.pipeline}/{grant.cluster} is elastic and cannot be granted as a whole"
-            )
+            yield f"rule 2: {grant.pipeline}/{grant.cluster} is elastic and cannot be granted as a whole"
         elif grant.cluster not in pipeline.topology.clusters:
-            yield Problem(grant.pipeline, f"rule 11: {grant.pipeline} has no cluster {grant.cluster}")
+            yield f"rule 11: {grant.pipeline} has no cluster {grant.cluster}"
     for order in [*plan.shrinks, *plan.expands]:
         pipeline = snapshot.pipelines.get(order.pipeline)
         if pipeline is None:
-            yield Problem(order.pipeline, f"rule 11: {order.pipeline} is not registered")
+            yield f"rule 11: {order.pipeline} is not registered"
         elif (
             isinstance(order.rank, bool)
             or not isinstance(order.rank, int)
             or not 0 <= order.rank < len(pipeline.topology.ranks)
         ):
-            yield Problem(order.pipeline, f"rule 7: {order.pipeline} has no rank {order.rank}")
+            yield f"rule 7: {order.pipeline} has no rank {order.rank}"
 
 
-def _idle_and_owned(snapshot: Snapshot) -> Iterator[Problem]:
+def _idle_and_owned(snapshot: Snapshot) -> Iterator[str]:
     """Rules 4, 8, 10: what the GPUs say and what the pipelines say about who holds them is the same, once for each
     GPU.
     """
@@ -143,17 +110,16 @@ def _idle_and_owned(snapshot: Snapshot) -> Iterator[Problem]:
         for lease, gpus in leases:
             for gpu in gpus:
                 if gpu in holders:
-                    yield Problem(None, f"rule 10: GPU {gpu} is held by {Lease(*holders[gpu])} and by {Lease(*lease)}")
+                    yield f"rule 10: GPU {gpu} is held by {Lease(*holders[gpu])} and by {Lease(*lease)}"
                 holders[gpu] = lease
                 agreed += owner[gpu] == lease
     if agreed == len(holders) == len(owner) - owner.count(None):
         return
     for gpu, on_gpu in enumerate(owner):
         if on_gpu != holders.get(gpu):
-            yield Problem(
-                None,
+            yield (
                 f"rule 8: GPU {gpu} is on the ledger of {on_gpu}, but "
-                f"{Lease(*holders[gpu]) if gpu in holders else None} has it",
+                f"{Lease(*holders[gpu]) if gpu in holders else None} has it"
             )
 
 
@@ -161,7 +127,7 @@ def _bundle(snapshot: Snapshot, name: str, rank: int) -> tuple[int, ...]:
     return snapshot.pipelines[name].topology.ranks[rank]
 
 
-def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[Problem]]:
+def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[str]]:
     """Rules 5, 9: only ranks that are up are shrunk, and no GPU is freed twice. Returns every GPU that is or will be
     free.
     """
@@ -170,15 +136,11 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[Problem]]:
     for shrink in plan.shrinks:
         awake = snapshot.pipelines[shrink.pipeline].awake.get(shrink.rank)
         if awake is None or awake.phase in SLEEP_PHASES:
-            problems.append(
-                Problem(
-                    shrink.pipeline, f"rule 5: rank {shrink.rank} of {shrink.pipeline} is not up and cannot be shrunk"
-                )
-            )
+            problems.append(f"rule 5: rank {shrink.rank} of {shrink.pipeline} is not up and cannot be shrunk")
             continue
         for gpu in _bundle(snapshot, shrink.pipeline, shrink.rank):
             if gpu in freed:
-                problems.append(Problem(shrink.pipeline, f"rule 9: GPU {gpu} is freed twice"))
+                problems.append(f"rule 9: GPU {gpu} is freed twice")
             freed.add(gpu)
     freed.update(gpu for gpu, owner in enumerate(snapshot.owner) if owner is None)
     for pipeline in snapshot.pipelines.values():
@@ -188,84 +150,66 @@ def _shrinks(snapshot: Snapshot, plan: Plan) -> tuple[set[int], list[Problem]]:
     return freed - snapshot.quarantined - snapshot.claimed.keys(), problems
 
 
-def _take(gpus: tuple[int, ...], name: str, who: str, freed: set[int], taken: set[int]) -> Iterator[Problem]:
+def _take(gpus: tuple[int, ...], who: str, freed: set[int], taken: set[int]) -> Iterator[str]:
     """Rules 4, 6: only GPUs that are or will be free are given, each once."""
     for gpu in gpus:
         if gpu in taken:
-            yield Problem(name, f"rule 6: GPU {gpu} is given twice, last to {who}")
+            yield f"rule 6: GPU {gpu} is given twice, last to {who}"
         elif gpu not in freed:
-            yield Problem(name, f"rule 4: GPU {gpu} is not free and nothing frees it for {who}")
+            yield f"rule 4: GPU {gpu} is not free and nothing frees it for {who}"
         taken.add(gpu)
 
 
-def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -> Iterator[Problem]:
+def _grant(snapshot: Snapshot, grant: Grant, freed: set[int], taken: set[int]) -> Iterator[str]:
     """Rules 3, 6, 11 for one grant, and 14: training does not begin while an expand of its own pipeline is under
     way.
     """
     pipeline = snapshot.pipelines[grant.pipeline]
     if pipeline.fenced or pipeline.leaving:
-        yield Problem(grant.pipeline, f"rule 11: {grant.pipeline} is leaving and gets nothing more")
+        yield f"rule 11: {grant.pipeline} is leaving and gets nothing more"
     if grant.priority is Priority.ACTOR_TRAINING and pipeline.waking():
-        yield Problem(grant.pipeline, f"rule 14: {grant.pipeline} would train while an expand of its own is under way")
+        yield f"rule 14: {grant.pipeline} would train while an expand of its own is under way"
     if grant.cluster in pipeline.held:
-        yield Problem(grant.pipeline, f"rule 3: {grant.pipeline}/{grant.cluster} is already held")
+        yield f"rule 3: {grant.pipeline}/{grant.cluster} is already held"
     if grant.gpus != pipeline.topology.clusters[grant.cluster].gpus:
         mapped = pipeline.topology.clusters[grant.cluster].gpus
-        yield Problem(
-            grant.pipeline, f"rule 6: {grant.pipeline}/{grant.cluster} is granted {grant.gpus}, its mapping is {mapped}"
-        )
+        yield f"rule 6: {grant.pipeline}/{grant.cluster} is granted {grant.gpus}, its mapping is {mapped}"
     queued = pipeline.wants.get(grant.cluster)
     if queued is None or queued.want.request != grant.request or queued.want.priority is not grant.priority:
-        yield Problem(
-            grant.pipeline,
-            f"rule 3: {grant.pipeline}/{grant.cluster} did not ask for request {grant.request} at "
-            f"{grant.priority.name}",
+        yield (
+            f"rule 3: {grant.pipeline}/{grant.cluster} did not ask for request {grant.request} at {grant.priority.name}"
         )
-    yield from _take(grant.gpus, grant.pipeline, f"{grant.pipeline}/{grant.cluster}", freed, taken)
+    yield from _take(grant.gpus, f"{grant.pipeline}/{grant.cluster}", freed, taken)
 
 
-def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]) -> Iterator[Problem]:
+def _expand(snapshot: Snapshot, expand: Expand, freed: set[int], taken: set[int]) -> Iterator[str]:
     """Rules 5, 6, 7 for one expand, and that its bundle is the one that the mapping says."""
     pipeline = snapshot.pipelines[expand.pipeline]
     who = f"{expand.pipeline}/{expand.rank}"
     if expand.rank in pipeline.awake or expand.rank in pipeline.claimed_ranks:
-        yield Problem(expand.pipeline, f"rule 5: rank {expand.rank} of {expand.pipeline} is already up or about to be")
+        yield f"rule 5: rank {expand.rank} of {expand.pipeline} is already up or about to be"
     if len(set(expand.gpus)) != pipeline.topology.tp:
-        yield Problem(
-            expand.pipeline, f"rule 6: {who} needs {pipeline.topology.tp} different GPUs, the plan gives {expand.gpus}"
-        )
+        yield f"rule 6: {who} needs {pipeline.topology.tp} different GPUs, the plan gives {expand.gpus}"
     if expand.gpus != pipeline.topology.ranks[expand.rank]:
-        yield Problem(
-            expand.pipeline,
-            f"rule 12: {who} is mapped to {pipeline.topology.ranks[expand.rank]}, the plan gives {expand.gpus}",
-        )
+        yield f"rule 12: {who} is mapped to {pipeline.topology.ranks[expand.rank]}, the plan gives {expand.gpus}"
     if pipeline.leaving or pipeline.fenced:
-        yield Problem(expand.pipeline, f"rule 11: {expand.pipeline} is leaving and gets nothing more")
-    yield from _take(expand.gpus, expand.pipeline, who, freed, taken)
+        yield f"rule 11: {expand.pipeline} is leaving and gets nothing more"
+    yield from _take(expand.gpus, who, freed, taken)
 
 
-def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[Problem]:
+def _priority_changes(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
     for change in plan.priority_changes:
         pipeline = snapshot.pipelines[change.pipeline]
         if change.priority is Priority.ACTOR_TRAINING and pipeline.waking():
-            yield Problem(
-                change.pipeline,
-                f"rule 14: {change.pipeline} would train while an expand of its own is under way",
-            )
+            yield f"rule 14: {change.pipeline} would train while an expand of its own is under way"
         queued = pipeline.wants.get(change.cluster)
         if change.cluster not in pipeline.held:
-            yield Problem(
-                change.pipeline,
-                f"rule 3: {change.pipeline}/{change.cluster} is not held and cannot change its priority",
-            )
+            yield f"rule 3: {change.pipeline}/{change.cluster} is not held and cannot change its priority"
         if queued is None or queued.want.request != change.request:
-            yield Problem(
-                change.pipeline,
-                f"rule 3: {change.pipeline}/{change.cluster} did not ask for request {change.request}",
-            )
+            yield f"rule 3: {change.pipeline}/{change.cluster} did not ask for request {change.request}"
 
 
-def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[Problem]:
+def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]) -> Iterator[str]:
     """Rule 13: a rank is only put to sleep when somebody gets one of its GPUs, its pipeline leaves, or it has not risen
     yet and training waits for it to land.
     """
@@ -277,9 +221,7 @@ def _pointless(snapshot: Snapshot, plan: Plan, unused: set[int], taken: set[int]
         if awake is None or (awake.phase is not Phase.ACTIVE and (pipeline.wants or _wanted(snapshot, shrink))):
             continue
         idle = sorted(unused & set(_bundle(snapshot, shrink.pipeline, shrink.rank)))
-        yield Problem(
-            shrink.pipeline, f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {idle})"
-        )
+        yield f"rule 13: rank {shrink.rank} of {shrink.pipeline} is evicted for nobody (GPUs {idle})"
 
 
 def _wanted(snapshot: Snapshot, shrink: Shrink) -> bool:

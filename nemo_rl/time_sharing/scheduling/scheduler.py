@@ -17,7 +17,6 @@ from nemo_rl.time_sharing.log.ledger import PipelineState
 from nemo_rl.time_sharing.log.state import SchedulerState, replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot, explain
-from nemo_rl.time_sharing.planning.validator import Validator, sound_part, validate
 from nemo_rl.time_sharing.protocol.topology import (
     IncarnationUsed,
     Pool,
@@ -61,8 +60,7 @@ class Scheduler:
 
     record: where events go, written with `clock.now` as time. send: hands a command to the agent of its pipeline, or a
     REAP to the daemon that ends processes. clock: steady time, advanced here only. notify: tells an agent at once that
-    it is dismissed (if that is lost, the reply to its next heartbeat says so). rule: the planner. validator: what a
-    plan must pass; what does not pass is left out, with all that the plan holds for the same pipeline.
+    it is dismissed (if that is lost, the reply to its next heartbeat says so). rule: the planner.
     """
 
     def __init__(
@@ -73,12 +71,11 @@ class Scheduler:
         *,
         notify: Callable[[Reply], None] = lambda reply: None,
         rule: PlanRule = planner.plan,
-        validator: Validator = validate,
         explains: bool = False,
     ) -> None:
         self.state = SchedulerState()
         self.clock = clock
-        self._record, self._rule, self._validate = record, rule, validator
+        self._record, self._rule = record, rule
         self._explains = explains
         self._send_now, self._notify = send, notify
         self._result_buffer: list[Command] = []
@@ -430,17 +427,10 @@ class Scheduler:
             return
         self._dirty = self._urgent = False
         self._planned_at, self._look_again = now, None
-        snapshot = Snapshot.of(self.state)
-        plan = self._rule(snapshot, now)
+        plan = self._rule(Snapshot.of(self.state), now)
         self._look_again = plan.wake_at
         if plan.empty:
             return
-        sound, problems = sound_part(snapshot, plan, self._validate)
-        if problems:
-            texts = tuple(dict.fromkeys(map(str, problems)))
-            logger.error("event=plan_rejected problems=%s", "; ".join(texts))
-            self._emit(ev.PlanRejected(texts))
-        if not sound.empty:
-            if self._explains:
-                self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(sound, now)), dict(sound.entitled)))
-            self._executor.start(sound)
+        if self._explains:
+            self._emit(ev.PlanExplained(self.state.plan + 1, tuple(explain(plan, now)), dict(plan.entitled)))
+        self._executor.start(plan)

@@ -13,7 +13,6 @@ import dataclasses
 
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
-from nemo_rl.time_sharing.planning.validator import Problem
 from nemo_rl.time_sharing.protocol.types import Demand
 from nemo_rl.time_sharing.scheduling.scheduler import PlanRule
 from nemo_rl.time_sharing.simulation import gap_ratio
@@ -131,7 +130,7 @@ def worth_comparing(scenario: Scenario) -> tuple[str, ...]:
     return (OURS, PLACED, *WAYS[1:]) if fixed and len(scenario.jobs) > 1 else WAYS
 
 
-def accept_all(snapshot: Snapshot, plan: Plan) -> list[Problem]:
+def accept_all(snapshot: Snapshot, plan: Plan) -> list[str]:
     """No validation: the gap-ratio rule evicts for nobody, which the validator would refuse, and is to be shown as it
     is.
     """

@@ -11,11 +11,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl.time_sharing.log.events import MemoryFreed
+from nemo_rl.time_sharing.log.events import MemoryFreed, PlanRejected
 from nemo_rl.time_sharing.log.segments import MUST_LAST
 from nemo_rl.time_sharing.log.state import replay
 from nemo_rl.time_sharing.planning import planner
 from nemo_rl.time_sharing.planning.placement import Mapped
+from nemo_rl.time_sharing.planning.plan import Plan, Snapshot
 from nemo_rl.time_sharing.planning.validator import Validator, validate
 from nemo_rl.time_sharing.protocol.topology import Topology
 from nemo_rl.time_sharing.protocol.types import (
@@ -51,7 +52,7 @@ class _Memory:
 
 
 class World:
-    """One simulation. `record` gets every event; `rule` is the planner, `validator` what its plans must pass. With a
+    """One simulation. `record` gets every event; `rule` is the planner, `validator` judges its plans. With a
     `queue`, jobs start when and where that says, instead of when they come.
     """
 
@@ -91,8 +92,7 @@ class World:
             self._send_command,
             self._clock,
             notify=self._send_reply,
-            rule=self._rule,
-            validator=self._validator,
+            rule=self._plan,
         )
         self._scheduler.open(self.scenario.gpu_pool, self.limits, self._reading())
         for job in self.jobs.values():
@@ -102,6 +102,13 @@ class World:
         self._arm(0.0)
         self._plan_faults()
         self.loop.run(self.scenario.horizon_s, max_events)
+
+    def _plan(self, snapshot: Snapshot, now: float) -> Plan:
+        """A plan of the rule; what the validator says against it goes into the log, where the checker finds it."""
+        plan = self._rule(snapshot, now)
+        if problems := self._validator(snapshot, plan):
+            self._log.emit(PlanRejected(tuple(dict.fromkeys(problems))))
+        return plan
 
     @property
     def entries(self) -> list[Entry]:
@@ -351,8 +358,7 @@ class World:
             self._send_command,
             self._clock,
             notify=self._send_reply,
-            rule=self._rule,
-            validator=self._validator,
+            rule=self._plan,
         )
         self._scheduler.recover(past, self._reading(), complete=self._log_is_complete)
         self._watch.audit(self._scheduler.state)
