@@ -68,6 +68,14 @@ _DIFFERENT = {
         "cut, and the sample counts as truncated",
         "cut, and the sample counts by its responses alone",
     ),
+    "a question with choices (`multichoice_qa_processor`) without `prompt_file`": (
+        "the question without its choices",
+        "`Question:` and `Options:`, as behind a prompt file",
+    ),
+    "`examples/prompts/cot.txt` and other prompts of NeMo-RL's examples": (
+        "part of its repository",
+        "not shipped; a recipe that names one says so at its start, and runs once the file is copied",
+    ),
     "`policy.generation.stop_token_ids: null`": (
         "the tokenizer's end of sequence",
         "every end-of-sequence id of the tokenizer, `generation_config.json` and `config.json`",

@@ -18,7 +18,8 @@ class DatasetKeys(Section):
     """Keys of an entry of train or validation, but for its name."""
 
     prompt_file: str | None = Field(
-        "examples/prompts/cot.txt", description="Text file with one {} for the problem; null uses the problem as it is."
+        "examples/prompts/step_by_step.txt",
+        description="Text file with one {} for the problem; null uses the problem as it is.",
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system message; null has none.")
     processor: str = Field("math_hf_data_processor", description="Name of the function that turns a row into a prompt.")

@@ -51,6 +51,7 @@ class TaskDataSpec:
         task_name: the task's name in batches, metrics and environments.
         prompt_file: text with one `{}` for the problem; None uses the problem as it is.
         system_prompt_file: text of the system message; None has none.
+        prompt_stands_before: whether a prompt without a `{}` is put before the problem, as of questions with choices.
 
     Raises:
         DataError: a file is missing, or the prompt does not have exactly one place for the problem.
@@ -59,12 +60,17 @@ class TaskDataSpec:
     task_name: str | None = None
     prompt_file: str | None = None
     system_prompt_file: str | None = None
+    prompt_stands_before: bool = False
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.prompt = load_prompt(self.prompt_file)
+        self.prompt = load_prompt(self.prompt_file, self.prompt_stands_before)
         self.system_prompt = load_text(self.system_prompt_file, "system_prompt_file")
+
+    def ask(self, problem: str) -> str:
+        """The problem in, or after, the prompt."""
+        return problem if self.prompt is None else self.prompt.format(problem)
 
 
 # (row, how to prompt, tokenizer, longest prompt in tokens, row index) -> prompt
@@ -73,8 +79,13 @@ TaskDataProcessFnCallable = Callable[
 ]
 
 
-def load_prompt(path: str | None) -> str | None:
-    """The prompt text of a file; None for None.
+def load_prompt(path: str | None, stands_before: bool = False) -> str | None:
+    """The prompt text of a file, with a place for the problem; None for None.
+
+    Args:
+        path: the file.
+        stands_before: take a text without such a place as it is, braces included, for what stands before the problem
+            and an empty line.
 
     Raises:
         DataError: the file is missing, or does not have exactly one place for the problem (`{}`, `{0}`); literal braces
@@ -83,6 +94,8 @@ def load_prompt(path: str | None) -> str | None:
     text = load_text(path, "prompt_file")
     if text is None:
         return None
+    if stands_before and not re.search(r"\{0?\}", text.replace("{{", "").replace("}}", "")):
+        return text.replace("{", "{{").replace("}", "}}") + "\n\n{}"
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
@@ -102,6 +115,14 @@ def load_prompt(path: str | None) -> str | None:
     return text
 
 
+def _of_theirs(path: str) -> str:
+    """What to do where a recipe of NeMo-RL's names a prompt of its examples."""
+    if not Path(path).as_posix().startswith("examples/prompts/"):
+        return ""
+    ours = ", ".join(sorted(file.name for file in (_ROOT / "examples/prompts").glob("*.txt")))
+    return f"; prompts of NeMo-RL's examples are not shipped here: copy the file there, or take one of {ours}"
+
+
 def load_text(path: str | None, key: str) -> str | None:
     """The text of a file, looked for from the working directory and then from the package's checkout; None for None.
 
@@ -115,7 +136,7 @@ def load_text(path: str | None, key: str) -> str | None:
     if found is None:
         raise DataError(
             f"{key} {path}: there is no such file (looked for "
-            f"{' and '.join(str(candidate.absolute()) for candidate in candidates)})"
+            f"{' and '.join(str(candidate.absolute()) for candidate in candidates)})" + _of_theirs(path)
         )
     try:
         # Without the mark that editors of Windows put in front, which would stand in every prompt.

@@ -230,7 +230,7 @@ def prompted(message_log: Sequence[Mapping[str, object]], spec: TaskDataSpec | N
     if spec is not None and spec.prompt is not None:
         asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
         if asked is not None:
-            asked["content"] = spec.prompt.format(asked["content"])
+            asked["content"] = spec.ask(str(asked["content"]))
     if spec is not None and spec.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
     return messages

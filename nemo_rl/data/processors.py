@@ -100,10 +100,13 @@ def math_data_processor(row: Row) -> Prompt:
 
 @_prompt_of
 def multichoice_qa_processor(row: Row) -> Prompt:
-    """A row with `question`, `options` (letter to text) and `answer` (a letter)."""
-    options = cell(row, "options")
+    """A row with `question`, `options` (letter to text) and `answer` (a letter). A prompt without `{}` stands before
+    the question.
+    """
+    question, options = filled_text(cell(row, "question"), "column 'question'"), cell(row, "options")
     lines = [
-        filled_text(cell(row, "question"), "column 'question'"),
+        f"Question: {question}",
+        "Options:",
         *(f"{letter}) {as_text(text, f'option {letter}')}" for letter, text in options.items() if text is not None),
     ]
     info = {"ground_truth": filled_text(cell(row, "answer"), "column 'answer'")}

@@ -218,7 +218,7 @@ PROMPTS = sorted((Path(__file__).parents[2] / "examples/prompts").iterdir())
 
 @pytest.mark.parametrize("path", PROMPTS, ids=lambda path: path.name)
 def test_a_prompt_file_has_one_place_for_the_problem_or_is_a_system_prompt(path: Path) -> None:
-    if path.name == "gsm8k.txt":
+    if path.name == "think_then_answer.txt":
         assert "<answer>" in str(TaskDataSpec(system_prompt_file=str(path)).system_prompt)
     else:
         assert str(TaskDataSpec(prompt_file=str(path)).prompt).format("PROBLEM").count("PROBLEM") == 1
@@ -306,9 +306,12 @@ def test_a_missing_prompt_file_is_named_and_the_shipped_one_is_found_from_anywhe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"prompt_file gone.txt: there is no such file"):
+    with pytest.raises(DataError, match=r"prompt_file gone.txt: there is no such file \(looked for .*\)$"):
         load_prompt("gone.txt")
-    assert "\\boxed{}" in str(load_prompt("examples/prompts/cot.txt")).format("x")
+    for theirs in ("cot", "math", "gsm8k", "mmlu_pro"):
+        with pytest.raises(DataError, match="prompts of NeMo-RL's examples are not shipped here: copy.*step_by_step"):
+            load_prompt(f"examples/prompts/{theirs}.txt")
+    assert "\\boxed{}" in str(load_prompt("examples/prompts/step_by_step.txt")).format("x")
 
 
 @settings(max_examples=30, deadline=None)

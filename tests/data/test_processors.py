@@ -18,7 +18,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "math_data_processor": ({"problem": "1+1", "expected_answer": 2}, "1+1"),
     "multichoice_qa_processor": (
         {"question": "Which?", "options": {"A": "this", "B": "that", "C": None}, "answer": "2"},
-        "Which?\nA) this\nB) that",
+        "Question: Which?\nOptions:\nA) this\nB) that",
     ),
     "helpsteer3_data_processor": ({"messages": [*conversation("hi", "hello"), *conversation("1+1", "2")]}, "1+1"),
 }

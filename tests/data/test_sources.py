@@ -43,6 +43,32 @@ def test_a_file_is_read_as_the_format_that_the_entry_names(kind: str, tmp_path: 
         answers(data_path=str(tmp_path), file_format=kind)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("Choose.\nEnd with {letter}.", "Choose.\nEnd with {letter}.\n\n"),
+        ("Use \\boxed{}: {{}}", None),
+        ("{}\nChoose {{A}}.", ""),
+        (None, ""),
+    ],
+)
+def test_a_question_with_choices_follows_its_prompt(prompt: str | None, shown: str | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 1, "subject": "x"}) + "\n"
+    )
+    file = tmp_path / "prompt.txt"
+    file.write_text(prompt or "")
+    entry = {"dataset_name": "mmlu", "data_path": str(tmp_path / "rows.jsonl")}
+    config = DatasetConfig(**entry, prompt_file=str(file) if prompt is not None else None)
+    if shown is None:
+        with pytest.raises(DataError, match="argument of"):
+            load_response_dataset(config)
+        return
+    asked = load_response_dataset(config).task_spec.ask("Question: Which?")
+    assert asked.startswith(f"{shown}Question: Which?")
+    assert asked.endswith(("Which?", "Which?\nChoose {A}."))
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[str]:
     """The address of a server of `tmp_path`."""

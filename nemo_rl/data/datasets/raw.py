@@ -18,7 +18,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.conversations import Message, Row, RowError, shown_keys
 from nemo_rl.data.datasets.files import PlacedRow
 from nemo_rl.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
-from nemo_rl.data.processors import get_processor, used_messages
+from nemo_rl.data.processors import get_processor, multichoice_qa_processor, used_messages
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,9 +58,12 @@ class RawDataset:
     handed_on: Mapping[str, list[HandedOn]] = {}
 
     def set_task_spec(self, config: DatasetConfig) -> None:
-        """Reads the prompt files of the dataset's entry."""
+        """Reads the prompt files of the dataset's entry; call `set_processor` first."""
         self.task_spec = TaskDataSpec(
-            task_name=self.task_name, prompt_file=config.prompt_file, system_prompt_file=config.system_prompt_file
+            task_name=self.task_name,
+            prompt_file=config.prompt_file,
+            system_prompt_file=config.system_prompt_file,
+            prompt_stands_before=getattr(self, "processor", None) is multichoice_qa_processor,
         )
 
     def set_processor(self, config: DatasetConfig) -> None:

@@ -232,8 +232,8 @@ def load_response_dataset(
     """
     config = DatasetConfig.read(config)
     dataset = _load(config, key, task_name or config.dataset_name)
-    dataset.set_task_spec(config)
     dataset.set_processor(config)
+    dataset.set_task_spec(config)
     if not dataset.contents:
         look_at_rows(dataset, key)
     if config.max_samples and config.max_samples < len(dataset.dataset):
