@@ -26,14 +26,11 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Defect(NamedTuple):
-    """The invariant that it breaks, what it is, how to plant it, and whether all plans of a run with it are sound to
-    the validator.
-    """
+    """The invariant that it breaks, what it is, and how to plant it."""
 
     invariant: int
     name: str
     plant: Patch
-    passes_validator: bool = True
 
 
 def agent_says_asleep_before_it_is(patch: pytest.MonkeyPatch) -> None:

@@ -50,11 +50,11 @@ class Detection(NamedTuple):
     message: str
 
 
-def first_detection(invariant: int, *, refused: bool) -> Detection | None:
-    """The first in a run of which plans were `refused`, or in one of which none was."""
+def first_detection(invariant: int) -> Detection | None:
+    """The first in a run whose plans are all sound to the validator."""
     for seed in range(SEEDS):
         entries, crashed = simulate(seed)
-        if refused != any(isinstance(entry.event, PlanRejected) for entry in entries):
+        if any(isinstance(entry.event, PlanRejected) for entry in entries):
             continue
         for violation in check(entries, ended=not crashed):
             if violation.invariant == invariant:
@@ -86,15 +86,14 @@ def test_both_planted_defects_of_an_invariant_are_found_each_in_its_own_way(
     for defect in (defect for defect in DEFECTS if defect.invariant == invariant):
         with monkeypatch.context() as patch:
             defect.plant(patch)
-            detection = first_detection(invariant, refused=not defect.passes_validator)
+            detection = first_detection(invariant)
         assert detection is not None, f"{defect.name} is not found within {SEEDS} scenarios"
         detections.append(detection)
     assert len({(detection.seed, detection.entry) for detection in detections}) == 2, detections
 
 
-def test_two_defects_are_planted_for_each_invariant_and_most_pass_the_validator() -> None:
+def test_two_defects_are_planted_for_each_invariant() -> None:
     assert Counter(defect.invariant for defect in DEFECTS) == dict.fromkeys(INVARIANTS, 2)
-    assert sum(defect.passes_validator for defect in DEFECTS) >= 10
 
 
 @pytest.mark.parametrize("seed", range(6))
