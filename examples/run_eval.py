@@ -3,8 +3,8 @@
     python examples/run_eval.py [--config FILE] [key=value ...]
 
 `generation.model_name` takes a Hugging Face id or directory, a checkpoint (step_N) or a checkpoint directory, whose
-latest checkpoint is evaluated. Without --config the defaults of configs/eval.yaml are used, which need a GPU; one that
-needs none is configs/eval_arithmetic_cpu.yaml.
+latest checkpoint is evaluated. Without --config the defaults of configs/evals/eval.yaml are used, which need a GPU; one
+that needs none is configs/eval_arithmetic_cpu.yaml.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ else:
     from nemo_rl.algorithms.commands import evaluate as main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "eval.yaml"))
+    sys.exit(main(sys.argv[1:], default_config=Path(__file__).parent / "configs" / "evals" / "eval.yaml"))

@@ -56,9 +56,8 @@ def _prompt_of(read: Callable[[Row], Prompt]) -> TaskDataProcessFnCallable:
     ) -> DatumSpec:
         messages, info = read(datum_dict)
         _one_system_message(messages, task_data_spec)
-        log = get_formatted_message_log(
-            messages, tokenizer, task_data_spec, add_generation_prompt=True, tools=_tools(datum_dict)
-        )
+        # A template says how a prompt begins, and the response ends it.
+        log = get_formatted_message_log(messages, tokenizer, task_data_spec, False, False, True, _tools(datum_dict))
         return _datum(log, info, datum_dict, max_seq_length, idx)
 
     processor.__name__, processor.__qualname__, processor.__doc__ = read.__name__, read.__qualname__, read.__doc__

@@ -54,7 +54,14 @@ def unstopped_turn(tokenizer: PreTrainedTokenizerBase, stops: StopTokens) -> str
     """A line for the person where the chat template ends an assistant's turn with what does not end a response."""
     conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     try:
-        log = get_formatted_message_log(conversation, tokenizer, add_generation_prompt=True, stop_texts=stops.texts)
+        log = get_formatted_message_log(
+            conversation,
+            tokenizer,
+            add_bos_token=False,
+            add_eos_token=False,
+            add_generation_prompt=True,
+            stop_texts=stops.texts,
+        )
     except DataError:
         return None
     end = log[-1]["content"].rpartition("y")[2].strip()

@@ -79,7 +79,8 @@ def turns(count: int, system: bool = True) -> Messages:
 
 
 def formatted(messages: Messages, tokenizer: Any, *, opens: bool = False, **more: Any) -> LLMMessageLogType:
-    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=opens, stop_texts=STOPS, **more)
+    ends = {"add_bos_token": False, "add_eos_token": False} | more
+    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=opens, stop_texts=STOPS, **ends)
     add_loss_mask_to_message_log([log])
     return log
 
@@ -166,7 +167,7 @@ def test_every_turn_is_trained_to_its_end(name: str, tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_end_with_what_opens_the_answer(name: str, tokenizer: Any) -> None:
     using, messages = with_template(tokenizer, TEMPLATES[name]), turns(2)[:-1]
-    log = get_formatted_message_log(messages, using, add_generation_prompt=True)
+    log = get_formatted_message_log(messages, using, None, False, False, True)
     check_whole(log, messages, using, opened=True)
     assert "trained_tokens" not in {key for message in log for key in message}
 
@@ -288,7 +289,7 @@ def test_the_plain_template_trains_the_contents(tokenizer: Any) -> None:
 def test_the_last_turn_alone_may_be_trained(tokenizer: Any) -> None:
     for name in ("chatml", "generation_marks"):
         using = with_template(tokenizer, TEMPLATES[name])
-        log = get_formatted_message_log(turns(2), using, add_generation_prompt=True)
+        log = get_formatted_message_log(turns(2), using, None, False, False, True)
         datum = {"message_log": log, "length": 1, "extra_env_info": None, "loss_multiplier": 1.0, "idx": 0}
         batch = sft_collate(0, only_unmask_final=True)([datum])  # type: ignore[arg-type]
         text = using.decode(batch["input_ids"][0][batch["token_mask"][0].bool()])
@@ -297,7 +298,7 @@ def test_the_last_turn_alone_may_be_trained(tokenizer: Any) -> None:
 
 def test_an_end_of_turn_that_ends_the_conversation_gets_no_other_behind_it(tokenizer: Any) -> None:
     using = with_template(tokenizer, TEMPLATES["gemma"])
-    ends = get_formatted_message_log(turns(1), using, add_eos_token=True, stop_texts=["<end_of_turn>"])
+    ends = get_formatted_message_log(turns(1), using, add_bos_token=False, stop_texts=["<end_of_turn>"])
     assert ends[-1]["content"].endswith("answer 0.<end_of_turn>\n")
-    other = get_formatted_message_log(turns(1), using, add_eos_token=True)
+    other = get_formatted_message_log(turns(1), using, add_bos_token=False)
     assert other[-1]["content"].endswith("<end_of_turn>\n<eos>")

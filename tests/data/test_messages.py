@@ -34,7 +34,7 @@ def message(role: str, tokens: list[int], **more: Any) -> dict[str, Any]:
 
 
 def test_formatted_messages_joined_are_the_whole_conversation(tokenizer: Any) -> None:
-    log = get_formatted_message_log(CONVERSATION, tokenizer)
+    log = get_formatted_message_log(CONVERSATION, tokenizer, add_bos_token=False, add_eos_token=False)
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert "".join(message["content"] for message in log) == whole
     assert (
@@ -48,13 +48,13 @@ def test_prompt_and_system_prompt_of_the_task_are_put_in(tokenizer: Any, tmp_pat
     (tmp_path / "prompt.txt").write_text("Solve {} in {{braces}}.")
     (tmp_path / "system.txt").write_text("You {reckon}.")
     spec = TaskDataSpec("t", str(tmp_path / "prompt.txt"), str(tmp_path / "system.txt"))
-    log = get_formatted_message_log([{"role": "user", "content": "{1}+1"}], tokenizer, spec, add_generation_prompt=True)
+    log = get_formatted_message_log([{"role": "user", "content": "{1}+1"}], tokenizer, spec, False, False, True)
     assert log[0]["content"] == "<|im_start|>system\nYou {reckon}.<|im_end|>\n"
     assert log[1]["content"] == "<|im_start|>user\nSolve {1}+1 in {braces}.<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_first_and_last_tokens_are_added_once(tokenizer: Any) -> None:
-    log = get_formatted_message_log(CONVERSATION, tokenizer, add_bos_token=True, add_eos_token=True)
+    log = get_formatted_message_log(CONVERSATION, tokenizer)
     assert log[0]["token_ids"][0] == tokenizer.bos_token_id and log[-1]["token_ids"][-1] == tokenizer.eos_token_id
     assert (torch.cat([message["token_ids"] for message in log]) == tokenizer.eos_token_id).sum() == 1
 
