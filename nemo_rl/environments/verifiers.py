@@ -92,15 +92,15 @@ def dapo_math_verify(response: str, expected: str) -> Verdict:
 
 
 def english_multichoice(response: str, expected: str) -> Verdict:
-    """The letter of the last `Answer: X`."""
-    found = _ENGLISH_CHOICE.findall(response)
-    return _choice(found[-1].upper() if found else None, expected)
+    """The letter of the first `Answer: X`."""
+    found = _ENGLISH_CHOICE.search(response)
+    return _choice(found[1].upper() if found else None, expected)
 
 
 def multilingual_multichoice(response: str, expected: str) -> Verdict:
-    """The letter after the last word for "answer", in the language of the response."""
-    found = _MULTILINGUAL_CHOICE.findall(unicodedata.normalize("NFKC", response))
-    letter = "".join(found[-1]) if found else None
+    """The letter after the first word for "answer", in the language of the response."""
+    found = _MULTILINGUAL_CHOICE.search(unicodedata.normalize("NFKC", response))
+    letter = next(filter(None, found.groups())) if found else None
     return _choice(None if letter is None else _CHOICE_LETTERS.get(letter, letter.upper()), expected)
 
 

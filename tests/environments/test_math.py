@@ -188,21 +188,21 @@ def test_dapo_reads_the_last_answer_line_of_the_last_300_characters(response: st
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
-        ("Answer: A, no.\nAnswer: (C)", "C"),
+        ("Answer: A, no.\nAnswer: (C)", "A"),
         ("Answer:c", "C"),
         ("**Answer:** C", "C"),
         ("Answer: $\\boxed{\\text{C}}$", "C"),
         ("Final Answer: C) because", "C"),
         ("Answer: I", "I"),
         ("Answer: I think it is C", None),
-        ("answer: a few of them", None),
+        ("answer: a few of them; Answer: C", "C"),
         ("Answer: Cats", None),
         ("Answer: K", None),
         ("I choose C", None),
         ("", None),
     ],
 )
-def test_the_last_choice_is_read(response: str, answer: str | None) -> None:
+def test_the_first_choice_is_read(response: str, answer: str | None) -> None:
     assert english_multichoice(response, "C") == Verdict(float(answer == "C"), answer)
     if "Final" not in response:
         assert multilingual_multichoice(response, "(C)") == Verdict(float(answer == "C"), answer)

@@ -169,6 +169,7 @@ def test_layers_are_chosen_by_name_part_or_pattern_and_never_the_output_projecti
     assert chosen_layers(model, LoraConfig()) == ["attn.q_proj", "attn.out_proj"]
     assert chosen_layers(model, LoraConfig(exclude_modules=["*out_proj*"])) == ["attn.q_proj"]
     assert chosen_layers(model, LoraConfig(match_all_linear=False, target_modules=["out_proj"])) == ["attn.out_proj"]
+    assert chosen_layers(model, LoraConfig(match_all_linear=False, exclude_modules=["*out_proj"])) == ["attn.q_proj"]
     with pytest.raises(UnsupportedModelError, match="chooses no layer"):
         chosen_layers(model, LoraConfig(match_all_linear=False))
     with pytest.raises(UnsupportedModelError, match=r"exclude_modules: lm_head matches no linear layer"):

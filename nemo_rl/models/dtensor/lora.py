@@ -66,7 +66,7 @@ def apply_adapters(model: nn.Module, cfg: LoraConfig) -> list[str]:
 
 def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
     """Names of the linear layers that get an adapter: all, or those that match `target_modules` (a whole name, its last
-    part, or a pattern with `*`), without those that match `exclude_modules`.
+    part, or a pattern with `*`), without those that match `exclude_modules`; with exclusions alone, all but these.
     """
     head = getattr(model, "lm_head", None)
     linear = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
@@ -78,7 +78,8 @@ def chosen_layers(model: nn.Module, cfg: LoraConfig) -> list[str]:
                 f"policy.dtensor_cfg.lora_cfg.{key}: {', '.join(idle)} matches no linear layer of "
                 f"{type(model).__name__}; it has {', '.join(kinds)}"
             )
-    wanted = [name for name in linear if cfg.match_all_linear or any(_matches(name, p) for p in cfg.target_modules)]
+    every = cfg.match_all_linear or (bool(cfg.exclude_modules) and not cfg.target_modules)
+    wanted = [name for name in linear if every or any(_matches(name, p) for p in cfg.target_modules)]
     kept = [name for name in wanted if not any(_matches(name, pattern) for pattern in cfg.exclude_modules)]
     if not kept:
         raise UnsupportedModelError(
