@@ -146,7 +146,9 @@ def test_turns_go_on_by_token_ids(engine: Colocated) -> None:
         tokens = [token for message in log for token in message["token_ids"].tolist()]
         assert tokens[: len(prompts[row])] == prompts[row]
         assert len(tokens) <= 32
-        assert all(message["token_ids"].tolist() == question for message in log if message["role"] == "environment")
+        # The last one is cut where the sample is full.
+        said = [message["token_ids"].tolist() for message in log if message["role"] == "environment"]
+        assert all(tokens == question for tokens in said[:-1]) and said[-1] in (question, [])
     assert metrics["max_turns_per_sample"] <= 3
     assert done["total_reward"].tolist() == [
         float(sum(m["role"] == "assistant" for m in log)) for log in done["message_log"]
