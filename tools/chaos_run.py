@@ -314,7 +314,10 @@ class Run:
             Failed: There is some.
         """
         left = [path for path in sorted(self._shared_memory) if Path(path).exists()]
-        left += [str(path) for path in self.temporary.iterdir() if not path.name.startswith(KEPT)]
+        # The folder of a user's open pools stays, but says of none that is gone.
+        pools = self.temporary / f"nemo_rl_{os.getuid()}"
+        left += [str(path) for path in self.temporary.iterdir() if not path.name.startswith(KEPT) and path != pools]
+        left += [str(path) for path in pools.glob("*")]
         if left:
             raise Failed(f"left behind: {left}")
 

@@ -72,7 +72,7 @@ _LASTING: dict[type, tuple[str, ...]] = {
     ev.StepFinished: ("step", "version", "groups"),
     ev.Validated: ("version", "samples"),
 }
-_TIMED = ("timing/", "performance/", "ray/", "gpu/", "memory")
+_TIMED = ("timing/", "performance/", "environment/", "ray/", "gpu/", "memory")
 
 
 def fingerprint(lines: Iterable[str]) -> str:

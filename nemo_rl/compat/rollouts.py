@@ -93,7 +93,7 @@ def run_multi_turn_rollout(
         max_rollout_turns: Rounds per sample.
         greedy: Take the most likely token.
     """
-    environments = {task: EnvironmentHandle(task, handle) for task, handle in task_to_env.items()}
+    environments = {task: EnvironmentHandle(task, (handle,)) for task, handle in task_to_env.items()}
     limits = RolloutLimits(max_seq_len, policy_generation.cfg.max_new_tokens, max_rollout_turns)
     plan = RolloutPlan(
         0, 0, policy_generation.default_sampling(greedy=greedy), limits, tuple(policy_generation.cfg.stop_strings or ())

@@ -27,6 +27,16 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(
         600.0, gt=0, description="Seconds that one call of the environment may take before the step fails."
     )
+    replicas: PositiveInt = Field(
+        1,
+        description="Actors, each a process of its own, that share the environment's conversations: for environments "
+        "that keep a processor busy. What belongs to a conversation is in its metadata.",
+    )
+    max_batch: PositiveInt | None = Field(
+        None,
+        description="Most conversations of one call; null: all that wait. 1 for an environment that works on the "
+        "conversations of a call one after the other.",
+    )
 
     @property
     def is_users(self) -> bool:
@@ -38,6 +48,12 @@ class UserEnvironmentConfig(EnvironmentConfig):
     """A user's `env.<name>`: keys other than these reach the class as they are."""
 
     model_config = ConfigDict(extra="allow")
+
+    max_concurrency: PositiveInt | None = Field(
+        None,
+        description="Calls of `step` that one actor works on at once: in threads, or as coroutines where `step` is an "
+        "`async def`. null: 64 for an `async def`, 1 otherwise, since other classes must be safe for threads.",
+    )
 
 
 class MathEnvConfig(EnvironmentConfig):

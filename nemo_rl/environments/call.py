@@ -6,6 +6,8 @@ entries everywhere, each of the type that `EnvironmentReturn` names.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -125,7 +127,8 @@ def _run(
     future: Future[Any], environment: Any, message_logs: Sequence[LLMMessageLogType], metadata: Sequence[object]
 ) -> None:
     try:
-        future.set_result(environment.step(list(message_logs), list(metadata)))
+        returned = environment.step(list(message_logs), list(metadata))
+        future.set_result(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is handed to the caller, which names the environment
         future.set_exception(error)
 

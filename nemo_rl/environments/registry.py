@@ -2,12 +2,12 @@
 
 `env.<name>.class` or `env.<name>.function` in YAML is all that a user's environment needs; `register_env` gives a class
 a name from Python. Knows no environment's inner life. Invariants: an environment gets exactly the keys of its mapping,
-without those that are read here; every task has an environment, one actor per environment name however many tasks use
-it.
+without those that are read here; every task has an environment, whose actors are shared by all tasks that use it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,11 @@ CLASSES: dict[str, str] = {
 NOT_BUILT = ("reward_model", "vlm", "nemo_gym")
 # How often a dead environment is started again, and how often a call is made again for it.
 _RESTARTS, _CALLED_AGAIN = 5, 1
-_READ_HERE = ("class", "function", "step_timeout_s")
+_READ_HERE = ("class", "function", "step_timeout_s", "replicas", "max_batch", "max_concurrency")
+# Coroutines mostly wait, for a sandbox or another service.
+_COROUTINES = 64
+Actors = Mapping[str, tuple[ActorHandle[object], ...]]
+"""The replicas of every environment, by its name."""
 ResponseData = tuple[
     AllTaskProcessedDataset,
     AllTaskProcessedDataset | None,
@@ -127,9 +131,26 @@ def create_env(name: str, env_configs: EnvConfig | Mapping[str, object]) -> Acto
     found = environment_class(name, section_of(name, env_configs))
     actor: Any = found if isinstance(found, ray.actor.ActorClass) else ray_actor(found)
     # Accelerators stay hidden, and the actor takes no CPU slot: it mostly waits for its own helpers.
+    section = section_of(name, env_configs)
     return actor.options(
-        num_cpus=0, num_gpus=0, max_concurrency=1, max_restarts=_RESTARTS, max_task_retries=_CALLED_AGAIN
-    ).remote(environment_settings(section_of(name, env_configs), name))
+        num_cpus=0,
+        num_gpus=0,
+        max_concurrency=calls_at_once(name, section),
+        max_restarts=_RESTARTS,
+        max_task_retries=_CALLED_AGAIN,
+    ).remote(environment_settings(section, name))
+
+
+def calls_at_once(name: str, config: EnvironmentConfig | None) -> int:
+    """Calls of `step` that one actor of an environment works on at once (`env.<name>.max_concurrency`)."""
+    chosen = getattr(config, "max_concurrency", None)
+    if chosen is not None:
+        return chosen
+    step = getattr(_plain_class(environment_class(name, config)), "step", None)
+    awaits = inspect.iscoroutinefunction(step)
+    if config is not None and config.function is not None:
+        awaits = inspect.iscoroutinefunction(import_dotted(config.function, f"env.{name}.function"))
+    return _COROUTINES if awaits else 1
 
 
 def _whole(name: str, given: EnvConfig | Mapping[str, object]) -> EnvConfig:
@@ -184,25 +205,28 @@ def setup_response_data(
     return datasets.train, datasets.validation, *_by_task(datasets, actors)
 
 
-def start_environments(names: Iterable[str], env_configs: EnvConfig) -> dict[str, ActorHandle[object]]:
-    """One actor per name; every class is looked up before the first actor starts."""
-    wanted = list(dict.fromkeys(names))
-    for name in wanted:
-        environment_class(name, section_of(name, env_configs))
-    return {name: create_env(name, env_configs) for name in wanted}
+def start_environments(names: Iterable[str], env_configs: EnvConfig) -> Actors:
+    """The replicas of each name; every class is looked up before the first actor starts."""
+    wanted = {name: section_of(name, env_configs) for name in names}
+    for name, section in wanted.items():
+        environment_class(name, section)
+    return {
+        name: tuple(create_env(name, env_configs) for _ in range(1 if section is None else section.replicas))
+        for name, section in wanted.items()
+    }
 
 
-def await_environments(actors: Mapping[str, ActorHandle[object]], env_configs: EnvConfig) -> None:
+def await_environments(actors: Actors, env_configs: EnvConfig) -> None:
     """Waits until every environment is built.
 
     Raises:
         EnvironmentFailure: one cannot be built, or takes longer than a call of it may.
     """
-    for name, actor in actors.items():
+    for name, replicas in actors.items():
         section = section_of(name, env_configs)
         timeout_s = section.step_timeout_s if section is not None else None
         try:
-            ray.get(actor.__ray_ready__.remote(), timeout=timeout_s)
+            ray.get([actor.__ray_ready__.remote() for actor in replicas], timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise EnvironmentFailure(
                 f"environment {name} was not built within {timeout_s:g} s (env.{name}.step_timeout_s)"
@@ -220,9 +244,9 @@ def _innermost(error: Exception) -> str:
     return next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), type(error).__name__)
 
 
-def end_environments(actors: Mapping[str, ActorHandle[object]]) -> None:
+def end_environments(actors: Actors) -> None:
     """Ends environments. Safe to call twice."""
-    for actor in actors.values():
+    for actor in (actor for replicas in actors.values() for actor in replicas):
         ray.kill(actor)
 
 
@@ -238,7 +262,8 @@ def start_lines(names: Iterable[str], env_configs: EnvConfig) -> list[str]:
 
 
 def _by_task(
-    datasets: TaskDatasets, actors: dict[str, ActorHandle[object]]
+    datasets: TaskDatasets, actors: Actors
 ) -> tuple[dict[str, ActorHandle[object]], dict[str, ActorHandle[object]]]:
-    train = {task: actors[env] for task, env in datasets.env_of_task.items()}
-    return train, {task: actors[env] for task, env in datasets.env_of_validation_task.items()}
+    # The form that NeMo-RL's callers know has one actor per task.
+    train = {task: actors[env][0] for task, env in datasets.env_of_task.items()}
+    return train, {task: actors[env][0] for task, env in datasets.env_of_validation_task.items()}

@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from nemo_rl.config.errors import UserError
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
+from nemo_rl.experience.environment_batcher import environment_lines
 from nemo_rl.experience.prompts import PromptSource
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
 from nemo_rl.experience.rollout_source import Rollout
@@ -186,6 +187,7 @@ class Collector:
         left = self._last_progress + self._stall.timeout_s - time.monotonic()
         if left <= 0:
             said = f"no group was finished for {self._stall.timeout_s:.0f} s; {self._waits_for()}"
+            said = f"{said}; {busy}" if (busy := environment_lines()) else said
             said = f"{said}; {self._stall.advice}" if self._stall.advice else said
             if self._stall.aborts:
                 raise CollectorStalled(said)

@@ -1,45 +1,62 @@
 """Gathers single environment steps into batched calls.
 
 Samples finish one by one; an environment is called with many conversations at once, in a thread, so that neither the
-event loop nor the environment pays per sample. Knows environments only by their checked call. Invariant: every sample's
-step reaches its environment exactly once, and a failed call fails every sample that was in it, by the environment's
-name.
+event loop nor the environment pays per sample. As many calls run at once as the environment allows; what comes
+meanwhile waits and goes together. Knows environments only by their checked call. Invariant: every sample's step reaches
+its environment exactly once, and a failed call fails every sample that was in it, by the environment's name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl.config import EnvConfig
 from nemo_rl.data.interfaces import LLMMessageLogType
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.interfaces import Conversation
-from nemo_rl.environments.registry import section_of
+from nemo_rl.environments.registry import calls_at_once, section_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _GATHER_S = 0.01
-_CALLS = 32
+_LEAST_THREADS = 32
 
 
 @dataclass(frozen=True)
 class EnvironmentHandle:
-    """An environment of this run: its name, the actor or object, and the deadline of one call in seconds."""
+    """An environment of this run.
+
+    Attributes:
+        name: Its name.
+        replicas: Actors or objects, each of which takes any conversation.
+        timeout_s: Deadline of one call in seconds.
+        calls: Calls that each replica works on at once.
+        max_batch: Most conversations of one call; None for no limit.
+    """
 
     name: str
-    handle: object
+    replicas: tuple[object, ...]
     timeout_s: float = 600.0
+    calls: int = 1
+    max_batch: int | None = None
 
     @classmethod
-    def of(cls, name: str, actor: ActorHandle[object], env_configs: EnvConfig) -> EnvironmentHandle:
-        """An actor with the deadline that `env.<name>.step_timeout_s` gives it."""
+    def of(cls, name: str, replicas: Sequence[ActorHandle[object]], env_configs: EnvConfig) -> EnvironmentHandle:
+        """Actors with what `env.<name>` says about their calls."""
         section = section_of(name, env_configs)
-        return cls(name, actor) if section is None else cls(name, actor, section.step_timeout_s)
+        calls = calls_at_once(name, section)
+        if section is None:
+            return cls(name, tuple(replicas), calls=calls)
+        return cls(name, tuple(replicas), section.step_timeout_s, calls, section.max_batch)
 
 
 @dataclass(frozen=True)
@@ -65,10 +82,63 @@ class StepOutcome:
     answer: str | None = None
 
 
+@dataclass
+class EnvironmentQueue:
+    """What waits for an environment of this process and how long its calls take, for people."""
+
+    waiting: int = 0
+    running: dict[int, float] = field(default_factory=dict)
+    calls: int = 0
+    called: int = 0
+    call_s: float = 0.0
+    wait_s: float = 0.0
+
+    def line(self, name: str, now: float) -> str:
+        """Such as `environment judge: 12 conversations wait, 64 calls run, the oldest for 8 s`."""
+        oldest = f", the oldest for {now - min(self.running.values()):.0f} s" if self.running else ""
+        return f"environment {name}: {self.waiting} conversations wait, {len(self.running)} calls run{oldest}"
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means since they were last taken."""
+        if not self.calls:
+            return {}
+        means = {
+            "calls": float(self.calls),
+            "conversations_per_call": self.called / self.calls,
+            "call_s": self.call_s / self.calls,
+            "wait_s": self.wait_s / self.called,
+        }
+        self.calls, self.called, self.call_s, self.wait_s = 0, 0, 0.0, 0.0
+        return means
+
+
+_queues: dict[str, EnvironmentQueue] = {}
+
+
+def environment_metrics_of_step() -> dict[str, float]:
+    """`<name>/<metric>` of every environment that was called since the last step."""
+    taken = {name: queue.take_metrics() for name, queue in list(_queues.items())}
+    return {f"{name}/{metric}": value for name, means in taken.items() for metric, value in means.items()}
+
+
+def environment_lines() -> str:
+    """What runs in environments now; empty where nothing does."""
+    now = time.monotonic()
+    busy = [queue.line(name, now) for name, queue in list(_queues.items()) if queue.waiting or queue.running]
+    return "; ".join(busy)
+
+
+class _Waiting(NamedTuple):
+    message_log: LLMMessageLogType
+    metadata: object
+    answer: asyncio.Future[StepOutcome]
+    since: float
+
+
 @cache
-def _calls_of(environment: str) -> ThreadPoolExecutor:
+def _threads_of(environment: str, calls: int) -> ThreadPoolExecutor:
     """The threads that wait for an environment: one that hangs holds up neither others nor the store."""
-    return ThreadPoolExecutor(_CALLS, thread_name_prefix=f"environment-{environment}")
+    return ThreadPoolExecutor(max(calls, _LEAST_THREADS), thread_name_prefix=f"environment-{environment}")
 
 
 class EnvironmentBatcher:
@@ -76,7 +146,10 @@ class EnvironmentBatcher:
 
     def __init__(self, environment: EnvironmentHandle) -> None:
         self._environment = environment
-        self._waiting: list[tuple[LLMMessageLogType, object, asyncio.Future[StepOutcome]]] = []
+        self._waiting: deque[_Waiting] = deque()
+        self._running = [0] * len(environment.replicas)
+        self._gathers = False
+        self._queue = _queues.setdefault(environment.name, EnvironmentQueue())
 
     async def step(self, message_log: LLMMessageLogType, metadata: object) -> StepOutcome:
         """The environment's answer to one conversation.
@@ -85,35 +158,72 @@ class EnvironmentBatcher:
             EnvironmentFailure: The environment raised, hung or answered with the wrong shape.
         """
         answer: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-        self._waiting.append((message_log, metadata, answer))
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_later(_GATHER_S, lambda: asyncio.ensure_future(self._flush()))
+        self._waiting.append(_Waiting(message_log, metadata, answer, time.monotonic()))
+        self._queue.waiting += 1
+        self._gather()
         return await answer
 
-    async def _flush(self) -> None:
-        batch = self._waiting
-        self._waiting = []
-        logs, metadata = [Conversation.of(log) for log, _, _ in batch], [meta for _, meta, _ in batch]
-        environment = self._environment
-        call = asyncio.get_running_loop().run_in_executor(
-            _calls_of(environment.name),
+    @property
+    def _free(self) -> int:
+        return self._environment.calls * len(self._running) - sum(self._running)
+
+    def _gather(self) -> None:
+        """Begins calls soon, if there is anything to call for and room for a call. The more calls run, the longer it
+        waits for others to come along, so that those who come one by one do not take all the room.
+        """
+        if self._waiting and self._free and not self._gathers:
+            self._gathers = True
+            full = len(self._waiting) >= (self._environment.max_batch or math.inf)
+            delay = 0.0 if full else _GATHER_S * (1 + sum(self._running))
+            asyncio.get_running_loop().call_later(delay, self._begin)
+
+    def _begin(self) -> None:
+        self._gathers = False
+        gone = [waiting for waiting in self._waiting if waiting.answer.done()]
+        self._queue.waiting -= len(gone)
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting.answer.done())
+        most = self._environment.max_batch or len(self._waiting)
+        while self._waiting and self._free:
+            batch = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            replica = self._running.index(min(self._running))
+            self._running[replica] += 1
+            task = asyncio.ensure_future(self._call(batch, replica))
+            task.add_done_callback(lambda _, replica=replica: self._ended(replica))
+
+    def _ended(self, replica: int) -> None:
+        self._running[replica] -= 1
+        self._gather()
+
+    async def _call(self, batch: list[_Waiting], replica: int) -> None:
+        environment, queue, begun = self._environment, self._queue, time.monotonic()
+        call = id(batch)
+        queue.waiting -= len(batch)
+        queue.running[call] = begun
+        queue.wait_s += sum(begun - waiting.since for waiting in batch)
+        answering = asyncio.get_running_loop().run_in_executor(
+            _threads_of(environment.name, environment.calls * len(self._running)),
             partial(
                 step_environment,
-                environment.handle,
-                logs,
-                metadata,
+                environment.replicas[replica],
+                [Conversation.of(waiting.message_log) for waiting in batch],
+                [waiting.metadata for waiting in batch],
                 timeout_s=environment.timeout_s,
                 name=environment.name,
             ),
         )
-        (result,) = await asyncio.gather(call, return_exceptions=True)
-        for row, (_, _, answer) in enumerate(batch):
-            if answer.done():
+        try:
+            (result,) = await asyncio.gather(answering, return_exceptions=True)
+        finally:
+            del queue.running[call]
+        queue.calls, queue.called = queue.calls + 1, queue.called + len(batch)
+        queue.call_s += time.monotonic() - begun
+        for row, waiting in enumerate(batch):
+            if waiting.answer.done():
                 continue
             if isinstance(result, BaseException):
-                answer.set_exception(result)
+                waiting.answer.set_exception(result)
             else:
-                answer.set_result(_row(result, row))
+                waiting.answer.set_result(_row(result, row))
 
 
 def _row(result: Any, row: int) -> StepOutcome:

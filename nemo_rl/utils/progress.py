@@ -26,6 +26,7 @@ from rich.text import Text
 from nemo_rl.utils.terminal import printable
 
 _STILL_S = 30.0
+_LONG_STEP_S = 60.0
 _RECENT_STEPS = 8
 _QUIET_S = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
@@ -116,6 +117,7 @@ class RunProgress:
         console: where to show; standard error by default, so that standard output stays clean.
         clock: monotonic seconds.
         measure: what a validation measures, also before the first.
+        details: says what else goes on, when a step takes long; empty for nothing.
     """
 
     def __init__(
@@ -126,8 +128,11 @@ class RunProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         measure: str = "accuracy",
+        details: Callable[[], str] = str,
     ) -> None:
         self.total_steps = total_steps
+        self._details = details
+        self._over = threading.Event()
         self.title = title
         self.console = console or Console(stderr=True)
         self._clock = clock
@@ -153,12 +158,29 @@ class RunProgress:
         self._step_began = self._clock()
         if self._live is not None:
             self._live.start()
+        self._over.clear()
+        threading.Thread(target=self._watch, name="long-steps", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         if self._live is not None:
             self._live.stop()
             self.console.print(self._render())
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LONG_STEP_S):
+            if (said := self.long_step()) is not None:
+                self.say(said)
+
+    def long_step(self) -> str | None:
+        """What a step waits for that takes longer than a minute and than twice the usual; None for others."""
+        seconds = self._clock() - self._step_began
+        usual = statistics.median(self._durations) if self._durations else 0.0
+        if seconds < max(_LONG_STEP_S, 2 * usual) or self._step >= self.total_steps:
+            return None
+        details = f"; {said}" if (said := self._details()) else ""
+        return f"step {self._step + 1}/{self.total_steps}: {self._phase} after {format_duration(seconds)}{details}"
 
     @property
     def step(self) -> int:

@@ -26,7 +26,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.data_plane_store import DataPlaneStore
 from nemo_rl.experience.rollout_source import Rollout
-from nemo_rl.experience.rollouts import RolloutPlan
+from nemo_rl.experience.rollouts import RolloutPlan, RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
 from nemo_rl.experience.store import InProcessStore
 from nemo_rl.models.policy.tq_policy import StoredColumns
@@ -126,6 +126,7 @@ class World:
                 step_done=lambda *a, **k: None,
             ),
             reward_watch=RewardWatch(),
+            validation_watch=RolloutWatch(),
             sample_files=SampleFiles(),
             reports=Backlog("step-report", 30.0),
             total_steps=len(loader),

@@ -92,7 +92,7 @@ def test_under_a_control_plane_the_driver_refits_nothing(tmp_path: Path, monkeyp
 
     def roll_out_all(*_: object) -> validation._Validated:
         validated.append(world.served)
-        return validation._Validated(torch.ones(2), torch.ones(2), {}, ["sum"] * 2, [])
+        return validation._Validated(torch.ones(2), torch.ones(2), torch.zeros(2), {}, ["sum"] * 2, [], {})
 
     monkeypatch.setattr("nemo_rl.algorithms.grpo.validation._roll_out_all", roll_out_all)
     world.run.val_loader, world.run.validation_rollouts = Loader(), world

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.data import processors
 from nemo_rl.data.datasets.raw import conversation
 from nemo_rl.data.interfaces import DataError, TaskDataSpec
 from nemo_rl.data.processors import get_processor, register_processor, state_processor
@@ -68,7 +69,9 @@ def test_rows_that_do_not_fit_a_processor_are_told_apart(tokenizer: Any) -> None
         get_processor("helpsteer3_data_processor")({"messages": conversation("a", "b")[:1]}, SPEC, tokenizer, 10, 0)
 
 
-def test_users_processors_have_names_of_their_own() -> None:
+def test_users_processors_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "PROCESSORS", dict(processors.PROCESSORS))
+
     def mine(datum_dict: Any, task_data_spec: Any, tokenizer: Any, max_seq_length: int, idx: int) -> Any:
         return {}
 

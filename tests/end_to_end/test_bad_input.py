@@ -242,7 +242,7 @@ def test_an_environment_that_fails_fails_every_sample_of_the_call_by_its_name(en
     import asyncio
 
     async def both() -> list[Any]:
-        batcher = EnvironmentBatcher(EnvironmentHandle("parity", environment, 0.3))
+        batcher = EnvironmentBatcher(EnvironmentHandle("parity", (environment,), 0.3))
         log: Any = [{"role": "assistant", "content": "a"}]
         return await asyncio.gather(batcher.step(log, None), batcher.step(log, None), return_exceptions=True)
 

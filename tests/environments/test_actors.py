@@ -138,7 +138,7 @@ def test_a_function_rewards_in_an_actor_and_is_built_before_it_is_asked() -> Non
     actors = start_environments(["mine"], env)
     await_environments(actors, env)
     result = step_environment(
-        actors["mine"], said("four"), [{"ground_truth": "four"}, {"ground_truth": "5"}], timeout_s=60, name="mine"
+        actors["mine"][0], said("four"), [{"ground_truth": "four"}, {"ground_truth": "5"}], timeout_s=60, name="mine"
     )
     assert not isinstance(result.rewards, dict) and result.rewards.tolist() == [3.0, 0.0]
     end_environments(actors)

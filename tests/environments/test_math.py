@@ -16,6 +16,7 @@ import torch
 from nemo_rl.compat.rollouts import chunk_list_to_workers
 from nemo_rl.config import ConfigError, EnvConfig, MasterConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments import registry
 from nemo_rl.environments.call import step_environment
 from nemo_rl.environments.code_environment import CodeJaccardEnvironment, jaccard
 from nemo_rl.environments.interfaces import Conversation, EnvironmentFailure, UnknownEnvironment, response_of
@@ -377,7 +378,8 @@ def test_unknown_environments_are_named_with_the_nearest() -> None:
         )
 
 
-def test_registered_names_need_no_mapping() -> None:
+def test_registered_names_need_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "CLASSES", dict(registry.CLASSES))
     register_env("mine_for_this_test", "nemo_rl.environments.code_environment.CodeJaccardEnvironment")
     assert environment_class("mine_for_this_test", None) is CodeJaccardEnvironment
     with pytest.raises(UnknownEnvironment, match="there is an environment 'math' already"):

@@ -120,7 +120,7 @@ def roll_out(
     generator: Generator | None = None,
 ) -> Any:
     runner = RolloutRunner(
-        generator or Generator(), Letters(), {"count": EnvironmentHandle("count", environment or Counts())}
+        generator or Generator(), Letters(), {"count": EnvironmentHandle("count", (environment or Counts(),))}
     )
     return runner.run(batch, chosen)
 
@@ -270,7 +270,7 @@ def test_every_trained_token_has_the_version_of_its_own_turn() -> None:
 
 def test_a_recording_replays_the_very_tensors(tmp_path: Path) -> None:
     batch = number_samples(prompts("a", "bb"), 2)
-    runner = RolloutRunner(Generator(), Letters(), {"count": EnvironmentHandle("count", Counts())})
+    runner = RolloutRunner(Generator(), Letters(), {"count": EnvironmentHandle("count", (Counts(),))})
     recorded = RecordedRollouts(LiveRollouts(runner, pad_token_id=0, multiple=1), str(tmp_path)).roll_out(
         batch, plan(), 1
     )
@@ -290,7 +290,7 @@ def test_a_recording_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match=f"grpo.rollout_replay={tmp_path}: there is no rollout_step"):
         ReplayedRollouts(str(tmp_path))
     batch = number_samples(prompts("a"), 2)
-    runner = RolloutRunner(Generator(), Letters(), {"count": EnvironmentHandle("count", Counts())})
+    runner = RolloutRunner(Generator(), Letters(), {"count": EnvironmentHandle("count", (Counts(),))})
     RecordedRollouts(LiveRollouts(runner, pad_token_id=0, multiple=1), str(tmp_path)).roll_out(batch, plan(), 0)
     with pytest.raises(RecordingError, match="the recording ends before step 8"):
         ReplayedRollouts(str(tmp_path)).roll_out(batch, plan(), 1)

@@ -378,12 +378,12 @@ def test_environments_that_hang_hold_up_no_other_thread_of_the_loop(monkeypatch:
     monkeypatch.setattr(environment_batcher, "step_environment", call)
 
     async def story() -> None:
-        hung = [EnvironmentBatcher(EnvironmentHandle("hangs", None)).step([], {}) for _ in range(40)]
+        hung = [EnvironmentBatcher(EnvironmentHandle("hangs", (None,))).step([], {}) for _ in range(40)]
         waiting = asyncio.gather(*hung, return_exceptions=True)
         await asyncio.sleep(0.1)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10.0) == "free"
         with pytest.raises(EnvironmentFailure):
-            await asyncio.wait_for(EnvironmentBatcher(EnvironmentHandle("works", None)).step([], {}), 10.0)
+            await asyncio.wait_for(EnvironmentBatcher(EnvironmentHandle("works", (None,))).step([], {}), 10.0)
         released.set()
         await waiting
 

@@ -154,7 +154,7 @@ class Chaos:
 
 
 def collector_of(engines: Elastic, kept: Kept, seen: Seen) -> TrajectoryCollector:
-    runner = RolloutRunner(kept, engines.tokenizer, {"seen": EnvironmentHandle("seen", seen, 60.0)}, engines.record)
+    runner = RolloutRunner(kept, engines.tokenizer, {"seen": EnvironmentHandle("seen", (seen,), 60.0)}, engines.record)
     sampling = engines.generation.default_sampling()
     parts = CollectorParts(
         prompts=EpochPrompts(Loader(engines.tokenizer), batch_size=PROMPTS, epoch=0, max_epochs=1),

@@ -96,8 +96,8 @@ def shell(tiny_model: Path, tmp_path: Path) -> Iterator[Shell]:
             content["data"] = {"validation": None, "train": {"env_name": "parity"}}
             content["env"] = {"parity": {"class": "my_parity.Parity"}}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    # Works until it is ended the first time, and has nothing left to do the second time.
-    work = "test -e begun || { touch begun; sleep 600; }"
+    # Works until it is ended, however often it is started, until `finish` is there.
+    work = "touch begun; test -e finish || sleep 600"
     (tmp_path / "b.yaml").write_text(yaml.safe_dump({"external": {"command": ["bash", "-c", work]}}))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "NRL_P", "XDG_"))}
     environment |= {"TMPDIR": str(temporary), "HOME": str(temporary), "PYTHONPATH": str(ROOT)}
@@ -129,6 +129,7 @@ def test_every_command_of_the_page_works_in_two_shells_of_a_clean_machine(shell:
 
     _look_back(shell)
 
+    (shell.folder / "finish").touch()
     together = documented("python examples/run_time_sharing.py --gpus 8").replace("--gpus 8", "--gpus 2 --device cpu")
     together = together.replace("max_num_steps=200", "max_num_steps=1 sft.max_num_steps=1 --port 0")
     said = shell.run(together)

@@ -109,3 +109,21 @@ def test_lines_name_what_is_measured_before_the_first_validation() -> None:
     progress = RunProgress(2, title="SFT", console=Console(file=said, width=200), measure="val_loss")
     progress.step_done(1, loss=1.0, tokens=4.0)
     assert "val_loss=-" in said.getvalue() and "accuracy" not in said.getvalue()
+
+
+def test_a_step_that_takes_long_says_what_it_waits_for() -> None:
+    now = [0.0]
+    progress = RunProgress(
+        9, console=Console(file=io.StringIO()), clock=lambda: now[0], details=lambda: "environment judge: 3 wait"
+    )
+    progress.phase("generation")
+    now[0] = 59.0
+    assert progress.long_step() is None
+    now[0] = 130.0
+    assert progress.long_step() == "step 1/9: generation after 2m 10s; environment judge: 3 wait"
+    progress.step_done(1, reward=0.5, loss=0.1, tokens=9.0)
+    assert progress.long_step() is None
+    now[0] = 130.0 + 200.0
+    assert progress.long_step() is None, "no longer than twice the usual"
+    now[0] = 130.0 + 261.0
+    assert progress.long_step() is not None

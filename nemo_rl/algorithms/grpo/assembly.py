@@ -33,6 +33,7 @@ from nemo_rl.distributed.accelerators import Accelerator
 from nemo_rl.distributed.actor_logs import collect_actor_logs
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 from nemo_rl.environments.registry import (
+    Actors,
     await_environments,
     check_rows,
     end_environments,
@@ -42,7 +43,7 @@ from nemo_rl.environments.registry import (
     start_lines,
 )
 from nemo_rl.experience.data_plane_store import DataPlaneStore
-from nemo_rl.experience.environment_batcher import EnvironmentHandle
+from nemo_rl.experience.environment_batcher import EnvironmentHandle, environment_lines
 from nemo_rl.experience.rollout_source import LiveRollouts, RecordedRollouts, ReplayedRollouts, RolloutSource
 from nemo_rl.experience.rollouts import RolloutGenerator, RolloutRunner
 from nemo_rl.experience.store import InProcessStore
@@ -60,7 +61,6 @@ from nemo_rl.utils.record import MemoryRecord, Record, RecordWriter
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _ARCHIVE_BYTES = 1 << 20
@@ -93,7 +93,7 @@ class _Begun:
     clusters: Clusters
     policy: RayWorkerGroup
     engines: EngineActors | None
-    environments: dict[str, ActorHandle[object]]
+    environments: Actors
 
     def shutdown(self) -> None:
         """Ends all of it. Safe to call twice."""
@@ -133,7 +133,7 @@ def _begin(
         for cluster in clusters.distinct():
             undo.callback(cluster.shutdown)
         engines: EngineActors | None = None
-        environments: dict[str, ActorHandle[object]] = {}
+        environments: Actors = {}
         if clusters.generation is not None:
             environments = start_environments(environments_in_use(config), config.env)
             undo.callback(end_environments, environments)
@@ -199,7 +199,7 @@ def _build(
     path, source = Path(config.logger.log_dir) / "record.jsonl", f"{placement.record_prefix}driver"
     record = RecordWriter(path, source=source, archive_bytes=_ARCHIVE_BYTES)
     timer = Timer()
-    progress = RunProgress(ready.total_steps, first_step=ready.state.step)
+    progress = RunProgress(ready.total_steps, first_step=ready.state.step, details=environment_lines)
     clusters, actors = ready.begun.clusters, ready.begun.environments
     # Engines take long to start: a mistake in an environment is said before.
     undo.callback(end_environments, actors)
@@ -292,7 +292,7 @@ def _sources_into(
     tokenizer: PreTrainedTokenizerBase,
     generation: VllmGeneration | None,
     datasets: TaskDatasets,
-    actors: dict[str, ActorHandle[object]],
+    actors: Actors,
     record: Record,
     record_prefix: str,
 ) -> tuple[RolloutSource, RolloutSource | None]:
@@ -381,7 +381,7 @@ def _sources(
     tokenizer: PreTrainedTokenizerBase,
     generation: RolloutGenerator | None,
     datasets: TaskDatasets,
-    actors: dict[str, ActorHandle[object]],
+    actors: Actors,
     record: Record,
 ) -> tuple[RolloutSource, RolloutSource | None]:
     def live(env_of_task: dict[str, str], trained: Record | None = None, *, shown: bool = False) -> LiveRollouts:

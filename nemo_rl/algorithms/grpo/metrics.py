@@ -17,6 +17,7 @@ import torch
 
 from nemo_rl.algorithms.grpo.run import GRPORun
 from nemo_rl.algorithms.grpo.stages import Experience, needs_previous_logprobs, valid_rewards
+from nemo_rl.experience.environment_batcher import environment_metrics_of_step
 from nemo_rl.experience.sample_log import sample_log_stage
 from nemo_rl.loss.normalization import is_extremum
 from nemo_rl.models.policy.interfaces import TrainResult
@@ -245,6 +246,7 @@ def write_report(run: GRPORun, report: StepReport) -> None:
 def _log_step(run: GRPORun, report: StepReport) -> None:
     step, rows, seconds = report.step, report.experience.rows, report.seconds
     run.logger.log_metrics(report.metrics, step, prefix="train")
+    run.logger.log_metrics(environment_metrics_of_step(), step, prefix="environment")
     if run.generation is not None:
         run.logger.log_metrics(report.refit, step, prefix="refit")
     if run.generation is not None and run.config.policy.generation.vllm_cfg.enable_vllm_metrics_logger:

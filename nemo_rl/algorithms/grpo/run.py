@@ -17,6 +17,7 @@ from nemo_rl.algorithms.run_checkpoint import RunState
 from nemo_rl.config import MasterConfig
 from nemo_rl.data.loader import Batch, Loader
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.environments.registry import Actors
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.rollouts import RolloutWatch
 from nemo_rl.experience.sample_log import SampleFiles
@@ -32,7 +33,6 @@ from nemo_rl.utils.record import Record
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import PreTrainedTokenizerBase
 
@@ -116,7 +116,7 @@ class GRPORun:
     timeout: TimeoutChecker
     progress: RunProgress
     total_steps: int
-    environments: dict[str, ActorHandle[object]]
+    environments: Actors
     placement: Placement
     clusters: list[RayVirtualCluster]
     device_count: DeviceCount

@@ -146,14 +146,14 @@ def _measured_by_environments(run: GRPORun, done: _Validated) -> dict[str, float
         "prompt_number": torch.arange(len(done.rewards)) // run.config.grpo.val_num_generations_per_prompt,
         **done.components,
     }
-    for name, actor in run.environments.items():
+    for name, replicas in run.environments.items():
         own = [row for row, task in enumerate(done.tasks) if run.env_of_validation_task.get(task) == name]
         if not own:
             continue
         batch = BatchedDataDict({key: values[own] for key, values in columns.items()})
         batch["task_name"] = [done.tasks[row] for row in own]
-        timeout_s = EnvironmentHandle.of(name, actor, run.config.env).timeout_s
-        measured = environment_metrics(actor, batch, timeout_s=timeout_s, name=name)
+        timeout_s = EnvironmentHandle.of(name, replicas, run.config.env).timeout_s
+        measured = environment_metrics(replicas[0], batch, timeout_s=timeout_s, name=name)
         found |= {f"{name}/{key}": value for key, value in measured.items()}
     return found
 
