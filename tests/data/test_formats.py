@@ -154,8 +154,8 @@ FILES: list[tuple[str, str | bytes, str]] = [
     ("a.csv", 'input,output\n"a,1\nb,2\n', r"line 2 \(from 1\): unexpected end of data"),
     ("a.csv", "input,output\n1,2\n".encode("utf-16-le"), "the file is UTF-16"),
     ("a.jsonl", '{"input": "1"}'.encode("utf-32"), "the file is UTF-32"),
-    ("a.jsonl", gzip.compress(b"{}"), "the file is packed; unpack it with `gunzip`"),
-    ("a.jsonl.gz", gzip.compress(b"{}"), "is none of .jsonl, .* unpack it first"),
+    ("a.jsonl", gzip.compress(b"{}", mtime=0), "the file is packed; unpack it with `gunzip`"),
+    ("a.jsonl.gz", gzip.compress(b"{}", mtime=0), "is none of .jsonl, .* unpack it first"),
     (
         "a.jsonl",
         '{"input": "1", "output": "2", "output": "3"}\n',
