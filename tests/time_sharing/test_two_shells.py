@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -52,6 +53,8 @@ class Shell:
         words = shlex.split(command, comments=True)
         words = [str(part) for word in words for part in (sorted(self.folder.glob(word)) or [word])]
         assert words[0] == "python"
+        # A shell that starts pytest in the background makes its children ignore Ctrl-C; a user's terminal does not.
+        listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(
             [sys.executable, *words[1:]],
             cwd=self.folder,
@@ -59,6 +62,7 @@ class Shell:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=listen,  # noqa: PLW1509 - one thread
         )
 
     def ended(self, command: str, process: subprocess.Popen[str], timeout_s: float = 300) -> tuple[int, str]:
