@@ -5,8 +5,9 @@
 
 Five short CPU runs of the arithmetic task (synchronous, on the data plane, on Megatron-Core, SFT, and a synchronous job
 on GPUs that a pool lends it) give SHA-256 of their last weights, of their metrics without times, and of their records
-without times and places. Fifty random scenarios of the scheduler, faults included, give one of every plan and event
-that its log holds. Fingerprints depend on the versions of torch and vLLM and on the processor: compare on one machine.
+without times and places. Fifty random scenarios of the scheduler, faults included, each give one of every plan and
+event that its log holds. Fingerprints depend on the versions of torch and vLLM and on the processor: compare on one
+machine.
 """
 
 from __future__ import annotations
@@ -144,19 +145,17 @@ def _lasting(entry: Entry) -> str:
 def simulation() -> dict[str, str]:
     """Of the scheduler's log in every scenario, virtual times included."""
     logging.disable()
-    found = []
+    found = {}
     for seed in range(SCENARIOS):
         world = World(random_scenario(seed), seed, lambda clock: MemoryRecord(clock=clock))
         world.run()
-        found.append(
-            fingerprint(
-                f"{entry.time:.6f} {type(entry.event).__name__} "
-                f"{json.dumps(dataclasses.asdict(entry.event), sort_keys=True, default=str)}"  # type: ignore[call-overload]
-                for entry in world.entries
-            )
+        found[f"simulation/{seed}"] = fingerprint(
+            f"{entry.time:.6f} {type(entry.event).__name__} "
+            f"{json.dumps(dataclasses.asdict(entry.event), sort_keys=True, default=str)}"  # type: ignore[call-overload]
+            for entry in world.entries
         )
     logging.disable(logging.NOTSET)
-    return {"simulation": fingerprint(found)}
+    return found
 
 
 def main() -> None:
@@ -172,7 +171,7 @@ def main() -> None:
         folder = Path(place)
         model = folder / "model"
         make = [sys.executable, str(ROOT / "examples" / "make_tiny_model.py"), str(model), "--layers", "2"]
-        subprocess.run([*make, "--hidden", "64"], check=True, capture_output=True)
+        subprocess.run([*make, "--hidden", "128"], check=True, capture_output=True)
         todo: dict[str, Callable[[], dict[str, str]]] = {
             **{name: lambda name=name: run(name, folder, model) for name in RUNS},  # type: ignore[misc]
             "simulation": simulation,

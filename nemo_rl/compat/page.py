@@ -5,13 +5,14 @@ Every row comes from the tables that loading and importing read. Invariant: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nemo_rl.compat.members import ABSENT_MEMBERS, CONTROL_PLANE
 from nemo_rl.compat.names import ABSENT, AT_HOME, CHANGED, NAMES
 from nemo_rl.config.foreign import ALWAYS, FOREIGN, MOVED
 from nemo_rl.config.master import MasterConfig, SFTMasterConfig
 from nemo_rl.config.schema import KeyInfo, keys_of
+from nemo_rl.utils.markdown import table
 
 _INTRODUCTION = """# From NeMo-RL
 
@@ -92,29 +93,29 @@ def page() -> str:
     parts = [
         _INTRODUCTION,
         "### Parts that are not built\n",
-        *_table(("part", "keys that ask for it"), _parts()),
+        *table(("part", "keys that ask for it"), _parts()),
         "### Keys without effect\n",
-        *_table(("key", "why", "values"), _without_effect()),
+        *table(("key", "why", "values"), _without_effect()),
         "### Keys whose meaning is defined here\n",
-        *_table(("key", "what it does"), _definitions()),
+        *table(("key", "what it does"), _definitions()),
         "### Numbers that differ\n",
-        *_table(("what", "there", "here"), ((what, *numbers) for what, numbers in _DIFFERENT.items())),
+        *table(("what", "there", "here"), ((what, *numbers) for what, numbers in _DIFFERENT.items())),
         "### Environment variables\n",
-        *_table(("variable", "here"), _ENVIRONMENT.items()),
+        *table(("variable", "here"), _ENVIRONMENT.items()),
         "### Earlier names\n",
-        *_table(("key", "read as"), ((f"`{old}`", f"`{new}`") for old, new in MOVED.items())),
+        *table(("key", "read as"), ((f"`{old}`", f"`{new}`") for old, new in MOVED.items())),
         "## Scripts\n",
         "Names resolve at NeMo-RL's paths. Configurations may be plain dictionaries wherever a section is taken.\n",
         "### Names\n",
-        *_table(("module", "names"), _names()),
+        *table(("module", "names"), _names()),
         "### Called differently\n",
         "Called in NeMo-RL's shape, the functions below say what has changed before anything starts.\n",
-        *_table(("name", "here"), ((f"`{name}`", form) for name, form in CHANGED.items())),
+        *table(("name", "here"), ((f"`{name}`", form) for name, form in CHANGED.items())),
         "### Not here\n",
-        *_table(("name", "instead"), ((f"`{name}`", instead) for name, instead in (ABSENT | ABSENT_MEMBERS).items())),
+        *table(("name", "instead"), ((f"`{name}`", instead) for name, instead in (ABSENT | ABSENT_MEMBERS).items())),
         "### Names of control planes\n",
         "What drivers of several pipelines call, and where it is; the rest is on [its own page](time_sharing.md).\n",
-        *_table(("name", "here"), _control_plane()),
+        *table(("name", "here"), _control_plane()),
     ]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -169,8 +170,3 @@ def _control_plane() -> Iterator[tuple[str, str]]:
     for name, home in CONTROL_PLANE.items():
         module, _, path = home.partition(":")
         yield f"`{name}`", f"`{module}`{f', `{path}`' if path else ''}" if home.startswith("nemo_rl.") else home
-
-
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]

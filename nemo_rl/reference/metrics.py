@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
 
-from nemo_rl.reference.tables import table
+from nemo_rl.utils.markdown import table
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_rl.reference.tables import table
+from nemo_rl.utils.markdown import table
 
 _GIB = 1 << 30
 _STATE_BYTES = 16  # float32 weight, gradient and two moments

@@ -182,7 +182,7 @@ def _is_graded(part: Path) -> bool:
     files = _validation_samples(part)
     if not files:
         return False
-    return any(row.get("rewards") not in (0, 1, None) for row in _lines(files[-1][1]))
+    return any(row.get("rewards") not in (0, 1, None) for row in sample_lines(files[-1][1]))
 
 
 def run_seconds(run: RunMetrics) -> float:
@@ -283,7 +283,7 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
     role and text and the `expected` answer.
     """
     rows = []
-    for row in _lines(path):
+    for row in sample_lines(path):
         content, reward = row.get("content"), row.get("rewards", row.get("reward"))
         if content is None:
             continue
@@ -301,7 +301,7 @@ def _sample_rows(path: Path) -> list[dict[str, Any]]:
     return [rows[index] for index in best_to_worst(rewards, _SAMPLES_SHOWN)]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def sample_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The samples of a file; damaged lines are left out with a warning."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):

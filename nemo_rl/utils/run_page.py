@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from nemo_rl.utils.progress import RunProgress, format_duration
-from nemo_rl.utils.report import write_page
+from nemo_rl.utils.report import sample_lines, write_page
 from nemo_rl.utils.terminal import printable
 from nemo_rl.utils.web_page import file_of, guarded_app, serve_page
 
@@ -75,17 +76,10 @@ class RunPage:
         if not files:
             return []
         rows = []
-        with files[-1].open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                content = row.get("content")
-                text = "\n".join(map(str, content)) if isinstance(content, list) else str(content)
-                rows.append({"from": files[-1].name, "reward": row.get("rewards"), "text": printable(text)})
-                if len(rows) == _SAMPLES:
-                    break
+        for row in islice(sample_lines(files[-1]), _SAMPLES):
+            content = row.get("content")
+            text = "\n".join(map(str, content)) if isinstance(content, list) else str(content)
+            rows.append({"from": files[-1].name, "reward": row.get("rewards"), "text": printable(text)})
         return rows
 
     def _logs(self) -> dict[str, str]:

@@ -30,6 +30,9 @@ from nemo_rl.time_sharing.simulation.scenario import (
 )
 from nemo_rl.time_sharing.simulation.scenario_limits import MEANING
 from nemo_rl.time_sharing.simulation.scenario_text import PAGE
+from nemo_rl.utils.markdown import table
+
+_HEADER = ("key", "type", "default", "meaning")
 
 DEFAULT_PAGE = Path(PAGE)
 
@@ -75,22 +78,13 @@ def scenario_page() -> str:
     """The whole page as Markdown."""
     lines = [_INTRODUCTION]
     for title, model in _SECTIONS:
-        lines += [f"## {title}\n", f"{' '.join((model.__doc__ or '').split())}\n", *_table(_rows(model))]
+        lines += [f"## {title}\n", f"{' '.join((model.__doc__ or '').split())}\n", *table(_HEADER, _rows(model))]
     lines += [
         "## `limits`\n",
         "The scheduler's bounds and delays; whatever is not named keeps its default, which suits steps of minutes.\n",
-        *_table(_limits()),
+        *table(_HEADER, _limits()),
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _table(rows: Iterator[tuple[str, str, str, str]]) -> list[str]:
-    return [
-        "| key | type | default | meaning |",
-        "|---|---|---|---|",
-        *["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows],
-        "",
-    ]
 
 
 def _rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""Markdown tables of the generated pages."""
+"""Tables of the generated pages, in Markdown."""
 
 from __future__ import annotations
 
