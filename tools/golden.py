@@ -45,6 +45,8 @@ GRPO = (
     "grpo.max_val_samples=16",
     "grpo.val_batch_size=16",
     "data.train.held_out=16",
+    # A model that has learnt nothing earns nothing for sums, and would not be changed by training.
+    "env.math.function=tools.golden.odd_length",
     "policy.train_global_batch_size=16",
     "policy.optimizer.kwargs.lr=0.01",
 )
@@ -73,7 +75,12 @@ _LASTING: dict[type, tuple[str, ...]] = {
     ev.StepFinished: ("step", "version", "groups"),
     ev.Validated: ("version", "samples"),
 }
-_TIMED = ("timing/", "performance/", "environment/", "ray/", "gpu/", "memory")
+_TIMED = ("timing/", "performance/", "environment/", "refit/", "ray/", "gpu/", "memory")
+
+
+def odd_length(response: str) -> float:
+    """A reward that some responses of a random model earn and some do not."""
+    return float(len(response) % 2)
 
 
 def fingerprint(lines: Iterable[str]) -> str:
@@ -100,11 +107,8 @@ def run(name: str, folder: Path, model: Path) -> dict[str, str]:
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.exit(f"{' '.join(command)}\nended with exit code {ended.returncode}:\n{ended.stdout}{ended.stderr}")
-    return {
-        f"{name}/weights": weights(here / "checkpoints"),
-        f"{name}/metrics": metrics(here / "logs"),
-        f"{name}/record": record(here / "logs"),
-    }
+    found = {f"{name}/weights": weights(here / "checkpoints"), f"{name}/metrics": metrics(here / "logs")}
+    return found if name == "sft" else found | {f"{name}/record": record(here / "logs")}
 
 
 def weights(checkpoints: Path) -> str:
@@ -133,7 +137,7 @@ def _is_measured(name: str) -> bool:
 
 def record(logs: Path) -> str:
     """Of what was drawn, committed, trained and published. Engines answer in any order: entries are sorted."""
-    entries = [entry for path in sorted(logs.rglob("record.jsonl*")) for entry in read_record(path)]
+    entries = [entry for path in sorted(logs.rglob("record.jsonl")) for entry in read_record(path)]
     return fingerprint(sorted(line for entry in entries if (line := _lasting(entry))))
 
 
