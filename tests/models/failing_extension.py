@@ -8,7 +8,7 @@ from nemo_rl.models.generation.vllm.extension import VllmInternalWorkerExtension
 
 
 class FailingExtension(VllmInternalWorkerExtension):
-    """Mixed into vLLM's worker class by `vllm_kwargs.worker_extension_cls`."""
+    """Mixed into vLLM's worker class in place of `engine_actors.EXTENSION`."""
 
     def nrl_restore_memory(self) -> None:
         if os.path.exists(os.environ["NRL_TEST_NO_MEMORY"]):

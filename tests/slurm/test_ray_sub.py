@@ -74,6 +74,14 @@ class Job:
             text=True,
         )
 
+    def ends(self, process: Any, timeout_s: float) -> int:
+        """The exit status of the job; where it does not end, a failure that shows its logs."""
+        try:
+            return process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            pytest.fail(f"the job did not end in {timeout_s:.0f} s\n{self.logs()}")
+
     def log(self, name: str) -> str:
         path = self.folder / "7-logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""
@@ -118,7 +126,7 @@ def test_a_run_goes_across_two_nodes_and_leaves_readable_logs(job: Job, tiny_mod
         COMMAND=f"python examples/run_grpo.py --config examples/configs/grpo_arithmetic_cpu.yaml {arguments}",
         COMPILE_CACHE_DIR=f"{job.folder}/compiled",
     )
-    assert process.wait(timeout=500) == 0, job.logs()
+    assert job.ends(process, 500) == 0, job.logs()
     assert read_metrics(job.folder / "logs").scalars("train/loss")[0] == [1, 2]
     assert "all 2 nodes joined" in job.log("driver")
     scripts = [path.read_text() for path in (job.folder / "7-logs").glob("*.sh")]

@@ -23,6 +23,7 @@ import ray
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationError, ShardStateError
+from nemo_rl.models.generation.vllm import engine_actors
 from nemo_rl.models.generation.vllm.shards import ShardState
 from nemo_rl.utils.record_events import (
     GroupCommitted,
@@ -67,11 +68,11 @@ def no_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(ray_session: None, tiny_model: Path, no_memory: Path) -> Iterator[Elastic]:
-    extension = "+policy.generation.vllm_kwargs.worker_extension_cls=tests.models.failing_extension.FailingExtension"
-    with elastic_engines(
-        tiny_model, SHARDS, extension, f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_NO_MEMORY={no_memory}"
-    ) as some:
-        yield some
+    no_memory_while = f"+policy.generation.vllm_cfg.env_vars.NRL_TEST_NO_MEMORY={no_memory}"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_actors, "EXTENSION", "tests.models.failing_extension.FailingExtension")
+        with elastic_engines(tiny_model, SHARDS, no_memory_while) as some:
+            yield some
 
 
 def test_no_token_is_lost_or_mislabelled_while_shards_come_and_go(engines: Elastic) -> None:
