@@ -240,11 +240,12 @@ def _show_trackers(run: Watchable) -> None:
 def _monitor(config: RootConfig, run: Watchable) -> AbstractContextManager[object]:
     if not config.logger.monitor_gpus:
         return nullcontext()
-    from nemo_rl.distributed.node_monitor import NodeMonitor, ShownUsage
+    from nemo_rl.distributed.node_monitor import NodeMonitor
 
     sampling = config.logger.gpu_monitoring
-    shown = ShownUsage(run.logger, run.progress)
-    return NodeMonitor(shown, sampling.collection_interval, sampling.flush_interval)
+    return NodeMonitor(
+        run.logger, sampling.collection_interval, sampling.flush_interval, show_memory=run.progress.gpu_memory
+    )
 
 
 def _closed(run: Run, close: Callable[[Run], None], code: int) -> int:

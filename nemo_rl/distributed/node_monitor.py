@@ -12,14 +12,16 @@ import shutil
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from nemo_rl.utils.logger import Logger
 
 
 logger = logging.getLogger(__name__)
@@ -27,21 +29,6 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _QUERY_DEADLINE_S = 10.0
 PREFIX = "ray"
-
-
-class MetricsSink(Protocol):
-    """Where numbers go."""
-
-    def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """See `nemo_rl.utils.logger.Logger`."""
-        ...
 
 
 class NodeSampler:
@@ -127,35 +114,6 @@ class RaySamplers:
             )
 
 
-class GpuMemoryShown(Protocol):
-    """Where a person watches the run."""
-
-    def gpu_memory(self, gigabytes: float) -> None:
-        """The fullest GPU's memory in use."""
-        ...
-
-
-class ShownUsage:
-    """Passes numbers on to a sink, and shows the memory of the fullest GPU."""
-
-    def __init__(self, sink: MetricsSink, shown: GpuMemoryShown) -> None:
-        self._sink, self._shown = sink, shown
-
-    def log_metrics(
-        self,
-        metrics: Mapping[str, Any],
-        step: int,
-        prefix: str = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """See `MetricsSink`."""
-        memory = [value for name, value in metrics.items() if ".gpu." in name and name.endswith(".mem_gb")]
-        if memory:
-            self._shown.gpu_memory(max(memory))
-        self._sink.log_metrics(metrics, step, prefix, step_metric, step_finished)
-
-
 class NodeMonitor:
     """Logs the use of all nodes under `ray/` every so often, from a thread; a context manager (`logger.monitor_gpus`).
 
@@ -164,16 +122,19 @@ class NodeMonitor:
         collection_interval_s: seconds between samples.
         flush_interval_s: seconds between writes; a write holds the mean of the samples since the last.
         sample: takes one sample; asks every Ray node by default.
+        show_memory: called with the GiB in use on the fullest GPU.
     """
 
     def __init__(
         self,
-        sink: MetricsSink,
+        sink: Logger,
         collection_interval_s: float = 10.0,
         flush_interval_s: float = 10.0,
         sample: Callable[[], dict[str, float]] | None = None,
+        show_memory: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._sink = sink
+        self._show_memory = show_memory
         self._collection_interval_s = collection_interval_s
         self._flush_interval_s = flush_interval_s
         self._samplers = RaySamplers() if sample is None else None
@@ -206,4 +167,7 @@ class NodeMonitor:
         if self._pending:
             means = {name: sum(values) / len(values) for name, values in self._pending.items()}
             self._pending = {}
+            memory = [value for name, value in means.items() if ".gpu." in name and name.endswith(".mem_gb")]
+            if memory:
+                self._show_memory(max(memory))
             self._sink.log_metrics(means, seconds, PREFIX, step_metric=f"{PREFIX}/seconds")

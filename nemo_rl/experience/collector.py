@@ -15,17 +15,16 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl.config.errors import UserError
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.columns import RolloutColumns
 from nemo_rl.experience.environment_batcher import environment_lines
-from nemo_rl.experience.prompts import PromptSource
+from nemo_rl.experience.prompts import EpochPrompts
 from nemo_rl.experience.replay_buffer import BufferedGroup, GroupKey
-from nemo_rl.experience.rollout_source import Rollout
+from nemo_rl.experience.rollout_source import LiveRollouts
 from nemo_rl.experience.rollouts import RolloutPlan
 from nemo_rl.experience.store import ExperienceStore
 from nemo_rl.models.generation.interfaces import GenerationError
@@ -49,14 +48,6 @@ class CollectorError(UserError, RuntimeError):
 
 class CollectorStalled(CollectorError):
     """No group was finished in time."""
-
-
-class GroupRollouts(Protocol):
-    """Rolls single groups out."""
-
-    async def roll_out_group(self, batch: BatchedDataDict, plan: RolloutPlan) -> Rollout:
-        """The samples of one prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,8 +79,8 @@ class CollectorParts:
         record: Run record.
     """
 
-    prompts: PromptSource
-    rollouts: GroupRollouts
+    prompts: EpochPrompts
+    rollouts: LiveRollouts
     store: ExperienceStore
     plan: Callable[[int], RolloutPlan]
     start: Callable[[Coroutine[object, object, object]], Future[Any]]

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from ray.actor import ActorHandle
@@ -23,17 +24,19 @@ from nemo_rl.distributed.worker_calls import call, start_actor, stop_actor
 from nemo_rl.experience.columns import RolloutColumns, mint_ids
 from nemo_rl.experience.rollout_actor import (
     ActorSources,
-    GenerationElsewhere,
     Purpose,
     RemoteRollouts,
     RolloutActor,
-    ShardOwner,
     write_rollout,
 )
 from nemo_rl.experience.rollout_source import RolloutSource
 from nemo_rl.experience.store import Applied, SpentHandles, TokenStage
 from nemo_rl.models.policy.interfaces import BatchHandle, Scores, StoredColumns
 from nemo_rl.utils.record import MemoryRecord, Record
+
+if TYPE_CHECKING:
+    from nemo_rl.models.generation.vllm.detached import DetachedGenerator
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +70,8 @@ class DataPlaneStore:
         val: RolloutSource | None,
         events: MemoryRecord,
         record: Record,
-        generation: GenerationElsewhere | None = None,
-        owner: ShardOwner | None = None,
+        generation: DetachedGenerator | None = None,
+        owner: VllmGeneration | None = None,
     ) -> tuple[RolloutSource, RolloutSource | None]:
         """The same sources in an actor of this store, which writes what they give.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -27,25 +27,6 @@ class Position:
     def state_dict(self) -> dict[str, object]:
         """The loader's state, so that a position is saved as a loader is."""
         return self.loader_state
-
-
-class PromptSource(Protocol):
-    """Where prompts come from."""
-
-    epoch: int
-    batch_size: int
-
-    def prefetch(self) -> bool:
-        """Fetches the next batch without drawing it; whether there is one."""
-        ...
-
-    def next(self) -> BatchedDataDict:
-        """The next batch; StopIteration after the last epoch."""
-        ...
-
-    def position(self) -> Position:
-        """Where the source stands."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ the driver. Knows no algorithm. Invariant: a generation batch is one write, unde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -23,29 +23,8 @@ from nemo_rl.utils.record import MemoryRecord, Record
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-
-class GenerationElsewhere(Protocol):
-    """Generation whose shards another process owns."""
-
-    def follow(self, serving: Mapping[int, Any]) -> None:
-        """Only these shards take requests from now on."""
-        ...
-
-    def lost(self) -> dict[int, str]:
-        """The shards that were found dead here, and why."""
-        ...
-
-
-class ShardOwner(Protocol):
-    """Who owns the shards."""
-
-    def serving(self) -> Mapping[int, object]:
-        """The shards that take requests."""
-        ...
-
-    def quarantine(self, dp_ranks: Sequence[int], reason: str) -> None:
-        """These shards take no request any more."""
-        ...
+    from nemo_rl.models.generation.vllm.detached import DetachedGenerator, ServingShard
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 
 Purpose = Literal["train", "val"]
@@ -65,7 +44,7 @@ class ActorSources:
 
     by_purpose: Mapping[Purpose, RolloutSource]
     events: MemoryRecord
-    generation: GenerationElsewhere | None = None
+    generation: DetachedGenerator | None = None
 
 
 class RolloutActor:
@@ -90,7 +69,7 @@ class RolloutActor:
         batch: BatchedDataDict,
         plan: RolloutPlan,
         attempt: int,
-        serving: Mapping[int, object] | None = None,
+        serving: Mapping[int, ServingShard] | None = None,
     ) -> Rollout:
         """Rolls a numbered batch out on the shards that serve; `tokens` of the result is a meta."""
         if self._generation is not None and serving is not None:
@@ -139,7 +118,7 @@ class RemoteRollouts:
     """
 
     def __init__(
-        self, actor: ActorHandle[object], purpose: Purpose, record: Record, owner: ShardOwner | None = None
+        self, actor: ActorHandle[object], purpose: Purpose, record: Record, owner: VllmGeneration | None = None
     ) -> None:
         self._actor = actor
         self._purpose = purpose

@@ -32,7 +32,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.store import ExperienceStore, StageOutput, TokenStage
 from nemo_rl.loss.clipped_pg import positive_nll_scale
 from nemo_rl.loss.normalization import masked_mean
-from nemo_rl.models.policy.interfaces import BatchHandle, ScoringPolicy
+from nemo_rl.models.policy.interfaces import BatchHandle, PolicyInterface
 from nemo_rl.utils.timer import Timer
 
 
@@ -234,7 +234,7 @@ def needs_reference_logprobs(cfg: GRPOConfig, loss_cfg: ClippedPGLossConfig) -> 
 def compute_logprobs(
     experience: Experience,
     store: ExperienceStore,
-    policy: ScoringPolicy,
+    policy: PolicyInterface,
     cfg: GRPOConfig,
     loss_cfg: ClippedPGLossConfig,
     timer: Timer,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.interfaces import ShardStateError
@@ -23,23 +23,13 @@ from nemo_rl.utils.record_events import SyncStarted, VersionPublished
 from nemo_rl.weight_sync.cache import CacheError
 from nemo_rl.weight_sync.session import SyncOptions, SyncReport, SyncSession, finished_event, pause_quantiles
 
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.weights import PolicyWeightCache
+
 logger = logging.getLogger(__name__)
 
 # Every step of a move has a deadline of its own; together they stay below this.
 _TURN_S = 900.0
-
-
-class ServedCache(Protocol):
-    """A weight cache as seen from here."""
-
-    @property
-    def version(self) -> int | None:
-        """What it serves."""
-        ...
-
-    def source(self, version: int) -> Any:
-        """A session's source of that version."""
-        ...
 
 
 @dataclass
@@ -71,7 +61,7 @@ class ElasticGeneration:
     """
 
     def __init__(
-        self, generation: Any, cache: ServedCache, options: SyncOptions, *, record: Record | None = None
+        self, generation: Any, cache: PolicyWeightCache, options: SyncOptions, *, record: Record | None = None
     ) -> None:
         self._generation = generation
         self._cache = cache

@@ -7,7 +7,7 @@ Invariants: every verb reaches every rank, or none; the cache has one owner, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -21,21 +21,9 @@ from nemo_rl.weight_sync.sender import SendSpec
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from nemo_rl.models.policy.lm_policy import Policy
+
 _OWNER = 0
-
-
-class CachedPolicy(Protocol):
-    """A policy whose weights can be cached."""
-
-    worker_group: RayWorkerGroup
-
-    def devices(self) -> list[str]:
-        """Device identity of every rank."""
-        ...
-
-    def rendezvous(self) -> tuple[str, int]:
-        """Address of the first rank and a free port there."""
-        ...
 
 
 class PolicyWeights:
@@ -153,9 +141,7 @@ class PolicyWeightCache:
         checksums: Whether sessions verify what arrives.
     """
 
-    def __init__(
-        self, policy: CachedPolicy, *, bucket_bytes: int, timeout_s: float = 150.0, checksums: bool = True
-    ) -> None:
+    def __init__(self, policy: Policy, *, bucket_bytes: int, timeout_s: float = 150.0, checksums: bool = True) -> None:
         self._checksums = checksums
         self._policy = policy
         self._bucket_bytes = bucket_bytes

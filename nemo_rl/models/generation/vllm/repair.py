@@ -9,49 +9,18 @@ and then given up, and the run goes on with the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nemo_rl.distributed.worker_calls import WorkerError
 from nemo_rl.models.generation.vllm.shards import ShardState, first_line
 
+if TYPE_CHECKING:
+    from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-
-
-class Shards(Protocol):
-    """The shards' states."""
-
-    def having(self, *states: ShardState) -> list[int]:
-        """The shards in any of these states."""
-        ...
-
-    def rebuilt(self, shard: int) -> None:
-        """A quarantined shard has a new engine."""
-        ...
-
-
-class Repairable(Protocol):
-    """A generation backend whose engines can be ended and started one by one."""
-
-    @property
-    def shards(self) -> Shards:
-        """Their states."""
-        ...
-
-    def on_failure(self, tell: Callable[[int, str], None]) -> None:
-        """Has `tell` called with every shard that is quarantined from now on."""
-        ...
-
-    def end_shard(self, shard: int) -> None:
-        """Ends the processes of a shard."""
-        ...
-
-    def start_shard(self, shard: int) -> None:
-        """Starts the engine of a shard anew, and returns once it is up."""
-        ...
 
 
 class ShardRepair:
@@ -62,7 +31,7 @@ class ShardRepair:
         attempts: How often an engine that does not start is tried.
     """
 
-    def __init__(self, generation: Repairable, *, attempts: int = _ATTEMPTS) -> None:
+    def __init__(self, generation: VllmGeneration, *, attempts: int = _ATTEMPTS) -> None:
         self._generation = generation
         self._attempts = attempts
         self._pool: ThreadPoolExecutor | None = None
